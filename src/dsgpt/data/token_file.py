@@ -1,0 +1,235 @@
+"""The token file: NAME.bin, raw little-endian token ids without a header, and NAME.json, what they are.
+
+The .bin is the format that nanoGPT reads with ``np.memmap(path, dtype=np.uint16)``; ids are uint16 when the vocabulary
+fits (at most 65,536 ids), uint32 otherwise, and every document ends with the end-of-text id. Imports no torch.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from dsgpt.files import sync_directory, write_json_atomic
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_CHUNK = 1 << 24  # 16 Mi elements or bytes: large enough to stream at disk speed, small enough for any machine
+
+
+class TokenFileError(ValueError):
+    """A token file cannot be used; the message is one line that names the file, the fault and the cure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """What NAME.json says of NAME.bin."""
+
+    dtype: str
+    """``uint16`` or ``uint32``."""
+    tokens: int
+    """Ids in the file, end-of-text ids included."""
+    documents: int | None
+    vocab_size: int | None
+    """Ids of the tokenizer: every id in the file is below it."""
+    eot_id: int | None
+    """The id that ends every document."""
+    tokenizer: dict[str, str | None] | None
+    """``name`` (hub name or folder beside the file) and ``sha256`` of its ``tokenizer.json``."""
+    source: str | None
+    """Where the text came from, in words."""
+    sha256: str | None
+    """Of the .bin, as lower-case hex."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """A checked token file, opened for reading."""
+
+    path: Path
+    sidecar: Sidecar
+    inferred: bool
+    """True where no NAME.json exists and uint16 was assumed."""
+    size_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of ids in the file."""
+        return self.sidecar.tokens
+
+    def memmap(self) -> np.memmap:
+        """The ids, shape (tokens,), read-only, not loaded into memory."""
+        return np.memmap(self.path, dtype=DTYPES[self.sidecar.dtype], mode="r")
+
+    def largest_id(self) -> int:
+        """The largest id in the file; reads all of it."""
+        ids = self.memmap()
+        return max(int(ids[start : start + _CHUNK].max()) for start in range(0, len(ids), _CHUNK))
+
+    def computed_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+        """Hash the file's bytes; ``progress`` is told the bytes done since its last call."""
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            while block := file.read(_CHUNK):
+                digest.update(block)
+                progress(len(block))
+        return digest.hexdigest()
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest dtype that holds ids below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def sidecar_path(path: Path) -> Path:
+    """NAME.json for NAME.bin."""
+    return path.with_suffix(".json")
+
+
+def open_token_file(path: Path) -> TokenFile:
+    """Open ``path`` (a .bin) after checking everything that costs no read of its contents.
+
+    Raises:
+        TokenFileError: missing or empty file, a size that is no whole number of ids, a sidecar that is not valid or
+            contradicts the file.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise TokenFileError(
+            f"{path}: cannot be read ({error.strerror}); make it with `python data_prep/preprocess.py`"
+        ) from error
+    if path.is_dir():
+        raise TokenFileError(f"{path}: is a folder; name the .bin file in it")
+    if size == 0:
+        raise TokenFileError(f"{path}: is empty; make it again with `python data_prep/preprocess.py --overwrite`")
+    beside = sidecar_path(path)
+    inferred = not beside.exists()
+    sidecar = _inferred(size) if inferred else _read_sidecar(beside)
+    _check_size(path, size, sidecar, inferred)
+    return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
+
+
+def _inferred(size: int) -> Sidecar:
+    return Sidecar(
+        dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
+        sha256=None,
+    )  # fmt: skip
+
+
+def _read_sidecar(beside: Path) -> Sidecar:
+    try:
+        raw = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TokenFileError(f"{beside}: is not a readable JSON sidecar ({error}); make the data again") from error
+    names = {field.name for field in fields(Sidecar)}
+    missing = sorted(names - set(raw)) if isinstance(raw, dict) else sorted(names)
+    if missing:
+        raise TokenFileError(f"{beside}: is no token file sidecar, it lacks {', '.join(missing)}; make the data again")
+    sidecar = Sidecar(**{name: raw[name] for name in names})
+    if sidecar.dtype not in DTYPES:
+        raise TokenFileError(f"{beside}: dtype {sidecar.dtype!r} is not one of {', '.join(DTYPES)}")
+    for name in ("tokens", "vocab_size"):
+        value: Any = getattr(sidecar, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise TokenFileError(f"{beside}: {name} is {value!r}, not a positive whole number; make the data again")
+    if dtype_for(sidecar.vocab_size or 0) == "uint32" and sidecar.dtype == "uint16":
+        raise TokenFileError(f"{beside}: vocab_size {sidecar.vocab_size:,} does not fit dtype uint16")
+    return sidecar
+
+
+def _check_size(path: Path, size: int, sidecar: Sidecar, inferred: bool) -> None:
+    width = DTYPES[sidecar.dtype].itemsize
+    if size % width:
+        raise TokenFileError(
+            f"{path}: {size:,} bytes is no whole number of {width}-byte {sidecar.dtype} ids; the file is cut off or "
+            "is no token file"
+        )
+    if not inferred and size != sidecar.tokens * width:
+        raise TokenFileError(
+            f"{path}: holds {size // width:,} {sidecar.dtype} ids but {sidecar_path(path).name} says "
+            f"{sidecar.tokens:,}; one of them is from another preparation, make the data again"
+        )
+
+
+class TokenFileWriter:
+    """Writes NAME.bin beside its place and publishes it, with its sidecar, on ``close``; a context manager.
+
+    An exception inside the ``with`` block leaves neither file behind.
+    """
+
+    def __init__(
+        self, path: Path, *, vocab_size: int, eot_id: int, tokenizer: dict[str, str | None] | None, source: str
+    ) -> None:
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._about = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": tokenizer, "source": source}
+        self._dtype = dtype_for(vocab_size)
+        self._tokens = 0
+        self._documents = 0
+        self._digest = hashlib.sha256()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._partial.open("wb")
+
+    @property
+    def tokens(self) -> int:
+        """Ids written so far."""
+        return self._tokens
+
+    def append(self, ids: list[int] | np.ndarray) -> None:
+        """Append one document, ``ids`` of shape (n,) without its end-of-text id, and end it.
+
+        Raises:
+            TokenFileError: an id lies outside the vocabulary.
+        """
+        document = np.asarray(ids, dtype=np.int64)
+        vocab_size = self._about["vocab_size"]
+        if document.size and not 0 <= int(document.min()) <= int(document.max()) < vocab_size:
+            raise TokenFileError(
+                f"{self._path}: document {self._documents} has ids from {document.min()} to {document.max()}, outside "
+                f"the vocabulary of {vocab_size:,}"
+            )
+        data = np.append(document, self._about["eot_id"]).astype(DTYPES[self._dtype]).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._tokens += document.size + 1
+        self._documents += 1
+
+    def close(self) -> Sidecar:
+        """Publish the file and its sidecar, both durable on return."""
+        sidecar = Sidecar(
+            dtype=self._dtype,
+            tokens=self._tokens,
+            documents=self._documents,
+            sha256=self._digest.hexdigest(),
+            **self._about,
+        )
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        # An old sidecar beside a new .bin would contradict it; without one the pair is merely incomplete for an instant.
+        sidecar_path(self._path).unlink(missing_ok=True)
+        self._partial.replace(self._path)
+        sync_directory(self._path.parent)
+        write_json_atomic(sidecar_path(self._path), asdict(sidecar))
+        return sidecar
+
+    def abandon(self) -> None:
+        """Throw away what was written."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()

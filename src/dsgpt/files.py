@@ -1,0 +1,34 @@
+"""Write beside, then rename: a reader sees the old file or the new one, never half of one."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names inside ``path`` durable; a rename is only safe from a power cut after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` in one step, durable on return; a failure leaves no partial file behind."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON. NaN and infinity are refused: they are not JSON and other readers choke on them."""
+    write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
