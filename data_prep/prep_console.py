@@ -1,0 +1,100 @@
+"""What every script here shares towards the user: flags that report all mistakes at once, progress, exit codes."""
+
+import argparse
+import difflib
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from dsgpt.data.token_file import TokenFileError
+from dsgpt.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+
+EXIT_INTERRUPTED = 130
+"""The shell's own convention: 128 + SIGINT."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser that raises its mistakes instead of exiting at the first one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found as a ``UserError``."""
+        raise UserError(f"{message}; see --help")
+
+    def parse_flags(self, argv: Sequence[str] | None, problems: list[str]) -> argparse.Namespace:
+        """Parse ``argv`` and append one line to ``problems`` for every flag or word that is not known."""
+        flags, unknown = self.parse_known_args(argv)
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in unknown:
+            name = word.partition("=")[0]
+            close = difflib.get_close_matches(name, known, n=1)
+            problems.append(
+                f"{name}: is not a known flag" + (f"; did you mean {close[0]}?" if close else "; see --help")
+            )
+        return flags
+
+
+def make_parser(description: str, examples: str) -> FlagParser:
+    """A parser whose ``--help`` keeps the line breaks of its description and ends with ``examples``."""
+    return FlagParser(
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def whole_number(text: str, *, flag: str, minimum: int, problems: list[str]) -> int:
+    """``text`` as a whole number; what is wrong with it goes to ``problems`` and ``minimum`` is returned instead."""
+    try:
+        value = int(text.replace("_", "").replace(",", ""))
+    except ValueError:
+        problems.append(f"{flag} {text}: is not a whole number; give {minimum:,} or more")
+        return minimum
+    if value < minimum:
+        problems.append(f"{flag} {text}: is too small; give {minimum:,} or more")
+        return minimum
+    return value
+
+
+def unknown_name(value: str, *, flag: str, names: Sequence[str]) -> str:
+    """One line that says that ``value`` is none of ``names``, with the closest of them."""
+    close = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{flag} {value}: is not a known name; {hint}known are {', '.join(names)}"
+
+
+def progress(*, total: int | None, description: str, unit: str) -> tqdm:
+    """A progress bar with an estimate of the time left; on a log instead of a terminal it speaks every 10 seconds.
+
+    Args:
+        total: bytes (``unit`` "B") or other units of the whole work; None where that cannot be known.
+        description: what is being done, in a word or two.
+        unit: what ``total`` counts.
+    """
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=total, desc=description, unit=unit, unit_scale=True, mininterval=interval, maxinterval=interval * 2,
+        dynamic_ncols=True,
+    )  # fmt: skip
+
+
+def run_script(main: Callable[[], None]) -> NoReturn:
+    """Run ``main`` and exit: 0 done, 2 the user's mistake (one line each, no traceback), 130 interrupted."""
+    try:
+        main()
+    except (UserError, TokenFileError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(f"error: {error.filename or 'the output'}: {error.strerror}; nothing was published", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was published; the same command starts again", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(EXIT_DONE)

@@ -1,0 +1,237 @@
+"""From a source to train.bin, val.bin and tokenizer/: all of it published at the end, or none of it."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from documents import Source
+from downloaded_set import downloaded_source
+from own_text import own_source
+from prep_console import progress
+from prep_options import TRAIN, PrepareOptions
+from splitting import SPLITS, Divided, divide, first_documents
+from stdlib_corpus import STDLIB_NAME, stdlib_source
+from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
+
+from dsgpt.data.token_file import Sidecar, TokenFileWriter, open_token_file
+from dsgpt.errors import UserError
+from dsgpt.files import sync_directory, write_json_atomic
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The names of one preparation inside its output folder."""
+
+    folder: Path
+    suffix: str
+
+    def tokens(self, split: str) -> Path:
+        """``train.bin`` and the like."""
+        return self.folder / f"{split}{self.suffix}.bin"
+
+    @property
+    def record(self) -> Path:
+        """Written last: its presence says that the preparation is complete, and what made it."""
+        return self.folder / f"preparation{self.suffix}.json"
+
+    @property
+    def other(self) -> "Place":
+        """The small preparation beside the full one, and the other way round: they share the tokenizer."""
+        return Place(folder=self.folder, suffix="" if self.suffix else "_small")
+
+    @property
+    def tokenizer(self) -> Path:
+        """The published tokenizer folder."""
+        return self.folder / TOKENIZER_FOLDER
+
+    def complete(self) -> dict | None:
+        """The record, if everything that it speaks of is there."""
+        named = [self.record, self.tokenizer / "tokenizer.json", *map(self.tokens, SPLITS)]
+        return json.loads(self.record.read_text(encoding="utf-8")) if all(path.exists() for path in named) else None
+
+
+def prepare(options: PrepareOptions) -> None:
+    """Do what ``options`` say, or find that it has been done, and print the outcome.
+
+    Raises:
+        UserError: the input or the output folder cannot be used.
+    """
+    source = _source(options)
+    place = Place(folder=options.output_dir, suffix=options.suffix)
+    with _only_one(place.folder):
+        identity = options.identity() | {"input": source.fingerprint()}
+        if not options.overwrite and _already_prepared(place, identity):
+            _report(place, "already prepared:")
+            return
+        started = time.monotonic()
+        vocabulary = _vocabulary(options, source, place, identity)
+        _check_shared_tokenizer(place, vocabulary)
+        _write(options, source, place, vocabulary, identity)
+        _report(place, f"prepared in {time.monotonic() - started:.0f} s:")
+
+
+def _source(options: PrepareOptions) -> Source:
+    if options.dataset is None:
+        source = own_source(options.inputs, text_key=options.text_key, output_dir=options.output_dir)
+        if not source.files:
+            raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
+        if source.skipped_binary:
+            print(f"left out {source.skipped_binary:,} binary files")
+    else:
+        source = downloaded_source(options.dataset, output_dir=options.output_dir)
+        if source is None and options.dataset == STDLIB_NAME:
+            source = stdlib_source()
+        if source is None:
+            raise UserError(
+                f"--dataset {options.dataset}: has not been downloaded to {options.output_dir / 'raw'}; run "
+                f"`python data_prep/download_data.py {options.dataset}` first"
+            )
+    if source.has_own_split and options.val_fraction is not None and options.num_documents is None:
+        raise UserError(f"--val_fraction: {options.dataset} brings its own validation split; leave the flag out")
+    return source
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; the system frees it however the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".preparing.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder}: another preparation is writing there; wait for its end") from error
+        yield
+
+
+def _already_prepared(place: Place, identity: dict) -> bool:
+    record = place.complete()
+    if record is None:
+        unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
+        if unknown:
+            raise UserError(f"{unknown[0]}: exists, but not from a finished preparation; replace it with --overwrite")
+        return False
+    for split in SPLITS:
+        open_token_file(place.tokens(split))
+    old = record["identity"]
+    changes = [
+        f"{name} was {old.get(name)}, is {identity.get(name)}" if name != "input" else "the input has changed"
+        for name in {**old, **identity}
+        if old.get(name) != identity.get(name)
+    ]
+    if changes:
+        raise UserError(
+            f"{place.folder}: was prepared differently ({'; '.join(changes)}); replace it with --overwrite or choose "
+            "another --output_dir"
+        )
+    return True
+
+
+def _divided(options: PrepareOptions, source: Source) -> Divided:
+    return divide(source.documents(), val_fraction=options.validation_share, seed=options.seed)
+
+
+def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: dict) -> Vocabulary:
+    """The tokenizer that encodes: the folder's own where the other preparation made the same, else a staged one.
+
+    A small set's tokenizer is trained on the whole train split too, so that small and full files are interchangeable.
+    """
+    other = place.other.complete()
+    if other and other["identity"] | {"--num_documents": None} == identity | {"--num_documents": None}:
+        return open_vocabulary(place.tokenizer)
+    staged = place.folder / f".{TOKENIZER_FOLDER}.partial"
+    if options.tokenizer != TRAIN:
+        save_loaded(options.tokenizer, staged)
+        return open_vocabulary(staged)
+    with progress(total=source.total_bytes(), description="training the tokenizer", unit="B") as bar:
+        tokenizer = train_tokenizer(_train_texts(_divided(options, source), bar), vocab_size=options.vocab_size)
+    if tokenizer.get_vocab_size() < options.vocab_size:
+        print(f"the text has words for {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
+    save_trained(tokenizer, staged)
+    return open_vocabulary(staged)
+
+
+def _train_texts(divided: Divided, bar) -> Iterator[str]:
+    for split, document in divided:
+        bar.update(document.source_bytes)
+        if split == "train":
+            yield document.text
+
+
+def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
+    other = place.other.complete()
+    if other and other["tokenizer_sha256"] != vocabulary.sha256:
+        raise UserError(
+            f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer asked "
+            f"for; choose another --output_dir, or remove {place.other.record.name} and the files it speaks of"
+        )
+
+
+def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: dict) -> None:
+    divided = _divided(options, source)
+    total = source.total_bytes()
+    if options.num_documents is not None:
+        divided = first_documents(divided, count=options.num_documents, val_fraction=options.validation_share)
+        total = None
+    name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
+    about = {"name": name, "sha256": vocabulary.sha256}
+    with contextlib.ExitStack() as stack:
+        writers = {
+            split: TokenFileWriter(
+                place.tokens(split), vocab_size=vocabulary.size, eot_id=vocabulary.eot_id, tokenizer=about,
+                source=source.description,
+            )
+            for split in SPLITS
+        }  # fmt: skip
+        for writer in writers.values():
+            stack.callback(writer.abandon)
+        with progress(total=total, description="encoding", unit="B") as bar:
+            for split, source_bytes, ids in encode(vocabulary, divided):
+                writers[split].append(ids)
+                bar.update(source_bytes)
+        for split, writer in writers.items():
+            if not writer.tokens:
+                raise UserError(f"no document fell to {split}; give more documents or change --val_fraction")
+        stack.pop_all()
+        _publish(place, vocabulary, writers, identity)
+
+
+def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileWriter], identity: dict) -> None:
+    """Give everything its final name; the record goes first and comes last, so it never speaks of a mixture."""
+    place.record.unlink(missing_ok=True)
+    if vocabulary.folder != place.tokenizer:
+        retired = place.folder / f".{TOKENIZER_FOLDER}.old"
+        shutil.rmtree(retired, ignore_errors=True)
+        if place.tokenizer.exists():
+            place.tokenizer.rename(retired)
+        vocabulary.folder.rename(place.tokenizer)
+        shutil.rmtree(retired, ignore_errors=True)
+    sidecars: dict[str, Sidecar] = {split: writer.close() for split, writer in writers.items()}
+    sync_directory(place.folder)
+    write_json_atomic(
+        place.record,
+        {
+            "identity": identity,
+            "tokenizer_sha256": vocabulary.sha256,
+            "splits": {split: dataclasses.asdict(sidecar) for split, sidecar in sidecars.items()},
+        },
+    )
+
+
+def _report(place: Place, heading: str) -> None:
+    print(heading)
+    for split in SPLITS:
+        file = open_token_file(place.tokens(split))
+        print(
+            f"  {file.path}: {file.sidecar.documents:,} documents, {file.tokens:,} tokens ({file.sidecar.dtype}, "
+            f"{file.size_bytes:,} bytes)"
+        )
+    vocabulary = open_vocabulary(place.tokenizer)
+    print(f"  {place.tokenizer}: {vocabulary.size:,} ids, documents end with id {vocabulary.eot_id}")
