@@ -3,6 +3,7 @@
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
+EXIT_INTERRUPTED = 130
 
 
 class UserError(ValueError):

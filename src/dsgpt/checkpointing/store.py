@@ -1,0 +1,166 @@
+"""Checkpoints of a run folder: complete or absent, newest first, verified before anything in them is read.
+
+    step-00000200/
+        the strategy's own files     what ``Strategy.save`` wrote
+        model.safetensors            every weight whole, fp32, under its canonical name
+        model.json                   the shape of the model
+        run_state.json               where the run stands
+        random-00000.safetensors     random state, one file per rank
+        tokenizer/                   where the data has one
+        manifest.json                every file above with size and sha256; written last
+
+A checkpoint is written in a hidden folder beside, made durable, and renamed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsgpt.errors import UserError
+from dsgpt.files import sync_directory, write_atomic, write_json_atomic
+from dsgpt.process_group import barrier
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+WEIGHTS = "model.safetensors"
+MODEL = "model.json"
+TOKENIZER = "tokenizer"
+_RUN_STATE = "run_state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands; everything else follows from its configuration."""
+
+    step: int
+    """Optimizer steps done."""
+    samples_seen: int
+    """Sequences consumed: ``step`` times the global batch."""
+    best_val_loss: float | None
+    epochs: list[dict[str, Any]]
+    """Records of the finished epochs."""
+
+
+def folder_name(step: int) -> str:
+    """``step-00000200`` for 200."""
+    return f"step-{step:08d}"
+
+
+def partial_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is written before it is published."""
+    return run_dir / f".partial-{folder_name(step)}"
+
+
+def begin(run_dir: Path, step: int, *, is_main: bool) -> Path:
+    """Make the empty folder that all ranks write into; collective."""
+    folder = partial_folder(run_dir, step)
+    if is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    barrier()
+    return folder
+
+
+def publish(
+    run_dir: Path,
+    folder: Path,
+    *,
+    state: RunState,
+    about: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Turn the complete ``folder`` into the newest checkpoint, and remove the oldest beyond ``keep``; main rank only.
+
+    Args:
+        run_dir: the run.
+        folder: from ``begin``, every file of every rank in it.
+        state: where the run stands.
+        about: strategy, topology, versions and whatever must agree at a resume.
+        keep: checkpoints to keep, this one included.
+    """
+    write_json_atomic(folder / _RUN_STATE, asdict(state))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {
+        **about,
+        "step": state.step,
+        "files": {
+            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
+            for path in files
+        },
+    }
+    write_json_atomic(folder / MANIFEST, manifest)
+    final = run_dir / folder_name(state.step)
+    if final.exists():
+        shutil.rmtree(final)
+    folder.rename(final)
+    sync_directory(run_dir)
+    write_atomic(run_dir / LATEST, f"{final.name}\n".encode())
+    for old in checkpoints(run_dir)[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def _sync_and_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb+") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, newest first."""
+    return sorted((path.parent for path in run_dir.glob(f"step-*/{MANIFEST}")), reverse=True)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest, after every file in it was compared with its size and hash.
+
+    Raises:
+        UserError: a file is missing, of another size, or damaged; the message names it.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        files = manifest["files"].items()
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is no readable manifest ({error})") from error
+    for name, facts in files:
+        file = checkpoint / name
+        if not file.is_file() or file.stat().st_size != facts["size"] or _hash(file) != facts["sha256"]:
+            raise UserError(f"{file}: is damaged: it is missing or differs from what {MANIFEST} says")
+    return manifest
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """Where the run stood."""
+    return RunState(**json.loads((checkpoint / _RUN_STATE).read_text(encoding="utf-8")))
+
+
+def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
+    """Write this rank's random state, of CPU and GPU."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    save_file(state, folder / f"random-{rank:05d}.safetensors")
+
+
+def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
+    """Continue this rank's random streams where ``save_random_state`` saw them."""
+    state = load_file(folder / f"random-{rank:05d}.safetensors")
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,313 @@
+"""Everything about one run, resolved and checked: flags over JSON over defaults, against the data and the machine.
+
+``resolve`` looks at all of it before it complains, and complains about all of it at once.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.batch import BatchPlan, BatchRequest, plan_batch
+from dsgpt.data.order import SampleOrder, window_count
+from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
+from dsgpt.options import RUN_TYPES, Options
+from dsgpt.problems import Problems
+from dsgpt.recipe import Recipe, read_recipe
+from dsgpt.topology import Topology
+
+DEFAULT_STEPS_PER_PRINT = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, ready to be trained."""
+
+    options: Options
+    """The flags as given; what they led to is in the fields below."""
+    topology: Topology
+    recipe: Recipe
+    model: GPT2Config
+    batch: BatchPlan
+    train: TokenFile
+    val: TokenFile
+    run_dir: Path
+    seq_length: int
+    """Tokens per sequence."""
+    epochs: int
+    """Passes over the training data that the steps touch."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    order: SampleOrder
+    val_windows: int
+    """Windows of every validation."""
+    precision: str
+    """``fp32``, ``bf16`` or ``fp16``."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    threads_per_device: int | None
+    """CPU threads per process; None for torch's choice, on GPUs."""
+    steps_per_print: int
+    notices: tuple[str, ...]
+    """What the user should know about how the request was understood, a line each."""
+
+    @property
+    def run_type(self) -> str:
+        """``baseline`` or ``optimized``."""
+        return self.options.run_type or ""
+
+    @property
+    def strategy_name(self) -> str:
+        """What executes the recipe, in one word: ``baseline``, ``zero0`` .. ``zero3``."""
+        return "baseline" if self.run_type == "baseline" else f"zero{self.recipe.zero_stage}"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets per optimizer step over all ranks."""
+        return self.batch.global_batch_size * self.seq_length
+
+
+def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunConfig:
+    """Check a request whole.
+
+    Args:
+        options: the flags.
+        topology: what the launcher announced.
+        problems: mistakes found so far, those of the command line; all are raised together.
+
+    Raises:
+        UserError: with every mistake, a line each.
+    """
+    notices: list[str] = []
+    _check_required(options, problems)
+    recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
+    train = _open(options.train_data_path, problems)
+    val = _open(options.val_data_path, problems)
+    model = _resolve_model(options, train, problems)
+    seq_length = _resolve_seq_length(options, model, problems)
+    device, precision = _resolve_device(options, recipe, topology, problems)
+    batch = _resolve_batch(options, recipe, topology, problems, notices)
+    _check_vocabulary(model, (train, val), topology, problems, notices)
+    if recipe is not None:
+        _check_recipe(options, recipe, problems, notices)
+    lengths = None
+    if train and val and seq_length and batch:
+        lengths = _resolve_lengths(options, (train, val), seq_length, batch, problems, notices)
+    problems.raise_if_any()
+    epochs, total_steps, order, val_windows = lengths
+    return RunConfig(
+        options=options,
+        topology=topology,
+        recipe=recipe,
+        model=model,
+        batch=batch,
+        train=train,
+        val=val,
+        run_dir=options.checkpoint_path or Path("checkpoint") / options.run_type,
+        seq_length=seq_length,
+        epochs=epochs,
+        total_steps=total_steps,
+        order=order,
+        val_windows=val_windows,
+        precision=precision,
+        device=device,
+        threads_per_device=options.threads_per_device or (1 if device == "cpu" else None),
+        steps_per_print=options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
+        notices=tuple(notices),
+    )
+
+
+def _check_required(options: Options, problems: Problems) -> None:
+    required = {
+        "--run_type": (options.run_type, f"one of {', '.join(RUN_TYPES)}"),
+        "--train_data_path": (options.train_data_path, "a .bin file made by `python data_prep/preprocess.py`"),
+        "--val_data_path": (options.val_data_path, "a .bin file made by `python data_prep/preprocess.py`"),
+        "--deepspeed_config": (options.deepspeed_config, "a recipe, for example ds_configs/zero1.json"),
+    }
+    for flag, (value, what) in required.items():
+        if value is None:
+            problems.add(f"{flag} is missing: give {what}")
+    if options.resume and options.overwrite:
+        problems.add("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")
+
+
+def _open(path: Path | None, problems: Problems) -> TokenFile | None:
+    if path is None:
+        return None
+    try:
+        return open_token_file(path)
+    except TokenFileError as error:
+        problems.add(str(error))
+        return None
+
+
+def _resolve_model(options: Options, train: TokenFile | None, problems: Problems) -> GPT2Config | None:
+    data_vocabulary = train.sidecar.vocab_size if train else None
+    shape: dict[str, Any] = PRESETS[options.model_size].as_dict()
+    shape["vocab_size"] = data_vocabulary or GPT2_VOCAB_SIZE
+    shape.update(options.model_overrides())
+    found = shape_problems(shape)
+    problems.add(*found)
+    return None if found else GPT2Config(**shape)
+
+
+def _resolve_seq_length(options: Options, model: GPT2Config | None, problems: Problems) -> int | None:
+    if model is None:
+        return options.seq_length
+    length = options.seq_length or model.block_size
+    if length > model.block_size:
+        problems.add(
+            f"--seq_length {length} is longer than the model's {model.block_size} positions: lower it, or add "
+            f"--max_position_embeddings {length}"
+        )
+    return length
+
+
+def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology, problems: Problems) -> tuple[str, str]:
+    from dsgpt.device import cuda_devices, default_precision  # noqa: PLC0415 - torch takes seconds; a typo should not
+
+    gpus = cuda_devices()
+    kind = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device
+    if kind == "cuda" and not gpus:
+        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi")
+        kind = "cpu"
+    if kind == "cuda" and topology.local_world_size > gpus:
+        problems.add(
+            f"{topology.local_world_size} processes were started on this machine but it has {gpus} GPUs: start at most "
+            f"{gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
+        )
+    if options.run_type == "baseline" and topology.world_size > 1:
+        problems.add(
+            f"--run_type baseline is one process, but the launcher started {topology.world_size}: run it with `python "
+            "src/gpt2.py ...`, or take --run_type optimized"
+        )
+    asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
+    precision = asked or default_precision(kind)
+    if kind == "cpu" and precision == "fp16":
+        where = "--precision fp16" if options.precision == "fp16" else f"{options.deepspeed_config}: fp16"
+        problems.add(f"{where} needs a GPU: on CPU take --precision bf16 or fp32")
+    return kind, precision
+
+
+def _resolve_batch(
+    options: Options, recipe: Recipe | None, topology: Topology, problems: Problems, notices: list[str]
+) -> BatchPlan | None:
+    flags = BatchRequest(
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.micro_batch_size_per_gpu,
+        gradient_accumulation_steps=options.grad_accum_steps,
+    )
+    if recipe is None:
+        return None
+    written = BatchRequest(
+        global_batch_size=recipe.train_batch_size,
+        micro_batch_size=recipe.micro_batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
+    )
+    plan, changed = plan_batch(
+        flags.over(written),
+        data_parallel_size=1 if options.run_type == "baseline" else topology.data_parallel_size,
+        enforce_global=options.enforce_global_batch_size,
+        problems=problems,
+    )
+    if changed:
+        notices.append(changed)
+    return plan
+
+
+def _check_vocabulary(
+    model: GPT2Config | None,
+    files: tuple[TokenFile | None, TokenFile | None],
+    topology: Topology,
+    problems: Problems,
+    notices: list[str],
+) -> None:
+    """Every id must have an embedding. Reads the ids, on one rank, where no sidecar vouches for them."""
+    train, val = files
+    if train and val:
+        ours, theirs = train.sidecar.tokenizer, val.sidecar.tokenizer
+        if ours and theirs and ours.get("sha256") != theirs.get("sha256"):
+            problems.add(f"{train.path} and {val.path} were made with different tokenizers: prepare them together")
+    for file in files:
+        if file is None or model is None:
+            continue
+        if file.inferred:
+            notices.append(f"{file.path}: has no {file.path.stem}.json beside it; read as uint16 ids")
+        vouched = file.sidecar.vocab_size is not None and file.sidecar.vocab_size <= model.vocab_size
+        if vouched or not topology.is_main:
+            continue
+        largest = file.largest_id()
+        if largest >= model.vocab_size:
+            problems.add(
+                f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: give "
+                f"--vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
+            )
+
+
+def _check_recipe(options: Options, recipe: Recipe, problems: Problems, notices: list[str]) -> None:
+    if options.run_type == "baseline" and recipe.deepspeed_only:
+        notices.append(
+            f"baseline: of {recipe.path}, {', '.join(recipe.deepspeed_only)} means nothing here and is ignored"
+        )
+    if options.run_type == "optimized":
+        if "nvme" in (recipe.offload_optimizer, recipe.offload_param):
+            problems.add(f"{recipe.path}: offload to nvme is not supported in this version: take device cpu")
+        if _needs_compiled_adam(recipe) and not _compiler():
+            problems.add(
+                f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: install "
+                'one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
+            )
+        if options.compile and recipe.zero_stage == 3:
+            problems.add("--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2")
+    if options.compile and not _compiler():
+        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
+
+
+def _needs_compiled_adam(recipe: Recipe) -> bool:
+    optimizer = recipe.optimizer
+    return recipe.offload_optimizer == "cpu" and optimizer.type == "AdamW" and not optimizer.torch_adam
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+def _resolve_lengths(
+    options: Options,
+    files: tuple[TokenFile, TokenFile],
+    seq_length: int,
+    batch: BatchPlan,
+    problems: Problems,
+    notices: list[str],
+) -> tuple[int, int, SampleOrder, int] | None:
+    """Epochs, optimizer steps, the order of samples, and the validation windows."""
+    train, _ = files
+    windows, val_windows = (window_count(file.tokens, seq_length) for file in files)
+    size = batch.global_batch_size
+    for file, count in zip(files, (windows, val_windows), strict=True):
+        if count == 0:
+            problems.add(
+                f"{file.path}: its {file.tokens:,} tokens are less than one window of {seq_length} and its target: "
+                "lower --seq_length or take more text"
+            )
+    if 0 < windows < size:
+        problems.add(
+            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, less than one global batch of {size}: "
+            "lower --global_batch_size or --seq_length, or take more text"
+        )
+    if windows < size or val_windows == 0:
+        return None
+    order = SampleOrder(windows=windows, global_batch_size=size, seed=options.seed)
+    per_epoch = order.steps_per_epoch
+    total = (options.epochs or 1) * per_epoch
+    if options.max_train_steps:
+        total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
+    if windows % size:
+        notices.append(
+            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: they fill no global batch"
+        )
+    if options.max_val_steps:
+        val_windows = min(val_windows, options.max_val_steps * size)
+    return -(-total // per_epoch), total, order, val_windows

@@ -1,0 +1,144 @@
+"""Token file to micro batches: the windows that one data-parallel rank reads, in the order that the run prescribes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dsgpt.data.order import SampleOrder
+from dsgpt.data.token_file import TokenFile, TokenFileError
+
+PADDING_WINDOW = -1
+"""Stands for no window: fills up the last validation batch so that every rank runs equally many micro batches."""
+IGNORED_TARGET = -100
+"""A target that counts neither in the loss nor in the tokens: what torch's cross-entropy leaves out by default."""
+
+
+class Batch(NamedTuple):
+    """One micro batch of one rank."""
+
+    inputs: Tensor
+    """(micro_batch_size, seq_length), int64."""
+    targets: Tensor
+    """Same shape; the ids that follow ``inputs``. -100 where a target does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """How one data-parallel rank takes its part of every global batch."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    data_rank: int
+    """Among the data-parallel ranks: tensor, pipeline and sequence peers have the same one."""
+    data_parallel_size: int
+
+    def of(self, global_batch: np.ndarray) -> np.ndarray:
+        """This rank's windows of a global batch (B,), as (gradient_accumulation_steps, micro_batch_size)."""
+        shares = global_batch.reshape(self.data_parallel_size, self.gradient_accumulation_steps, self.micro_batch_size)
+        return shares[self.data_rank]
+
+
+class WindowDataset(Dataset[Batch]):
+    """The windows of a token file; indexed by a whole micro batch at a time."""
+
+    def __init__(self, file: TokenFile, *, seq_length: int, vocab_size: int) -> None:
+        self._file = file
+        self._ids = file.memmap()
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+
+    def __getitems__(self, windows: list[int]) -> Batch:
+        """The micro batch of these ``windows``.
+
+        Raises:
+            TokenFileError: an id lies outside the vocabulary: on a GPU it would end in an assertion of a kernel.
+        """
+        length = self._seq_length
+        rows = np.zeros((len(windows), length + 1), dtype=np.int64)
+        for row, window in zip(rows, windows, strict=True):
+            if window != PADDING_WINDOW:
+                row[:] = self._ids[window * length : window * length + length + 1]
+        if rows.max() >= self._vocab_size:
+            raise TokenFileError(
+                f"{self._file.path}: holds id {rows.max()}, but the model's vocabulary ends at {self._vocab_size - 1}"
+            )
+        ids = torch.from_numpy(rows)
+        targets = ids[:, 1:].clone()
+        targets[torch.tensor(windows) == PADDING_WINDOW] = IGNORED_TARGET
+        return Batch(inputs=ids[:, :-1].contiguous(), targets=targets)
+
+
+class _TrainingBatches:
+    """The micro batches of the steps from ``first_step`` to ``last_step``, as lists of windows."""
+
+    def __init__(self, order: SampleOrder, share: RankShare, *, first_step: int, last_step: int) -> None:
+        self._order, self._share = order, share
+        self._steps = range(first_step, last_step)
+
+    def __len__(self) -> int:
+        return len(self._steps) * self._share.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self._steps:
+            yield from self._share.of(self._order.batch(step)).tolist()
+
+
+class _ValidationBatches:
+    """The micro batches of the validation windows in file order, the last global batch padded."""
+
+    def __init__(self, windows: int, share: RankShare, *, global_batch_size: int) -> None:
+        self._windows, self._share, self._global_batch_size = windows, share, global_batch_size
+
+    def __len__(self) -> int:
+        return -(-self._windows // self._global_batch_size) * self._share.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, self._windows, self._global_batch_size):
+            batch = np.arange(first, first + self._global_batch_size)
+            batch[batch >= self._windows] = PADDING_WINDOW
+            yield from self._share.of(batch).tolist()
+
+
+def _whole_batch(batch: Batch) -> Batch:
+    return batch
+
+
+def _loader(
+    dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
+) -> DataLoader:
+    # The dataset already answers with a whole micro batch, so there is nothing left to collate.
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=_whole_batch,
+        num_workers=workers,
+        pin_memory=pin_memory,
+    )
+
+
+def training_loader(
+    dataset: WindowDataset,
+    order: SampleOrder,
+    share: RankShare,
+    *,
+    first_step: int,
+    last_step: int,
+    workers: int,
+    pin_memory: bool,
+) -> DataLoader:
+    """Micro batches of steps ``first_step`` (from 0) up to but not including ``last_step``; resuming skips nothing."""
+    batches = _TrainingBatches(order, share, first_step=first_step, last_step=last_step)
+    return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)
+
+
+def validation_loader(
+    dataset: WindowDataset, windows: int, share: RankShare, *, global_batch_size: int, workers: int, pin_memory: bool
+) -> DataLoader:
+    """Micro batches of the first ``windows`` validation windows, ``global_batch_size`` of them per validation step."""
+    batches = _ValidationBatches(windows, share, global_batch_size=global_batch_size)
+    return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)

@@ -1,0 +1,69 @@
+"""Which sample comes when: a pure function of (seed, position), the same at any number of ranks.
+
+Window i of a token file is ``tokens[i*T : i*T + T + 1]``: T inputs and, shifted by one, T targets. Each epoch visits the
+windows in a fresh order without replacement; global batch k holds the same windows however many ranks share it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+_ROUNDS = 8
+
+
+def window_count(tokens: int, seq_length: int) -> int:
+    """Windows of ``seq_length`` inputs, each with its shifted targets, in a file of ``tokens`` ids."""
+    return max(0, (tokens - 1) // seq_length)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014, figure 1): uint64 to well-mixed uint64, wrapping."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def shuffled(positions: np.ndarray, *, size: int, key: str) -> np.ndarray:
+    """Where a keyed permutation of ``range(size)`` sends each of ``positions``; int64, same shape.
+
+    A balanced Feistel network over the next power of four, walked until the value falls inside ``size`` (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains", the cycle-walking cipher). Needs no table, so that any
+    position of a permutation of billions costs the same, and depends on no library's random stream.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
+    round_keys = np.frombuffer(digest, dtype="<u8")
+    values = np.asarray(positions).astype(np.uint64)
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> half, values[outside] & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right + round_key) & mask)
+        values[outside] = (left << half) | right
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """The order of training windows over a whole run."""
+
+    windows: int
+    """Windows in the training file."""
+    global_batch_size: int
+    """Windows per optimizer step."""
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole global batches in one pass; the ``windows % global_batch_size`` left over are dropped."""
+        return self.windows // self.global_batch_size
+
+    def batch(self, step: int) -> np.ndarray:
+        """The windows of optimizer step ``step`` (from 0 over the whole run), shape (global_batch_size,), int64."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        first = index * self.global_batch_size
+        positions = np.arange(first, first + self.global_batch_size)
+        return shuffled(positions, size=self.windows, key=f"dsgpt order {self.seed} {epoch}")

@@ -1,0 +1,56 @@
+"""What happens around every training process: reading the request, and turning its end into an exit code."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsgpt.cli import parse_arguments
+from dsgpt.config import resolve
+from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NON_FINITE, EXIT_USER_ERROR, NonFiniteError, UserError
+from dsgpt.topology import read_topology
+
+PATIENCE_SEC = 10
+"""How long another rank leaves the word to rank 0, whose launcher usually ends it meanwhile."""
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run ``src/gpt2.py`` with ``arguments``; the exit code comes back."""
+    _find_tools_beside_interpreter()
+    topology = read_topology()
+    try:
+        options, problems = parse_arguments(arguments)
+        topology = read_topology(local_rank_flag=options.local_rank)
+        config = resolve(options, topology=topology, problems=problems)
+        from dsgpt.telemetry.console import Console  # noqa: PLC0415 - torch and tqdm take seconds; --help should not
+        from dsgpt.training.run import run  # noqa: PLC0415
+
+        console = Console(speaks=topology.is_main)
+        run(config, console)
+    except UserError as error:
+        _complain(error.problems, speaks=topology.is_main)
+        return EXIT_USER_ERROR
+    except NonFiniteError as error:
+        _complain([str(error)], speaks=topology.is_main)
+        return EXIT_NON_FINITE
+    except KeyboardInterrupt:
+        _complain(["interrupted; continue with --resume"], speaks=topology.is_main)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _find_tools_beside_interpreter() -> None:
+    """Put the environment's bin folder on PATH: it holds ninja, also when nobody activated the environment."""
+    beside = str(Path(sys.executable).parent)
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    if beside not in folders:
+        os.environ["PATH"] = os.pathsep.join([beside, *folders])
+
+
+def _complain(lines: Sequence[str], *, speaks: bool) -> None:
+    """Print each line once. Ranks see the same mistake together, so the others speak only if rank 0 does not."""
+    if not speaks:
+        time.sleep(PATIENCE_SEC)
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr, flush=True)

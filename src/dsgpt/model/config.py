@@ -1,0 +1,83 @@
+"""The shape of a GPT-2, its published sizes, and its parameter count. Imports no torch: planning starts fast."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VOCAB_MULTIPLE = 64
+"""The embedding's rows are padded to a multiple of this: matrix units want it, and data never contains the padding."""
+
+
+def shape_problems(shape: dict[str, Any]) -> list[str]:
+    """What makes ``shape``, the fields of a ``GPT2Config``, no possible model: a line each, named by the flag."""
+    flags = {
+        "--num_layers": shape["n_layer"],
+        "--num_heads": shape["n_head"],
+        "--embedding_size": shape["n_embd"],
+        "--max_position_embeddings": shape["block_size"],
+        "--vocab_size": shape["vocab_size"],
+    }
+    found = [f"{flag} must be at least 1, not {value}" for flag, value in flags.items() if value < 1]
+    width, heads = shape["n_embd"], shape["n_head"]
+    if not found and width % heads:
+        divisors = sorted((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
+        nearest = " or ".join(map(str, sorted(divisors[:2])))
+        found.append(f"--num_heads {heads} does not divide --embedding_size {width}: take {nearest} heads")
+    if not 0 <= shape["dropout"] < 1:
+        found.append(f"--dropout must be at least 0 and below 1, not {shape['dropout']}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """The shape of one GPT-2."""
+
+    n_layer: int
+    """Transformer blocks."""
+    n_head: int
+    """Attention heads per block; divides ``n_embd``."""
+    n_embd: int
+    """Width of the residual stream."""
+    block_size: int
+    """Positions the model can tell apart: the longest sequence it can read."""
+    vocab_size: int
+    """Ids it can read and predict."""
+    dropout: float = 0.0
+    """Probability of dropping an activation in training. GPT-2 used 0.1; models that see data once or twice use 0."""
+
+    def __post_init__(self) -> None:
+        problems = shape_problems(asdict(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: ``vocab_size`` rounded up to a multiple of 64."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def parameter_count(self) -> int:
+        """Parameters of the model without the padded vocabulary rows, as the published sizes are counted."""
+        width = self.n_embd
+        block = 12 * width * width + 13 * width  # qkv, projection, two MLP matrices; their biases; two LayerNorms
+        return (self.vocab_size + self.block_size) * width + self.n_layer * block + 2 * width
+
+    def as_dict(self) -> dict[str, Any]:
+        """For records and checkpoints."""
+        return asdict(self)
+
+
+GPT2_VOCAB_SIZE = 50_257
+
+
+def _preset(n_layer: int, n_head: int, n_embd: int, block_size: int = 1024) -> GPT2Config:
+    return GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, vocab_size=GPT2_VOCAB_SIZE)
+
+
+PRESETS = {
+    "demo": _preset(4, 4, 128, 256),
+    "tiny": _preset(8, 6, 192),
+    "small": _preset(12, 12, 768),
+    "medium": _preset(24, 16, 1024),
+    "large": _preset(36, 20, 1280),
+    "xl": _preset(48, 25, 1600),
+}
+"""``small`` to ``xl`` are the four of the GPT-2 paper (table 2); ``tiny`` and ``demo`` are ours, for small machines."""

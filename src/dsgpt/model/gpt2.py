@@ -1,0 +1,130 @@
+"""GPT-2 as published (Radford et al. 2019): learned positions, pre-LayerNorm blocks, tanh GELU, tied embeddings.
+
+The model knows nothing of ranks, precision or devices; strategies wrap it from outside. Letters in the shapes: B
+sequences, T positions, C width (``n_embd``), nh heads, hs head size, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsgpt.model.config import GPT2Config
+
+
+class KeyValueCache(Protocol):
+    """What attention needs of a decoding cache; see ``dsgpt.inference.decode``."""
+
+    @property
+    def length(self) -> int:
+        """Positions already stored."""
+        ...
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``key``, ``value``, (B, nh, T, hs), for ``layer``; return all so far, (B, nh, length + T, hs)."""
+        ...
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.layer = layer
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.proj = nn.Linear(config.n_embd, config.n_embd)
+        self.residual_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C); with a cache, T is 1 or the cache is empty."""
+        batch, length, width = x.shape
+        heads = (batch, length, self.n_head, width // self.n_head)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))  # (B, nh, T, hs)
+        causal = cache is None or cache.length == 0
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).reshape(batch, length, width)
+        return self.residual_dropout(self.proj(y))
+
+
+class MLP(nn.Module):
+    """The position-wise feed-forward network, four times as wide inside."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.residual_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        return self.residual_dropout(self.proj(F.gelu(self.fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """One transformer block: attention, then MLP, each behind a LayerNorm and beside the residual stream."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """GPT-2 with its language-modelling head. Parameter names are canonical for every strategy and checkpoint.
+
+    Args:
+        config: the shape.
+        activation_checkpointing: recompute each block's activations in the backward pass instead of keeping them.
+    """
+
+    def __init__(self, config: GPT2Config, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Logits of shape (B, T, V) for ``ids`` of shape (B, T), or with ``targets`` (B, T) their loss in fp32.
+
+        The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; -100 counts as none.
+        Padded vocabulary rows take no part: they are cut off before the softmax and can never be predicted.
+        """
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T,)
+        x = self.embedding_dropout(self.wte(ids) + self.wpe(positions))  # (B, T, C)
+        for block in self.blocks:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, cache)
+        logits = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)

@@ -1,0 +1,62 @@
+"""What a user asked for on the command line, before it meets the JSON, the data and the machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_TYPES = ("baseline", "optimized")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One field per flag of ``src/gpt2.py``; None where the flag was not given."""
+
+    run_type: str | None = None
+    train_data_path: Path | None = None
+    val_data_path: Path | None = None
+    checkpoint_path: Path | None = None
+    deepspeed_config: Path | None = None
+    model_size: str = "small"
+    num_layers: int | None = None
+    num_heads: int | None = None
+    embedding_size: int | None = None
+    max_position_embeddings: int | None = None
+    vocab_size: int | None = None
+    dropout: float | None = None
+    seq_length: int | None = None
+    epochs: int | None = None
+    max_train_steps: int | None = None
+    max_val_steps: int | None = None
+    global_batch_size: int | None = None
+    micro_batch_size_per_gpu: int | None = None
+    grad_accum_steps: int | None = None
+    enforce_global_batch_size: bool = False
+    precision: str = "auto"
+    device: str = "auto"
+    threads_per_device: int | None = None
+    num_workers: int = 0
+    compile: bool = False
+    activation_checkpointing: bool = False
+    steps_per_print: int | None = None
+    eval_every: int = 0
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    seed: int = 1337
+    resume: bool = False
+    overwrite: bool = False
+    verify_data: bool = False
+    dry_run: bool = False
+    local_rank: int | None = None
+
+    def model_overrides(self) -> dict[str, int | float]:
+        """The given shape flags under the names of ``GPT2Config``."""
+        given = {
+            "n_layer": self.num_layers,
+            "n_head": self.num_heads,
+            "n_embd": self.embedding_size,
+            "block_size": self.max_position_embeddings,
+            "vocab_size": self.vocab_size,
+            "dropout": self.dropout,
+        }
+        return {name: value for name, value in given.items() if value is not None}

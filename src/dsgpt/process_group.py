@@ -1,0 +1,78 @@
+"""The group of all ranks. Every function also works, as a no-op, in a process that has no peers."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsgpt.topology import Topology
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for its peers before it gives up; rank 0 may be hashing data or writing a checkpoint."""
+
+
+@contextlib.contextmanager
+def joined(topology: Topology, device: torch.device) -> Iterator[None]:
+    """Join the ranks that the launcher started, over nccl on GPUs and gloo on CPU, and leave them at the end.
+
+    A single process without a launcher forms a group of its own: DeepSpeed needs one.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """Sum ``value`` over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank, on every rank. Only for small values of ours: they travel pickled."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(value: Any) -> Any:
+    """Rank 0's ``value``, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -1,0 +1,120 @@
+"""Which keys of DeepSpeed's JSON a recipe may hold, and why the others are refused (DeepSpeed 0.19.8's schema)."""
+
+SHARED_KEYS = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "fp16",
+    "bf16",
+    "steps_per_print",
+    "dsgpt",
+}
+"""Keys that rule every strategy."""
+
+DEEPSPEED_KEYS = {
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "aio",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "comms_logger",
+    "flops_profiler",
+    "dump_state",
+    "log_level",
+}
+"""Keys that change how DeepSpeed computes a step, never what it computes; they mean nothing to other strategies."""
+
+REFUSED_KEYS = {
+    "amp": "use a bf16 or fp16 block",
+    "torch_autocast": "use a bf16 or fp16 block, which mean the same under every strategy",
+    "data_types": "gradients are always accumulated in fp32, so that strategies can be compared; leave it out",
+    "gradient_allreduce_op": "a sum over ranks would make the gradient depend on their number; leave it out",
+    "managed_gradient_accumulation": "accumulation follows gradient_accumulation_steps; leave it out",
+    "sparse_gradients": "GPT-2's tied embedding has dense gradients; leave it out",
+    "activation_checkpointing": "use the flag --activation_checkpointing",
+    "dataloader_drop_last": "the data order is the same under every strategy; leave it out",
+    "tensor_parallel": "this version trains with ZeRO and data parallelism only",
+    "pipeline": "this version trains with ZeRO and data parallelism only",
+    "sequence_parallel_size": "this version trains with ZeRO and data parallelism only",
+    "elasticity": "DeepSpeed is removing it; resume with --resume instead",
+    "compression_training": "DeepSpeed is removing it",
+    "curriculum_learning": "it changes which samples are seen; leave it out",
+    "data_efficiency": "it changes which samples are seen; leave it out",
+    "autotuning": "leave it out",
+}
+"""Keys that DeepSpeed knows and that would break the promise of equal work, or are not built here; with the cure."""
+
+OPTIMIZER_PARAMS = {
+    "AdamW": {"lr", "betas", "eps", "weight_decay", "torch_adam"},
+    "SGD": {"lr", "momentum", "nesterov", "weight_decay"},
+}
+
+SCHEDULER_PARAMS = {
+    "WarmupLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
+    "WarmupDecayLR": {"total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
+    "WarmupCosineLR": {"total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"},
+}
+
+PRECISION_KEYS = {
+    "bf16": {"enabled", "check_grad_overflow", "immediate_grad_update"},
+    "fp16": {
+        "enabled",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+    },
+}
+
+ZERO_KEYS = {
+    "stage",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "use_multi_rank_bucket_allreduce",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "load_from_fp32_weights",
+    "offload_param",
+    "offload_optimizer",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "ignore_unused_parameters",
+    "round_robin_gradients",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "memory_efficient_linear",
+    "log_trace_cache_warnings",
+}
+
+OFFLOAD_OPTIMIZER_KEYS = {
+    "device",
+    "nvme_path",
+    "buffer_count",
+    "pin_memory",
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+    "ratio",
+}
+
+OFFLOAD_PARAM_KEYS = {"device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"}

@@ -1,0 +1,70 @@
+"""The seam between the training loop and a way to execute it: one optimizer step.
+
+Forward, backward and step apart cannot be the seam, because DeepSpeed's pipeline engine forbids them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dsgpt.data.loader import Batch
+
+
+class StepResult(NamedTuple):
+    """One optimizer step, seen from any rank; tensors stay on the device so that nothing waits for them."""
+
+    loss: Tensor
+    """0-dim fp32: mean cross-entropy over the global batch, nats per token."""
+    grad_norm: Tensor
+    """0-dim fp32: 2-norm of the whole model's gradient, before clipping."""
+    lr: float
+    """The learning rate that this step used."""
+    skipped: Tensor
+    """0-dim bool: fp16 gradients overflowed, and the weights were left alone."""
+
+
+class ParamState(NamedTuple):
+    """What one parameter is in training, whole and in fp32, whatever way it is split."""
+
+    weight: Tensor
+    exp_avg: Tensor | None
+    """Adam's first moment; None before the first step and for SGD."""
+    exp_avg_sq: Tensor | None
+    """Adam's second moment."""
+
+
+class Strategy(Protocol):
+    """A way to execute the recipe. Methods are collective: every rank calls them, in the same order."""
+
+    def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
+        """Take one optimizer step on the next ``gradient_accumulation_steps`` micro batches of this rank.
+
+        Args:
+            batches: this rank's micro batches.
+            step: the number of this optimizer step; the first of a run is 1.
+        """
+        ...
+
+    def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+        """Sum of losses (nats) and number of targets over one validation step of all ranks, 0-dim float64."""
+        ...
+
+    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
+        """Every parameter under its canonical name (the baseline's), one at a time, valid until the next one."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write this strategy's own state into ``folder``, which exists."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take up the state that ``save`` wrote, at the same number of ranks."""
+        ...
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on ``device``; does not wait for the copy."""
+    return Batch(*(part.to(device, non_blocking=True) for part in batch))

@@ -1,0 +1,201 @@
+"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload to the CPU.
+
+Written for DeepSpeed 0.19.8. The optimizer and the learning rate come from this package, not from DeepSpeed's JSON, so
+that they are the same objects as the baseline's; DeepSpeed shards, reduces, clips and steps.
+"""
+
+import copy
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsgpt.config import RunConfig
+from dsgpt.data.loader import IGNORED_TARGET, Batch
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.initialization import initialize
+from dsgpt.optimization.clipping import global_norm
+from dsgpt.optimization.optimizer import STATE_NAMES, build_optimizer, parameter_groups, set_learning_rate
+from dsgpt.optimization.schedule import build_schedule
+from dsgpt.process_group import sum_over_ranks
+from dsgpt.recipe import Recipe
+from dsgpt.strategies.base import ParamState, StepResult, to_device
+
+
+class Zero:
+    """One DeepSpeed engine per rank."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        deepspeed = import_deepspeed(device)
+        recipe = config.recipe
+        self._device = device
+        self._ranks = config.topology.data_parallel_size
+        self._accumulation = config.batch.gradient_accumulation_steps
+        self._stage = recipe.zero_stage
+        self._precision = config.precision
+        model = GPT2(config.model, activation_checkpointing=config.options.activation_checkpointing)
+        initialize(model, config=config.model, seed=config.options.seed)
+        model.to(device)
+        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=_build_optimizer(self._parameters, recipe),
+            config=engine_config(config),
+        )
+        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
+        if config.options.compile:
+            model.compile()
+
+    def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
+        """See ``Strategy``."""
+        self._engine.train()
+        lr = self._schedule(step)
+        set_learning_rate(self._optimizer, lr)
+        loss_sum = torch.zeros((), device=self._device)
+        for micro in range(self._accumulation):
+            batch = to_device(next(batches), self._device)
+            loss = self._engine(batch.inputs, batch.targets)
+            self._engine.backward(loss)  # divides by the accumulation steps, and reduces over ranks at the last
+            loss_sum += loss.detach()
+            last = micro == self._accumulation - 1
+            own_norm = self._reduced_gradient_norm() if last and self._reports_no_norm else None
+            self._engine.step()
+        norm = self._engine.get_global_grad_norm() if own_norm is None else own_norm
+        loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks))
+        skipped = torch.tensor(not self._engine.was_step_applied())
+        return StepResult(loss=loss_mean, grad_norm=torch.as_tensor(norm).float(), lr=lr, skipped=skipped)
+
+    @property
+    def _reports_no_norm(self) -> bool:
+        """DeepSpeed clips fp32 gradients at stage 0 but throws their norm away (``clip_fp32_gradients``)."""
+        return self._stage == 0 and self._precision == "fp32"
+
+    def _reduced_gradient_norm(self) -> Tensor:
+        return global_norm(p.grad for p in self._parameters.values() if p.grad is not None)
+
+    @torch.no_grad()
+    def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+        """See ``Strategy``."""
+        self._engine.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
+        for _ in range(self._accumulation):
+            batch = to_device(next(batches), self._device)
+            sums[0] += self._engine(batch.inputs, batch.targets, reduction="sum")
+            sums[1] += (batch.targets != IGNORED_TARGET).sum()
+        loss_sum, tokens = sum_over_ranks(sums)
+        return loss_sum, tokens
+
+    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
+        """See ``Strategy``; a parameter that is split over ranks is gathered, one at a time."""
+        self._link_moments()
+        for name, parameter in self._parameters.items():
+            yield name, self._full_state(parameter)
+
+    def _link_moments(self) -> None:
+        """Let DeepSpeed find every moment.
+
+        Stages 1 and 2 link the moments of all parameter groups after the first group's first step, when the others have
+        none yet, and never again (``_lazy_init_hp_params_optimizer_state``, called in ``_optimizer_step``).
+        """
+        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _full_state(self, parameter: nn.Parameter) -> ParamState:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: PLC0415
+
+        if self._stage == 0:
+            weight, moments = self._unsharded_state(parameter)
+            return ParamState(weight, *(moments.get(key) for key in STATE_NAMES))
+        weight = safe_get_full_fp32_param(parameter)
+        moments = {}
+        if self._moments_exist():
+            moments = {key: safe_get_full_optimizer_state(parameter, key) for key in STATE_NAMES}
+        return ParamState(weight.view(self._shape(parameter)), *(moments.get(key) for key in STATE_NAMES))
+
+    def _moments_exist(self) -> bool:
+        optimizer = self._optimizer.optimizer
+        return any("exp_avg" in state for state in optimizer.state.values())
+
+    @staticmethod
+    def _shape(parameter: nn.Parameter) -> torch.Size:
+        """The whole parameter's shape; ZeRO-3 leaves an empty tensor where the parameter was."""
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def _unsharded_state(self, parameter: nn.Parameter) -> tuple[Tensor, dict[str, Tensor]]:
+        """Stage 0, which DeepSpeed's accessors do not know: fp32 parameters, or fp32 masters beside low ones."""
+        if self._precision == "fp32":
+            return parameter.detach(), self._optimizer.state.get(parameter, {})
+        for low_group, high_group in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
+            for low, high in zip(low_group, high_group, strict=True):
+                if low is parameter:
+                    return high.detach(), self._optimizer.optimizer.state.get(high, {})
+        raise KeyError("the parameter belongs to no optimizer group")
+
+    def save(self, folder: Path) -> None:
+        """See ``Strategy``. The files are DeepSpeed's own, which its ``zero_to_fp32.py`` reads too."""
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """See ``Strategy``.
+
+        Raises:
+            FileNotFoundError: DeepSpeed found no checkpoint of this many ranks in ``folder``.
+        """
+        loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        if loaded is None:
+            raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of {self._ranks} ranks")
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed, quiet, for ``device``, attached to the process group that exists."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
+    import deepspeed.ops  # noqa: PLC0415
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def engine_config(config: RunConfig) -> dict[str, Any]:
+    """The JSON as DeepSpeed shall see it: the recipe's DeepSpeed keys, and everything else as it was resolved."""
+    recipe, batch = config.recipe, config.batch
+    ours = {key: copy.deepcopy(recipe.raw[key]) for key in recipe.deepspeed_only}
+    ours.update(
+        train_batch_size=batch.global_batch_size,
+        train_micro_batch_size_per_gpu=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        gradient_clipping=recipe.gradient_clipping,
+        zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
+        steps_per_print=None,
+    )
+    if config.precision != "fp32":
+        ours[config.precision] = {**recipe.raw.get(config.precision, {}), "enabled": True}
+        if recipe.zero_stage > 0:
+            ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
+        ours["zero_force_ds_cpu_optimizer"] = False
+    return ours
+
+
+def _uses_deepspeed_adam(recipe: Recipe) -> bool:
+    optimizer = recipe.optimizer
+    return recipe.offload_optimizer != "none" and optimizer.type == "AdamW" and not optimizer.torch_adam
+
+
+def _build_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    groups = parameter_groups(parameters, recipe.optimizer)
+    if not _uses_deepspeed_adam(recipe):
+        return build_optimizer(groups, recipe.optimizer)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+
+    optimizer = recipe.optimizer
+    return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)

@@ -1,0 +1,188 @@
+"""Times optimizer steps without making the device wait, and turns them into the lines and figures of the record."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from dsgpt.data.loader import Batch
+from dsgpt.errors import NonFiniteError
+from dsgpt.telemetry.record import mean, percentile
+
+WARM_UP_STEPS = 3
+"""The first steps of a process compile, allocate and tune; throughput and step-time figures leave them out."""
+
+
+class TimedBatches:
+    """Micro batches, and the seconds spent waiting for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = iter(batches)
+        self._seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        batch = next(self._batches)
+        self._seconds += time.perf_counter() - started
+        return batch
+
+    def take_seconds(self) -> float:
+        """Seconds waited since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class _Clock:
+    """Marks instants in the device's own time: events on a GPU, which run behind Python; the wall clock on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        if not self._on_gpu:
+            return second - first
+        second.synchronize()
+        return first.elapsed_time(second) / 1000
+
+
+class _Pending(NamedTuple):
+    step: int
+    epoch: int
+    result: Any  # a StepResult, which telemetry, the lower layer, does not import
+    started: Any
+    ended: Any
+    dataload_sec: float
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """Sums over the steps of an epoch, or of a run."""
+
+    steps: int = 0
+    loss_sum: float = 0.0
+    train_sec: float = 0.0
+    """All steps, the warm-up too."""
+    counted_tokens: int = 0
+    """Without the warm-up, as are the two lists."""
+    step_secs: list[float] = field(default_factory=list)
+    dataload_secs: list[float] = field(default_factory=list)
+
+    def add(self, line: dict[str, Any], *, tokens: int) -> None:
+        """Count one training line of ``metrics.jsonl``, a step of ``tokens`` targets."""
+        self.steps += 1
+        self.loss_sum += line["loss"]
+        self.train_sec += line["step_time_sec"]
+        if not line["warm_up"]:
+            self.counted_tokens += tokens
+            self.step_secs.append(line["step_time_sec"])
+            self.dataload_secs.append(line["dataload_time_sec"])
+
+
+class StepMeter:
+    """Collects the steps of a run."""
+
+    def __init__(self, device: torch.device, *, tokens_per_step: int) -> None:
+        self._clock = _Clock(device)
+        self._tokens_per_step = tokens_per_step
+        self._pending: list[_Pending] = []
+        self._steps_seen = 0
+        self._started = time.perf_counter()
+        self._earlier_wall_sec = 0.0
+        self.epoch = Figures()
+        self.run = Figures()
+        self.last_loss: float | None = None
+
+    def take_up(self, lines: Iterable[dict[str, Any]], *, epoch: int) -> None:
+        """Count what an earlier process of this run logged, of which ``epoch`` is the unfinished one."""
+        for line in lines:
+            self._earlier_wall_sec = line["wall_time_sec"]
+            if "loss" in line:
+                self.run.add(line, tokens=self._tokens_per_step)
+                self.last_loss = line["loss"]
+                if line["epoch"] == epoch:
+                    self.epoch.add(line, tokens=self._tokens_per_step)
+
+    def wall_seconds(self) -> float:
+        """Seconds since the run started; a stop between two processes of a resumed run is not counted."""
+        return self._earlier_wall_sec + time.perf_counter() - self._started
+
+    def start(self) -> Any:
+        """Mark the start of a step."""
+        return self._clock.mark()
+
+    def stop(self, started: Any, *, step: int, epoch: int, result: Any, dataload_sec: float) -> None:
+        """Mark the end of a step; its values stay on the device until ``flush``."""
+        self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec))
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The steps since the last call as lines of ``metrics.jsonl``; waits for the device."""
+        pending, self._pending = self._pending, []
+        return [self._line(item) for item in pending]
+
+    def _line(self, item: _Pending) -> dict[str, Any]:
+        seconds = self._clock.seconds_between(item.started, item.ended)
+        self._steps_seen += 1
+        line = {
+            "step": item.step,
+            "epoch": item.epoch,
+            "loss": float(item.result.loss),
+            "lr": item.result.lr,
+            "grad_norm": float(item.result.grad_norm),
+            "skipped": bool(item.result.skipped),
+            "tokens": item.step * self._tokens_per_step,
+            "tokens_per_sec": self._tokens_per_step / seconds,
+            "step_time_sec": seconds,
+            "dataload_time_sec": item.dataload_sec,
+            "warm_up": self._steps_seen <= WARM_UP_STEPS,
+            "train_time_sec": self.run.train_sec + seconds,
+            "wall_time_sec": self.wall_seconds(),
+        }
+        self.last_loss = line["loss"]
+        self.epoch.add(line, tokens=self._tokens_per_step)
+        self.run.add(line, tokens=self._tokens_per_step)
+        return line
+
+
+def require_finite(lines: Iterable[dict[str, Any]]) -> None:
+    """Check the loss and gradient norm of every step.
+
+    Raises:
+        NonFiniteError: one is NaN or infinite, and fp16 loss scaling did not skip that step.
+    """
+    for line in lines:
+        if not line["skipped"] and not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
+            values = f"loss {line['loss']:g}, gradient norm {line['grad_norm']:g}"
+            raise NonFiniteError(
+                f"step {line['step']}: {values}: training stopped, and this state is not saved; lower the learning "
+                "rate, lengthen the warm-up, or take bf16 or fp32"
+            )
+
+
+def throughput(figures: Figures) -> float | None:
+    """Tokens per second over all ranks, training steps only and without the warm-up; None where no step counts."""
+    seconds = sum(figures.step_secs)
+    return figures.counted_tokens / seconds if seconds else None
+
+
+def timing_figures(figures: Figures) -> dict[str, float | None]:
+    """The timing keys of an epoch's record."""
+    return {
+        "tokens_per_sec_global": throughput(figures),
+        "step_time_mean_sec": mean(figures.step_secs),
+        "step_time_p50_sec": percentile(figures.step_secs, 0.50),
+        "step_time_p95_sec": percentile(figures.step_secs, 0.95),
+        "dataload_time_mean_sec": mean(figures.dataload_secs),
+    }

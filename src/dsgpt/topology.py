@@ -1,0 +1,62 @@
+"""Who this process is among its peers, read from the variables that every launcher sets. Imports no torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The place of one process in the run."""
+
+    rank: int
+    """Among all processes of the run, from 0."""
+    local_rank: int
+    """Among the processes of this machine, from 0; the index of its GPU."""
+    world_size: int
+    """Processes in the run; a process is a device: one GPU, or a share of the CPU."""
+    local_world_size: int
+    """Processes on this machine."""
+    launcher: str
+    """``python``, ``deepspeed`` or ``torchrun``."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different data. Every rank does: this version splits no model over tensors or stages."""
+        return self.world_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every global batch this rank reads."""
+        return self.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the run: prints, and writes the records."""
+        return self.rank == 0
+
+
+def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_flag: int | None = None) -> Topology:
+    """The topology that the launcher announced; a single process where there was no launcher.
+
+    Args:
+        environment: the variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``.
+        local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
+    """
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    rank = int(environment.get("RANK", "0"))
+    local_rank = int(environment.get("LOCAL_RANK", "0" if local_rank_flag is None else str(max(0, local_rank_flag))))
+    if "TORCHELASTIC_RUN_ID" in environment:
+        launcher = "torchrun"
+    elif "RANK" in environment:
+        launcher = "deepspeed" if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment else "launcher"
+    else:
+        launcher = "python"
+    local_world_size = int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size))))
+    return Topology(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        launcher=launcher,
+    )

@@ -1,0 +1,66 @@
+"""One checkpoint of a run: the strategy's state, the whole weights, the random states and the tokenizer together."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dsgpt.checkpointing import store
+from dsgpt.config import RunConfig
+from dsgpt.files import write_json_atomic
+from dsgpt.process_group import barrier
+from dsgpt.strategies.base import Strategy
+from dsgpt.telemetry.environment import software_versions
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Beside the token files, as data preparation leaves it."""
+
+
+def save_checkpoint(
+    config: RunConfig,
+    strategy: Strategy,
+    device: torch.device,
+    *,
+    state: store.RunState,
+    fixed: dict[str, Any],
+) -> None:
+    """Write the checkpoint of ``state``; collective. It appears whole, or not at all."""
+    is_main = config.topology.is_main
+    folder = store.begin(config.run_dir, state.step, is_main=is_main)
+    strategy.save(folder)
+    store.save_random_state(folder, rank=config.topology.rank, device=device)
+    weights = whole_weights(strategy, keep=is_main)
+    if is_main:
+        save_file(weights, folder / store.WEIGHTS)
+        write_json_atomic(folder / store.MODEL, config.model.as_dict())
+        _copy_tokenizer(config, folder)
+    barrier()
+    if is_main:
+        about = {
+            "strategy": config.strategy_name,
+            "topology": asdict(config.topology),
+            "versions": software_versions(),
+            "precision": config.precision,
+            "fixed": fixed,
+        }
+        store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
+    barrier()
+
+
+def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Every weight in fp32 on the CPU where ``keep``, nothing elsewhere; collective."""
+    weights = {}
+    for name, parameter in strategy.iter_state():
+        if keep:
+            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
+    return weights
+
+
+def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Take the tokenizer along where data preparation left one; training itself needs none."""
+    source = config.train.path.parent / TOKENIZER_FOLDER
+    if config.train.sidecar.tokenizer is not None and source.is_dir():
+        shutil.copytree(source, folder / store.TOKENIZER)

@@ -1,0 +1,131 @@
+"""What a run says of itself: the plan on the console, the facts of its record, and what a resume must find again."""
+
+import shlex
+import sys
+import uuid
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from dsgpt.config import RunConfig
+from dsgpt.data.token_file import TokenFile
+from dsgpt.device import describe_hardware
+from dsgpt.telemetry.environment import git_commit, host_name, software_versions
+
+
+def plan_lines(config: RunConfig) -> list[str]:
+    """Topology, batch split, model and length of the run, for people."""
+    topology, batch, model = config.topology, config.batch, config.model
+    threads = f", {config.threads_per_device} CPU threads each" if config.threads_per_device else ""
+    ranks = batch.data_parallel_size
+    per_epoch = config.order.steps_per_epoch
+    clipping = config.recipe.gradient_clipping
+    return [
+        f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
+        f"topology    {ranks} x {config.device}{threads}, all data parallel; precision {config.precision}",
+        f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
+        f"{batch.gradient_accumulation_steps} accumulation x {ranks} ranks",
+        f"model       {config.options.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
+        f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
+        "with padding)",
+        f"optimizer   {config.recipe.optimizer.type}, lr {config.recipe.optimizer.lr:g}, "
+        f"{config.recipe.scheduler.type if config.recipe.scheduler else 'constant'}, "
+        f"gradient clipping {f'at {clipping:g}' if clipping else 'off'}",
+        f"data        {config.train.tokens:,} tokens in {config.order.windows:,} windows of {config.seq_length}, "
+        f"validation on {config.val_windows:,} windows",
+        f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
+        f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
+        f"run folder  {config.run_dir}",
+        *(f"note        {notice}" for notice in config.notices),
+    ]
+
+
+def record_facts(config: RunConfig, *, hashes: dict[str, str], resumed_from: str | None) -> dict[str, Any]:
+    """The part of the record that does not change while the run goes on."""
+    return {
+        "run_id": uuid.uuid4().hex,
+        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resumed_from": resumed_from,
+        "git_commit": git_commit(),
+        "command_line": shlex.join(sys.argv),
+        "env": software_versions(),
+        "host": host_name(),
+        "hardware": {
+            **describe_hardware(config.device),
+            "world_size": config.batch.data_parallel_size,
+            "local_world_size": config.topology.local_world_size,
+            "threads_per_device": config.threads_per_device,
+            "launcher": config.topology.launcher,
+        },
+        "data": {**_data_facts("train", config.train, hashes), **_data_facts("val", config.val, hashes)},
+        "training_config": _training_config(config),
+        "deepspeed_config": {
+            "path": str(config.recipe.path),
+            "sha256": config.recipe.sha256,
+            "given": config.recipe.raw,
+        },
+    }
+
+
+def _data_facts(name: str, file: TokenFile, hashes: dict[str, str]) -> dict[str, Any]:
+    return {
+        f"{name}_path": str(file.path),
+        f"{name}_sha256": hashes[name],
+        f"{name}_size_bytes": file.size_bytes,
+        f"{name}_tokens": file.tokens,
+        f"{name}_source": file.sidecar.source,
+    }
+
+
+def _training_config(config: RunConfig) -> dict[str, Any]:
+    options, recipe, batch = config.options, config.recipe, config.batch
+    return {
+        "run_type": config.run_type,
+        "strategy": config.strategy_name,
+        "model_name": "gpt2",
+        "model_size": options.model_size,
+        "model": config.model.as_dict(),
+        "parameters": config.model.parameter_count(),
+        "seq_len": config.seq_length,
+        "epochs": config.epochs,
+        "max_train_steps": options.max_train_steps,
+        "total_steps": config.total_steps,
+        "steps_per_epoch": config.order.steps_per_epoch,
+        "val_windows": config.val_windows,
+        "micro_batch_size_per_gpu": batch.micro_batch_size,
+        "grad_accum_steps": batch.gradient_accumulation_steps,
+        "global_batch_size": batch.global_batch_size,
+        "lr": recipe.optimizer.lr,
+        "optimizer": recipe.optimizer.type,
+        "optimizer_params": asdict(recipe.optimizer),
+        "scheduler": asdict(recipe.scheduler) if recipe.scheduler else None,
+        "gradient_clipping": recipe.gradient_clipping,
+        "precision": config.precision,
+        "zero_stage": recipe.zero_stage if config.run_type == "optimized" else None,
+        "deepspeed_enabled": config.run_type == "optimized",
+        "offload_optimizer": recipe.offload_optimizer if config.run_type == "optimized" else None,
+        "seed": options.seed,
+        "eval_every": options.eval_every,
+        "compile": options.compile,
+        "activation_checkpointing": options.activation_checkpointing,
+    }
+
+
+def fixed_facts(config: RunConfig, *, hashes: dict[str, str]) -> dict[str, Any]:
+    """What must be the same when a run goes on, by the name that an error message gives it."""
+    recipe = config.recipe
+    return {
+        "model": config.model.as_dict(),
+        "train data": hashes["train"],
+        "validation data": hashes["val"],
+        "seed": config.options.seed,
+        "sequence length": config.seq_length,
+        "global batch": config.batch.global_batch_size,
+        "total steps": config.total_steps,
+        "optimizer": {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)},
+        "schedule": asdict(recipe.scheduler) if recipe.scheduler else None,
+        "gradient clipping": recipe.gradient_clipping,
+        "precision": config.precision,
+        "strategy": config.strategy_name,
+        "ranks": config.batch.data_parallel_size,
+    }

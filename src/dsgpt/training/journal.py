@@ -1,0 +1,159 @@
+"""What the loop tells the world: console lines, ``metrics.jsonl``, the epochs and the summary of the record."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsgpt.config import RunConfig
+from dsgpt.errors import NonFiniteError
+from dsgpt.strategies.base import StepResult
+from dsgpt.telemetry.console import Console, Progress
+from dsgpt.telemetry.memory import peak_cuda_bytes, peak_rss_bytes
+from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
+from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
+
+
+class Journal:
+    """Every rank keeps the figures, which are the same on all of them; only the main rank writes files and speaks."""
+
+    def __init__(
+        self, config: RunConfig, device: torch.device, console: Console, facts: dict[str, Any], *, first_step: int
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._console = console
+        self._writes = config.topology.is_main
+        self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
+        self.record = RunRecord(config.run_dir / RECORD_FILE, facts, epochs=[])
+        self._log = StepLog(config.run_dir / STEPS_FILE) if self._writes else None
+        self._progress: Progress = console.progress(
+            total=config.total_steps, done=first_step, what="training", unit="step"
+        )
+        self._epoch_started = time.perf_counter()
+        self.last_val_loss: float | None = None
+        self.best_val_loss: float | None = None
+
+    def take_up(self, steps_file: Path, *, epochs: list[dict[str, Any]], epoch: int, best: float | None) -> None:
+        """Go on where an earlier process of this run stopped in ``epoch``; ``steps_file`` is cut to its checkpoint."""
+        self.record.epochs = epochs
+        self.best_val_loss = best
+        if steps_file.exists():
+            lines = list(read_steps(steps_file))
+            self._meter.take_up(lines, epoch=epoch)
+            self.last_val_loss = next((line["val_loss"] for line in reversed(lines) if "val_loss" in line), None)
+
+    @property
+    def meter(self) -> StepMeter:
+        """Times the steps."""
+        return self._meter
+
+    def step_done(self, started: Any, *, step: int, epoch: int, result: StepResult, dataload_sec: float) -> None:
+        """Note a finished step without waiting for the device; print at the rhythm that was asked for."""
+        self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec)
+        self._progress.advance()
+        if step % self._config.steps_per_print == 0 or step in {1, self._config.total_steps}:
+            self.flush(print_last=True)
+
+    def flush(self, *, print_last: bool = False) -> None:
+        """Write the steps since the last call.
+
+        Raises:
+            NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
+        """
+        lines = self._meter.flush()
+        if self._log:
+            self._log.write(lines)
+        if lines and print_last:
+            self._say_step(lines[-1])
+        require_finite(lines)
+
+    def _say_step(self, line: dict[str, Any]) -> None:
+        norm = line["grad_norm"]
+        skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
+        self._console.say(
+            f"step {line['step']:>6}/{self._config.total_steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
+            f"grad norm {norm:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  {line['step_time_sec'] * 1000:.0f} ms  "
+            f"left {self._progress.time_left()}{skipped}"
+        )
+
+    def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
+        """Note a validation loss.
+
+        Raises:
+            NonFiniteError: it is NaN or infinite.
+        """
+        self.last_val_loss = val_loss
+        entry = {
+            "step": step,
+            "val_loss": val_loss,
+            "val_tokens": tokens,
+            "train_time_sec": self._meter.run.train_sec,
+            "wall_time_sec": self._meter.wall_seconds(),
+        }
+        if self._log:
+            self._log.write([entry])
+        self._console.say(
+            f"step {step:>6}/{self._config.total_steps}  validation loss {val_loss:.4f} on {tokens:,} tokens "
+            f"in {seconds:.1f} s"
+        )
+        if not math.isfinite(val_loss):
+            raise NonFiniteError(
+                f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
+            )
+        self.best_val_loss = min(val_loss, self.best_val_loss) if self.best_val_loss is not None else val_loss
+
+    def epoch_done(self, epoch: int) -> None:
+        """Close the record of an epoch, or of what the run saw of it."""
+        figures = self._meter.epoch
+        allocated, reserved = peak_cuda_bytes(self._device)
+        accumulation = self._config.batch.gradient_accumulation_steps
+        self.record.epochs.append(
+            {
+                "epoch_idx": epoch,
+                "epoch_wall_time_sec": time.perf_counter() - self._epoch_started,
+                "train_time_sec": figures.train_sec,
+                "steps": figures.steps,
+                "micro_steps": figures.steps * accumulation,
+                "optimizer_steps": figures.steps,
+                "tokens_processed_global": figures.steps * self._config.tokens_per_step,
+                "train_loss_avg_global": figures.loss_sum / figures.steps,
+                "val_loss_avg_global": self.last_val_loss,
+                "max_cuda_mem_allocated_bytes_rank0": allocated,
+                "max_cuda_mem_reserved_bytes_rank0": reserved,
+                "peak_rss_bytes_rank0": peak_rss_bytes(),
+                **timing_figures(figures),
+            }
+        )
+        self._meter.epoch = Figures()
+        self._epoch_started = time.perf_counter()
+        self.write()
+
+    def write(self, status: str = "running") -> None:
+        """Write the record as it stands."""
+        run = self._meter.run
+        allocated, reserved = peak_cuda_bytes(self._device)
+        self.record.status = status
+        self.record.summary = {
+            "total_wall_time_sec": self._meter.wall_seconds(),
+            "train_time_sec": run.train_sec,
+            "optimizer_steps": run.steps,
+            "tokens_processed_global": run.steps * self._config.tokens_per_step,
+            "final_train_loss": self._meter.last_loss,
+            "final_val_loss": self.last_val_loss,
+            "best_val_loss": self.best_val_loss,
+            "mean_tokens_per_sec_global": throughput(run),
+            "peak_rss_bytes_rank0": peak_rss_bytes(),
+            "max_cuda_mem_allocated_bytes_rank0": allocated,
+            "max_cuda_mem_reserved_bytes_rank0": reserved,
+        }
+        if self._writes:
+            self.record.write()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._progress.close()
+        if self._log:
+            self._log.close()

@@ -1,0 +1,8 @@
+"""Train GPT-2: ``python src/gpt2.py --help``, or under ``deepspeed`` or ``torchrun``."""
+
+import sys
+
+from dsgpt.main import train
+
+if __name__ == "__main__":
+    sys.exit(train(sys.argv[1:]))
