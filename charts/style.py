@@ -1,0 +1,123 @@
+"""One quiet look for every picture: colours for the colour-blind, told apart in grey by hatch, dash and marker."""
+
+import io
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.text import Text
+
+DOTS_PER_INCH = 150
+STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.155
+INK, QUIET = "#222222", "#666666"
+BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+"""Keeps grid lines from crossing a number."""
+# Seaborn's colour-blind palette in the order that also alternates dark and light.
+_COLOURS = [sns.color_palette("colorblind")[i] for i in (0, 1, 2, 4, 3, 8, 9, 5)]
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "+++", "oo", "**")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+_DASHES = ((0, ()), (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one run is drawn in every picture."""
+
+    colour: tuple[float, float, float]
+    hatch: str
+    hatch_colour: str
+    """Dark on light bars, light on dark ones."""
+    marker: str
+    dashes: tuple[int, tuple[float, ...]]
+    width: float
+    """Line width in points: later runs are thinner, so that curves which coincide all stay visible."""
+
+
+def look(index: int, *, count: int) -> Look:
+    """The look of run ``index`` of ``count``; the lists have coprime lengths, so that looks repeat late."""
+    colour = _COLOURS[index % len(_COLOURS)]
+    brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
+    return Look(
+        colour=colour,
+        hatch=_HATCHES[index % len(_HATCHES)],
+        hatch_colour=INK if brightness > 0.6 else "white",
+        marker=_MARKERS[index % len(_MARKERS)],
+        dashes=_DASHES[index % len(_DASHES)],
+        width=1.3 + 2.2 * (1 - index / (count - 1)) if count > 1 else 1.8,
+    )
+
+
+@contextmanager
+def quiet_style() -> Iterator[None]:
+    """Draw inside in the project's style, whatever the user's matplotlibrc says; nothing is changed outside."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.use("Agg")
+        sns.set_theme(context="notebook", style="whitegrid", font="DejaVu Sans", font_scale=0.85)
+        mpl.rcParams.update(
+            {
+                "axes.edgecolor": "#bbbbbb",
+                "axes.labelcolor": INK,
+                "axes.titleweight": "bold",
+                "grid.color": "#e6e6e6",
+                "hatch.linewidth": 1.1,
+                "text.color": INK,
+                "text.parse_math": False,  # a run may be called $a$
+            }
+        )
+        yield
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A figure with its words set above and below, and the space for its panels."""
+
+    figure: Figure
+    body: SubFigure
+
+
+def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width: float, height: float) -> Frame:
+    """A figure of ``width`` inches whose panels get ``height`` inches, under a title and boxed ``warnings``."""
+    stamp = _wrapped(warnings, width=int(width * 11.5))
+    caption = _wrapped(captions, width=int(width * 14.5))
+    above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
+    below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
+    figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06, wspace=0.02)
+    FigureCanvasAgg(figure)
+    head, body, foot = figure.subfigures(3, 1, height_ratios=[above, height, below])
+    head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
+    if stamp:
+        box = {"boxstyle": "square,pad=0.45", "facecolor": "#fff1d6", "edgecolor": INK, "linewidth": 1.4}
+        place = (0.26 / width, 1 - 0.54 / above)
+        head.text(*place, stamp, ha="left", va="top", fontsize=9, fontweight="bold", bbox=box, linespacing=1.3)
+    foot.text(0.18 / width, 0.1 / below, caption, ha="left", va="bottom", fontsize=8, color=QUIET, linespacing=1.3)
+    return Frame(figure, body)
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """The figure as PNG: the same bytes for the same input, without the writer's name or time."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def note_inside(axes: Axes, text: str, **place: Any) -> Text:
+    """A quiet remark inside the axes, for what cannot be drawn."""
+    return axes.text(**place, s=text, style="italic", color=QUIET, fontsize=9, va="center", bbox=BEHIND_TEXT)
+
+
+def _wrapped(lines: Sequence[str], *, width: int) -> str:
+    """The lines broken at ``width`` characters; none takes more than four rows, so that a long one hides no other."""
+    rows = []
+    for line in lines:
+        broken = textwrap.wrap(line, width, break_on_hyphens=False)
+        rows += broken if len(broken) <= 4 else [*broken[:3], "… and more: see comparison.md"]
+    return "\n".join(rows)
