@@ -8,6 +8,8 @@ from pathlib import Path
 
 from dsgpt.errors import UserError
 
+_HASHED_BYTES = 1 << 28
+
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
@@ -53,11 +55,17 @@ class Source:
         return sum(file.path.stat().st_size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash of every file's name, size and time of change: tells whether the input is still the same."""
+        """A hash that tells whether the input is still the same.
+
+        It covers every file's name and, up to 256 MiB in all, the contents; beyond that size and time of change stand
+        for them, for reading everything would take as long as the work that it saves.
+        """
         digest = hashlib.sha256()
+        small = self.total_bytes() <= _HASHED_BYTES
         for file in self.files:
             status = file.path.stat()
-            digest.update(f"{file.key}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            digest.update(f"{file.key}\0{status.st_size}\0".encode())
+            digest.update(file.path.read_bytes() if small else str(status.st_mtime_ns).encode())
         return digest.hexdigest()
 
     def documents(self) -> Iterator[tuple[str | None, Document]]:

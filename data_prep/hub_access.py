@@ -24,7 +24,7 @@ def explain_offline(what: str, *, cure: str) -> None:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
     except urllib.error.HTTPError:
         return  # an answer, though not a friendly one; the library will say what it makes of it
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is no address
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
             return  # the library brings its own certificates

@@ -67,8 +67,8 @@ HUB_SETS = {
 }
 
 
-def hub_documents(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
-    """Stream the texts of one split, with the number of rows where it is known.
+def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
+    """Stream the texts of the rows of one split, and say how many there are where that is known.
 
     Rows arrive as they are read from the network; nothing is cached on disk and no code of the set is run.
     An empty row is an empty text.
@@ -101,21 +101,22 @@ def _texts(hub_set: HubSet, rows: Iterable[dict]) -> Iterator[str]:
 
 
 def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
-    reason = str(error).strip().partition("\n")[0]
+    reason = re.split(r"\.\s|\n", str(error).strip())[0]
     return UserError(
         f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-stdlib, or give your own "
         "files to preprocess.py --input"
     )
 
 
-_HEADING = re.compile(r"^ = [^=].*[^=] = \n?$")
+def _is_title(line: str) -> bool:
+    """`` = Title = `` is one, `` = = Section = = `` is not."""
+    return line.startswith(" = ") and not line.startswith(" = = ") and line.rstrip("\n").endswith(" = ")
 
 
 def join_articles(lines: Iterable[str]) -> Iterator[str]:
-    """WikiText's lines as articles: a line `` = Title = `` begins one, `` = = Section = = `` does not.
+    """WikiText's lines as articles: a title between empty lines begins one.
 
-    The text is unchanged: the articles joined are the lines joined. A title stands between empty lines; a line of the
-    text that merely looks like one does not.
+    The text is unchanged: the articles joined are the lines joined.
     """
     article: list[str] = []
     previous_empty = True
@@ -127,7 +128,7 @@ def join_articles(lines: Iterable[str]) -> Iterator[str]:
                 article = []
             article.append(held)
             held = None
-        if previous_empty and _HEADING.match(line):
+        if previous_empty and _is_title(line):
             held = line
         else:
             article.append(line)

@@ -27,12 +27,17 @@ class FlagParser(argparse.ArgumentParser):
         """Parse ``argv`` and append one line to ``problems`` for every flag or word that is not known."""
         flags, unknown = self.parse_known_args(argv)
         known = [option for action in self._actions for option in action.option_strings]
+        before = ""
         for word in unknown:
             name = word.partition("=")[0]
             close = difflib.get_close_matches(name, known, n=1)
-            problems.append(
-                f"{name}: is not a known flag" + (f"; did you mean {close[0]}?" if close else "; see --help")
-            )
+            if word.startswith("-"):
+                problems.append(
+                    f"{name}: is not a known flag; " + (f"did you mean {close[0]}?" if close else "see --help")
+                )
+            elif not before.startswith("-"):  # otherwise it is the value of the unknown flag
+                problems.append(f"{word}: is not expected here; see --help")
+            before = word
         return flags
 
 

@@ -53,7 +53,8 @@ class PrepareOptions:
     def identity(self) -> dict[str, str | int | float | None]:
         """What decides the output's bytes, apart from the input: equal identities need no second preparation."""
         return {
-            "--input" if self.dataset is None else "--dataset": self.dataset or ", ".join(map(str, self.inputs)),
+            "--input" if self.dataset is None else "--dataset": self.dataset
+            or ", ".join(path.resolve().name for path in self.inputs),
             "--text_key": self.text_key,
             "--tokenizer": self.tokenizer,
             "--vocab_size": self.vocab_size,

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from prep_console import progress
 from prep_options import TRAIN, PrepareOptions
 from splitting import SPLITS, Divided, divide, first_documents
 from stdlib_corpus import STDLIB_NAME, stdlib_source
+from tqdm import tqdm
 from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
 
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, open_token_file
@@ -52,6 +55,11 @@ class Place:
         """The published tokenizer folder."""
         return self.folder / TOKENIZER_FOLDER
 
+    @property
+    def staged_tokenizer(self) -> Path:
+        """The tokenizer folder until everything else is ready."""
+        return self.folder / f".{TOKENIZER_FOLDER}.partial"
+
     def complete(self) -> dict | None:
         """The record, if everything that it speaks of is there."""
         named = [self.record, self.tokenizer / "tokenizer.json", *map(self.tokens, SPLITS)]
@@ -66,16 +74,29 @@ def prepare(options: PrepareOptions) -> None:
     """
     source = _source(options)
     place = Place(folder=options.output_dir, suffix=options.suffix)
-    with _only_one(place.folder):
-        identity = options.identity() | {"input": source.fingerprint()}
+    with only_one(place.folder):
+        identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
         if not options.overwrite and _already_prepared(place, identity):
             _report(place, "already prepared:")
             return
         started = time.monotonic()
-        vocabulary = _vocabulary(options, source, place, identity)
-        _check_shared_tokenizer(place, vocabulary)
-        _write(options, source, place, vocabulary, identity)
+        try:
+            vocabulary = _vocabulary(options, source, place, identity)
+            _check_shared_tokenizer(place, vocabulary)
+            _write(options, source, place, vocabulary, identity)
+        finally:
+            shutil.rmtree(place.staged_tokenizer, ignore_errors=True)
         _report(place, f"prepared in {time.monotonic() - started:.0f} s:")
+
+
+def _fingerprint(tokenizer: str) -> str | None:
+    """Of a local tokenizer's bytes: its folder may hold another one tomorrow. None for a name."""
+    if tokenizer == TRAIN or not Path(tokenizer).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _source(options: PrepareOptions) -> Source:
@@ -100,15 +121,22 @@ def _source(options: PrepareOptions) -> Source:
 
 
 @contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; the system frees it however the process ends."""
+def only_one(folder: Path) -> Iterator[None]:
+    """Lock the folder itself; the system frees it however the process ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".preparing.lock").open("w") as lock:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{folder}: another preparation is writing there; wait for its end") from error
         yield
+    finally:
+        os.close(descriptor)
 
 
 def _already_prepared(place: Place, identity: dict) -> bool:
@@ -122,7 +150,7 @@ def _already_prepared(place: Place, identity: dict) -> bool:
         open_token_file(place.tokens(split))
     old = record["identity"]
     changes = [
-        f"{name} was {old.get(name)}, is {identity.get(name)}" if name != "input" else "the input has changed"
+        f"{name} was {old.get(name)}, is {identity.get(name)}" if name.startswith("--") else f"the {name} has changed"
         for name in {**old, **identity}
         if old.get(name) != identity.get(name)
     ]
@@ -146,19 +174,18 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     other = place.other.complete()
     if other and other["identity"] | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
-    staged = place.folder / f".{TOKENIZER_FOLDER}.partial"
     if options.tokenizer != TRAIN:
-        save_loaded(options.tokenizer, staged)
-        return open_vocabulary(staged)
+        save_loaded(options.tokenizer, place.staged_tokenizer)
+        return open_vocabulary(place.staged_tokenizer)
     with progress(total=source.total_bytes(), description="training the tokenizer", unit="B") as bar:
         tokenizer = train_tokenizer(_train_texts(_divided(options, source), bar), vocab_size=options.vocab_size)
     if tokenizer.get_vocab_size() < options.vocab_size:
         print(f"the text has words for {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
-    save_trained(tokenizer, staged)
-    return open_vocabulary(staged)
+    save_trained(tokenizer, place.staged_tokenizer)
+    return open_vocabulary(place.staged_tokenizer)
 
 
-def _train_texts(divided: Divided, bar) -> Iterator[str]:
+def _train_texts(divided: Divided, bar: tqdm) -> Iterator[str]:
     for split, document in divided:
         bar.update(document.source_bytes)
         if split == "train":
@@ -176,10 +203,10 @@ def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
 
 def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: dict) -> None:
     divided = _divided(options, source)
-    total = source.total_bytes()
+    total, unit = source.total_bytes(), "B"
     if options.num_documents is not None:
         divided = first_documents(divided, count=options.num_documents, val_fraction=options.validation_share)
-        total = None
+        total, unit = options.num_documents, " documents"
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
     about = {"name": name, "sha256": vocabulary.sha256}
     with contextlib.ExitStack() as stack:
@@ -192,10 +219,10 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
         }  # fmt: skip
         for writer in writers.values():
             stack.callback(writer.abandon)
-        with progress(total=total, description="encoding", unit="B") as bar:
+        with progress(total=total, description="encoding", unit=unit) as bar:
             for split, source_bytes, ids in encode(vocabulary, divided):
                 writers[split].append(ids)
-                bar.update(source_bytes)
+                bar.update(source_bytes if unit == "B" else 1)
         for split, writer in writers.items():
             if not writer.tokens:
                 raise UserError(f"no document fell to {split}; give more documents or change --val_fraction")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from hub_access import explain_offline
@@ -13,6 +14,9 @@ from splitting import Divided, pieces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
@@ -70,11 +74,14 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
     _save(
         GPT2Tokenizer(
             tokenizer_object=tokenizer,
-            clean_up_tokenization_spaces=False, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            unk_token=END_OF_TEXT,
             add_prefix_space=False,
+            clean_up_tokenization_spaces=_LOADING["clean_up_tokenization_spaces"],
         ),
         folder,
-    )  # fmt: skip
+    )
 
 
 def save_loaded(name: str, folder: Path) -> None:
@@ -98,7 +105,7 @@ def save_loaded(name: str, folder: Path) -> None:
     _save(tokenizer, folder)
 
 
-def _download(name: str):
+def _download(name: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     explain_offline(
@@ -117,7 +124,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-def _save(tokenizer, folder: Path) -> None:
+def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     if tokenizer.model_max_length > 1 << 30:  # the library's way of saying "not known"
         tokenizer.model_max_length = _GPT2_CONTEXT
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,82 @@
+"""The scripts as commands without a network, and a small corpus that contains what goes wrong."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import preprocess
+import pytest
+from prep_helpers import CORPUS, SCRIPTS, write_tokenizer
+
+CLOSED_PORT = "http://127.0.0.1:9"
+
+Run = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[str], dict]]:
+    """The arguments and environment of a script without a network: the hub is a closed port, its cache empty."""
+    home = tmp_path_factory.mktemp("hub-cache")
+
+    def build(script: str, *flags: object, **variables: str) -> tuple[list[str], dict]:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": CLOSED_PORT, "HF_HOME": str(home), "no_proxy": "127.0.0.1", **variables}
+        return [sys.executable, str(SCRIPTS / script), *map(str, flags)], environment
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def run(command) -> Run:
+    """Run a script in a folder and return what came of it."""
+
+    def execute(script: str, *flags: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
+        arguments, environment = command(script, *flags, **variables)
+        done = subprocess.run(
+            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == code, f"{flags} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
+        if code:
+            assert "Traceback" not in done.stderr
+        return done
+
+    return execute
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of ``CORPUS``, and four that are no documents: empty, blank, binary and hidden."""
+    root = tmp_path_factory.mktemp("text") / "corpus"
+    others = {"a/empty.txt": b"", "b/blank.txt": b" \n\n", "c/picture.png": b"\x89PNG\0\0", ".git/config": b"hidden"}
+    for name, data in ({name: text.encode() for name, text in CORPUS.items()} | others).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+@pytest.fixture(scope="session")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local tokenizer of 257 ids."""
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizers") / "bytes", size=257)
+
+
+@pytest.fixture(scope="session")
+def prepared(run: Run, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small corpus with a trained tokenizer of 400 ids; tests only read it."""
+    cwd = tmp_path_factory.mktemp("prepared")
+    run("preprocess.py", "--input", corpus, "--tokenizer", "train", "--vocab_size", 400, cwd=cwd)
+    return cwd / "data" / "corpus"
+
+
+@pytest.fixture
+def prepare_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """preprocess.py in this process, for runs whose point is what they write: it saves the libraries' start."""
+
+    def execute(*flags: object, cwd: Path) -> None:
+        monkeypatch.chdir(cwd)
+        preprocess.main([str(flag) for flag in flags])
+
+    return execute

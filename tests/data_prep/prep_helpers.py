@@ -1,0 +1,63 @@
+"""The small corpus, and how the tests read and make what the scripts read and write."""
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "data_prep"
+
+OUTPUTS = ["train.bin", "val.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
+
+
+LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on, as the dog always does\n"
+
+CORPUS = {
+    "a/windows.txt": "first line\r\nsecond line\r\n" + LINES,
+    "a/special.txt": "before <|endoftext|> after\n" + LINES,
+    "a/unicode.md": "naïve café — Ελληνικά 日本語 \U0001f600 \ufeff\u2028 end\n" + LINES,
+    "b/spaces.txt": "  leading\t\ttabs\n\n\n   and trailing   \n\n" + LINES,
+    "b/no newline": "no newline at the end " + LINES.strip(),
+    "b/control.txt": "form\ffeed and \x1c separators\x85\xa0" + LINES,
+    **{f"c/{number:02}.txt": f"document {number}\n" + LINES * (number % 4 + 1) for number in range(20)},
+}
+
+
+def errors(done: subprocess.CompletedProcess) -> list[str]:
+    """The error lines of a run."""
+    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+
+
+def write_tokenizer(folder: Path, *, size: int) -> Path:
+    """A byte-level tokenizer of ``size`` ids without merges, its end-of-text id the last: a local tokenizer folder."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"unused{number}" for number in range(size - 257))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def documents_of(folder: Path, split: str, suffix: str = "") -> list[str]:
+    """Decode a token file as nanoGPT would open it, cut at the end-of-text id."""
+    sidecar = json.loads((folder / f"{split}{suffix}.json").read_text())
+    dtype = {"uint16": np.uint16, "uint32": np.uint32}[sidecar["dtype"]]
+    ids = np.memmap(folder / f"{split}{suffix}.bin", dtype=dtype, mode="r")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    ends = np.flatnonzero(ids == sidecar["eot_id"])
+    assert ends[-1] == len(ids) - 1
+    starts = [0, *(ends[:-1] + 1)]
+    return [tokenizer.decode(ids[start:end].tolist()) for start, end in zip(starts, ends, strict=True)]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in OUTPUTS}
