@@ -6,8 +6,11 @@ from typing import Any
 
 from runs import MODEL_KEYS, Run
 
-RECIPE_FACTS = ("optimizer settings", "learning rate", "scheduler", "gradient clipping", "seed")
+RECIPE_FACTS = ("optimizer type", "optimizer settings", "learning rate", "scheduler", "gradient clipping", "seed")
 """How facts begin that leave the amount of work alone but make it a different training."""
+
+LATER_FACTS = frozenset({"validation windows", "optimizer settings"})
+"""Facts that records of generation 2.1 need not hold: not asked for where no run recorded them."""
 
 LOSS_TOLERANCE = {"fp32": 0.02}
 """Largest difference of losses that still counts as equal, nats per token: rounding order grows over many steps."""
@@ -95,11 +98,14 @@ def judge(runs: Sequence[Run]) -> Verdict:
     """Compare every fact over all ``runs``: different known values differ, an absent value is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}
-    facts = list(runs[0].work)
+    facts = [
+        fact for fact in runs[0].work if fact not in LATER_FACTS or any(run.work[fact] is not None for run in runs)
+    ]
     for fact in facts:
         values = [run.work[fact] for run in runs]
         found = list(_differences(fact, values))
-        disagree = any(value != values[0] for value in values)
+        known = [value for value in values if value is not None]
+        disagree = any(value != known[0] for value in known)
         differences += found
         for run, value in zip(runs, values, strict=True):
             if not found and (value is None or (disagree and _holds_null(value))):
@@ -119,7 +125,7 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
     if isinstance(value, dict):
-        text = ", ".join(f"{key} {show(item)}" for key, item in value.items())
+        text = ", ".join(f"{key} {'not given' if item is None else show(item)}" for key, item in value.items())
         return text if len(text) <= 120 else f"{text[:119]}…"
     text = str(value)
     return text if len(text) <= 40 else f"{text[:10]}…"

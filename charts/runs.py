@@ -148,22 +148,35 @@ def _curves(log: Path, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]
 
 def _work(record: Fields, epochs: _Epochs) -> dict[str, Any]:
     config, data, summary = (record.section(key) for key in ("training_config", "data", "summary"))
-    model = config.section("model")
+    model, seed = config.section("model"), config.number("seed")
     return {
         "global batch": config.number("global_batch_size"),
         "sequence length": config.number("seq_len"),
         "train data": data.text("train_sha256"),
         "validation data": data.text("val_sha256"),
+        "validation windows": config.number("val_windows"),
         **{f"model {key}": model.number(key) for key in MODEL_KEYS},
         "optimizer steps": _first(summary.number("optimizer_steps"), _total(epochs.steps)),
         "tokens": _first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
         "precision": config.text("precision"),
-        "optimizer settings": config.raw("optimizer"),
+        "optimizer type": config.raw("optimizer"),
+        "optimizer settings": _optimizer_settings(config),
         "learning rate": config.number("lr"),
         "scheduler": config.raw("scheduler"),
         "gradient clipping": config.number("gradient_clipping"),
-        "seed": config.number("seed"),
+        "seed": None if seed is None else f"{seed:.0f}",
     }
+
+
+def _optimizer_settings(config: Fields) -> Any:
+    """What the optimizer was given beside its type and learning rate, which are facts of their own.
+
+    Which implementation of the same formulas computed it (``torch_adam``) changes no training.
+    """
+    settings = config.raw("optimizer_params")
+    if not isinstance(settings, dict):
+        return settings
+    return {key: value for key, value in settings.items() if key not in {"type", "lr", "torch_adam"}}
 
 
 def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:

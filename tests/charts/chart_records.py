@@ -25,6 +25,9 @@ def record(**changes: Any) -> dict[str, Any]:
             "model": dict(MODEL), "seq_len": 32, "global_batch_size": 8, "lr": 0.001, "optimizer": "AdamW",
             "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4}}, "gradient_clipping": 1.0,
             "precision": "fp32", "strategy": "baseline", "seed": 7, "run_type": "baseline",
+            "optimizer_params": {"type": "AdamW", "lr": 0.001, "betas": [0.9, 0.95], "momentum": None,
+                                 "torch_adam": False},
+            "val_windows": 16,
         },
         "epochs": [
             {"epoch_idx": 0, "optimizer_steps": 20, "tokens_processed_global": 5120, "train_loss_avg_global": 4.5,

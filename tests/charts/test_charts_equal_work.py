@@ -13,6 +13,7 @@ WORK = {
     "training_config__seq_len": (64, "sequence length 32 vs 64"),
     "data__train_sha256": ("c" * 64, "train data aaaaaaaaaa… vs cccccccccc…"),
     "data__val_sha256": ("c" * 64, "validation data bbbbbbbbbb… vs cccccccccc…"),
+    "training_config__val_windows": (4, "validation windows 16 vs 4"),
     "training_config__model__n_layer": (3, "model n_layer 2 vs 3"),
     "training_config__model__n_head": (4, "model n_head 2 vs 4"),
     "training_config__model__n_embd": (128, "model n_embd 64 vs 128"),
@@ -24,7 +25,11 @@ WORK = {
     "training_config__precision": ("bf16", "precision fp32 vs bf16"),
 }
 RECIPE = {
-    "training_config__optimizer": ("SGD", "optimizer settings AdamW vs SGD"),
+    "training_config__optimizer": ("SGD", "optimizer type AdamW vs SGD"),
+    "training_config__optimizer_params": (
+        {"type": "AdamW", "lr": 0.001, "betas": [0.9, 0.999], "momentum": None, "torch_adam": True},
+        "optimizer settings betas [0.9, 0.95] vs [0.9, 0.999]",
+    ),
     "training_config__lr": (0.002, "learning rate 0.001 vs 0.002"),
     "training_config__scheduler": (
         {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 8}},
@@ -74,12 +79,21 @@ def test_each_fact_missing_alone_makes_it_unknown(read, path, on_both, missing):
     values = record(**{path: None}) if missing == "null" else without(record(), path)
     if path.startswith("summary__"):
         values["epochs"] = []  # else the steps and tokens are known from there
+    later = on_both and path in {"training_config__val_windows", "training_config__optimizer_params"}
     verdict = judge([read("a", copy.deepcopy(values) if on_both else record()), read("b", values)])
-    assert verdict.answer == "unknown"
+    assert verdict.answer == ("yes" if later else "unknown")
     fact = (WORK | RECIPE)[path][1].split()[0]
     assert all(fact in facts[0] and len(facts) <= 2 for facts in verdict.unknown.values())
-    assert set(verdict.unknown) == ({"a", "b"} if on_both else {"b"})
-    assert work_stamps(verdict)[0].startswith("WORK NOT VERIFIED: ")
+    assert set(verdict.unknown) == (set() if later else {"a", "b"} if on_both else {"b"})
+    assert [stamp.split(":")[0] for stamp in work_stamps(verdict)] == ([] if later else ["WORK NOT VERIFIED"])
+
+
+def test_facts_that_nobody_recorded_are_asked_for_only_where_every_record_has_them(read):
+    bare = without(without(record(), "training_config__val_windows"), "training_config__optimizer_params")
+    assert judge([read("a", bare), read("b", bare)]).answer == "yes"
+    assert judge([read("old", flat_record()), read("b", bare)]).line() == (
+        "same work: unknown (old did not record its work)"
+    )
 
 
 def test_a_known_difference_outweighs_the_unknown(read):
