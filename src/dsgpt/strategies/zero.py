@@ -7,6 +7,7 @@ that they are the same objects as the baseline's; DeepSpeed shards, reduces, cli
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,23 @@ class Zero:
             optimizer=_build_optimizer(self._parameters, recipe),
             config=engine_config(config),
         )
+        if self._stage == 0 and self._precision != "fp32":
+            self._undo_first_step()
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         if config.options.compile:
             model.compile()
+
+    @torch.no_grad()
+    def _undo_first_step(self) -> None:
+        """Take back the optimizer step on zero gradients that DeepSpeed makes at stage 0 to allocate moments.
+
+        ``FP16_UnfusedOptimizer.initialize_optimizer_states`` leaves Adam's counter at 1, so that every later bias
+        correction is off, and decays the master weights once.
+        """
+        self._optimizer.optimizer.state.clear()
+        for low_group, high_group in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
+            for low, high in zip(low_group, high_group, strict=True):
+                high.copy_(low)
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
@@ -158,6 +173,8 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed.ops  # noqa: PLC0415
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
     # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device.type == "cuda" else "gloo"

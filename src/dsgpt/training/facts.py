@@ -98,7 +98,7 @@ def _training_config(config: RunConfig) -> dict[str, Any]:
         "lr": recipe.optimizer.lr,
         "optimizer": recipe.optimizer.type,
         "optimizer_params": asdict(recipe.optimizer),
-        "scheduler": asdict(recipe.scheduler) if recipe.scheduler else None,
+        "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
         "gradient_clipping": recipe.gradient_clipping,
         "precision": config.precision,
         "zero_stage": recipe.zero_stage if config.run_type == "optimized" else None,

@@ -1,0 +1,48 @@
+# make demo    text to two trained models to charts, on this machine
+# make test    style and the whole test suite
+# make charts  the README's pictures again, from the committed records
+#
+# PYTHON=python3.12 make demo   uses another interpreter
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+REFERENCE := checkpoint/reference
+VERSIONS := 3.11, 3.12 or 3.13
+
+.PHONY: help demo test charts
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+define check_python
+command -v $(PYTHON) >/dev/null 2>&1 || { \
+  echo "error: $(PYTHON) was not found: install Python $(VERSIONS) (Debian: apt-get install python3 python3-venv)" >&2; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+  echo "error: $$($(PYTHON) --version 2>&1) is not supported: install Python $(VERSIONS), or name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }; \
+$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+  echo "error: $(PYTHON) cannot make virtual environments: install its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
+endef
+
+$(BIN)/.installed: requirements.txt pyproject.toml
+	@$(check_python)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(BIN)/.installed-for-tests: $(BIN)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	@touch $@
+
+demo: $(BIN)/.installed
+	@$(BIN)/python src/demo.py
+
+test: $(BIN)/.installed-for-tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+charts: $(BIN)/.installed
+	$(BIN)/python charts/generate_charts.py --output-dir docs/images \
+	  --run baseline=$(REFERENCE)/cpu-2-cores/demo-baseline --run zero1=$(REFERENCE)/cpu-2-cores/demo-zero1

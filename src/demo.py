@@ -1,0 +1,77 @@
+"""``make demo``: text to two trained models, the same training on one device and on all, to charts of what it cost."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECIPE = Path("ds_configs/zero1.json")
+DATA = Path("data/python-stdlib")
+CHARTS = Path("charts/demo")
+GLOBAL_BATCH_SIZE = 32  # the recipe's; a number of GPUs must divide it
+WORK = [
+    "--train_data_path", str(DATA / "train.bin"),
+    "--val_data_path", str(DATA / "val.bin"),
+    "--deepspeed_config", str(RECIPE),
+    "--model_size", "demo",
+    "--seq_length", "128",
+    "--max_train_steps", "200",
+    "--eval_every", "50",
+    "--max_val_steps", "20",
+    "--steps_per_print", "10",
+    "--resume",
+]  # fmt: skip
+
+
+def main() -> int:
+    """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
+    from dsgpt.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
+
+    gpus = cuda_devices()
+    devices = max(n for n in range(1, max(gpus, 2 if not gpus else 1) + 1) if GLOBAL_BATCH_SIZE % n == 0)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    device_flags = (
+        ["--device", "cuda"] if gpus else ["--device", "cpu", "--threads_per_device", str(max(1, cores // 2))]
+    )
+    python = sys.executable
+    launcher = [str(Path(python).parent / "deepspeed"), "--quiet", "--num_gpus", str(devices)]
+    kind = "GPU" if gpus else "half of the CPU's cores"
+    steps = [
+        ("prepare the text", [python, "data_prep/preprocess.py"]),
+        (
+            f"train the baseline on one device ({kind})",
+            [python, "src/gpt2.py", "--run_type", "baseline", "--checkpoint_path", "checkpoint/demo-baseline", *WORK, *device_flags],
+        ),
+        (
+            f"train the same with DeepSpeed ZeRO-1 on {devices} device{'s' * (devices > 1)}",
+            [*launcher, "--master_port", str(_free_port()), "src/gpt2.py", "--run_type", "optimized", "--checkpoint_path", "checkpoint/demo-zero1", *WORK, *device_flags],
+        ),
+        (
+            "compare them",
+            [python, "charts/generate_charts.py", "--output-dir", str(CHARTS), "--run", "baseline=checkpoint/demo-baseline", "--run", "zero1=checkpoint/demo-zero1"],
+        ),
+    ]  # fmt: skip
+    environment = {**os.environ} if gpus else {**os.environ, "DS_ACCELERATOR": "cpu"}
+    started = time.perf_counter()
+    for number, (title, command) in enumerate(steps, start=1):
+        print(f"\n[{number}/{len(steps)}] {title}", flush=True)
+        code = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
+        if code:
+            print(f"error: the demo stopped at step {number}, {title} (exit code {code})", file=sys.stderr)
+            return code
+    print(f"\nthe demo took {time.perf_counter() - started:.0f} s; ask its model for text with")
+    print('  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("')
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Text in, text out, with the model and tokenizer of a checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dsgpt.checkpointing import store
+from dsgpt.device import cuda_devices
+from dsgpt.errors import UserError
+from dsgpt.inference.checkpoint_model import find_checkpoint, load_model
+from dsgpt.inference.decode import generate
+from dsgpt.problems import Problems
+
+
+def sample(
+    path: Path,
+    *,
+    prompt: str,
+    samples: int,
+    new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    device_kind: str,
+) -> Iterator[str]:
+    """Yield ``samples`` texts: the prompt and up to ``new_tokens`` more tokens, or fewer where a document ends.
+
+    Raises:
+        UserError: no usable checkpoint, no tokenizer in it, or numbers that make no sense.
+    """
+    _check(samples=samples, new_tokens=new_tokens, temperature=temperature, top_k=top_k, device_kind=device_kind)
+    checkpoint = find_checkpoint(path)
+    folder = checkpoint / store.TOKENIZER
+    if not folder.is_dir():
+        raise UserError(f"{checkpoint}: has no tokenizer, because its training data came without one; cannot read text")
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second, and only text needs it
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
+    model = load_model(checkpoint, device)
+    start = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    room = model.config.block_size - len(start)
+    if room < 1:
+        raise UserError(
+            f"--prompt is {len(start)} tokens long, and the model reads {model.config.block_size}: shorten it"
+        )
+    generator = torch.Generator(device).manual_seed(seed)
+    for _ in range(samples):
+        ids = []
+        for token in generate(
+            model,
+            torch.tensor(start, device=device),
+            new_tokens=min(new_tokens, room),
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+        ):
+            if token == tokenizer.eos_token_id:
+                break
+            ids.append(token)
+        yield prompt + tokenizer.decode(ids)
+
+
+def _check(*, samples: int, new_tokens: int, temperature: float, top_k: int, device_kind: str) -> None:
+    problems = Problems()
+    for flag, value in (("--num_samples", samples), ("--max_new_tokens", new_tokens), ("--top_k", top_k)):
+        if value < 1:
+            problems.add(f"{flag} must be at least 1, not {value}")
+    if not 0 <= temperature < float("inf"):
+        problems.add(f"--temperature must be a number of at least 0, not {temperature}")
+    if device_kind == "cuda" and not cuda_devices():
+        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
+    problems.raise_if_any()

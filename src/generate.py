@@ -1,0 +1,64 @@
+"""Sample text from a run: ``python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from dsgpt.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+
+EXAMPLES = """\
+examples:
+  python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
+  python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000100 --prompt "import" --temperature 0"""
+
+
+def main() -> int:
+    """Read the flags, sample, print."""
+    options = _build_parser().parse_args()
+    try:
+        from dsgpt.inference.sample import sample  # noqa: PLC0415 - torch takes seconds; --help should not
+
+        for text in sample(
+            options.checkpoint,
+            prompt=options.prompt,
+            samples=options.num_samples,
+            new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+            device_kind=options.device,
+        ):
+            print(text)
+            print("-" * 80)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return EXIT_DONE
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Continue a prompt with the model of a run, whichever strategy trained it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="run folder, or one checkpoint in it"
+    )
+    parser.add_argument("--prompt", default="", help="text to continue (default: none, the start of a document)")
+    parser.add_argument("--max_new_tokens", type=int, default=100, metavar="N", help="tokens to add (default: 100)")
+    parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations to draw (default: 1)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token always (default: 0.8)"
+    )
+    parser.add_argument("--top_k", type=int, default=50, metavar="K", help="among the K likeliest tokens (default: 50)")
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
