@@ -31,31 +31,10 @@ def main() -> int:
     from dsgpt.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     gpus = cuda_devices()
-    devices = max(n for n in range(1, max(gpus, 2 if not gpus else 1) + 1) if GLOBAL_BATCH_SIZE % n == 0)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    device_flags = (
-        ["--device", "cuda"] if gpus else ["--device", "cpu", "--threads_per_device", str(max(1, cores // 2))]
-    )
-    python = sys.executable
-    launcher = [str(Path(python).parent / "deepspeed"), "--quiet", "--num_gpus", str(devices)]
-    kind = "GPU" if gpus else "half of the CPU's cores"
-    steps = [
-        ("prepare the text", [python, "data_prep/preprocess.py"]),
-        (
-            f"train the baseline on one device ({kind})",
-            [python, "src/gpt2.py", "--run_type", "baseline", "--checkpoint_path", "checkpoint/demo-baseline", *WORK, *device_flags],
-        ),
-        (
-            f"train the same with DeepSpeed ZeRO-1 on {devices} device{'s' * (devices > 1)}",
-            [*launcher, "--master_port", str(_free_port()), "src/gpt2.py", "--run_type", "optimized", "--checkpoint_path", "checkpoint/demo-zero1", *WORK, *device_flags],
-        ),
-        (
-            "compare them",
-            [python, "charts/generate_charts.py", "--output-dir", str(CHARTS), "--run", "baseline=checkpoint/demo-baseline", "--run", "zero1=checkpoint/demo-zero1"],
-        ),
-    ]  # fmt: skip
-    environment = {**os.environ} if gpus else {**os.environ, "DS_ACCELERATOR": "cpu"}
+    # DeepSpeed's launcher looks for a GPU by itself and warns where there is none.
+    environment = dict(os.environ) if gpus else {**os.environ, "DS_ACCELERATOR": "cpu"}
     started = time.perf_counter()
+    steps = _steps(gpus)
     for number, (title, command) in enumerate(steps, start=1):
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
         code = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
@@ -65,6 +44,48 @@ def main() -> int:
     print(f"\nthe demo took {time.perf_counter() - started:.0f} s; ask its model for text with")
     print('  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("')
     return 0
+
+
+def _steps(gpus: int) -> list[tuple[str, list[str]]]:
+    """Title and command of each step, on ``gpus`` GPUs or, with none, on two devices of half the CPU's cores each."""
+    python = sys.executable
+    train = ["src/gpt2.py", *WORK, *_device_flags(gpus)]
+    devices = max(n for n in range(1, (gpus or 2) + 1) if GLOBAL_BATCH_SIZE % n == 0)
+    launcher = [str(Path(python).parent / "deepspeed"), "--quiet", "--num_gpus", str(devices)]
+    launcher += ["--master_port", str(_free_port())]
+    baseline, zero1 = "checkpoint/demo-baseline", "checkpoint/demo-zero1"
+    device = "GPU" if gpus else "half of the CPU's cores"
+    return [
+        ("prepare the text", [python, "data_prep/preprocess.py"]),
+        (
+            f"train the baseline on one device ({device})",
+            [python, *train, "--run_type", "baseline", "--checkpoint_path", baseline],
+        ),
+        (
+            f"train the same with DeepSpeed ZeRO-1 on {devices} device{'s' * (devices > 1)}",
+            [*launcher, *train, "--run_type", "optimized", "--checkpoint_path", zero1],
+        ),
+        (
+            "compare them",
+            [
+                python,
+                "charts/generate_charts.py",
+                "--output-dir",
+                str(CHARTS),
+                "--run",
+                f"baseline={baseline}",
+                "--run",
+                f"zero1={zero1}",
+            ],
+        ),
+    ]
+
+
+def _device_flags(gpus: int) -> list[str]:
+    if gpus:
+        return ["--device", "cuda"]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return ["--device", "cpu", "--threads_per_device", str(max(1, cores // 2))]
 
 
 def _free_port() -> int:
