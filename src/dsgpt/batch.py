@@ -1,5 +1,6 @@
 """How one global batch is split over ranks, micro batches and accumulation. The number of ranks never changes it."""
 
+import math
 from dataclasses import dataclass
 
 from dsgpt.problems import Problems
@@ -93,14 +94,19 @@ def plan_batch(
     return plan, changed
 
 
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def _largest_divisor(number: int, *, at_most: int) -> int:
-    return max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
+    return max(d for d in _divisors(number) if d <= at_most)
 
 
 def _indivisible(total: int, ranks: int) -> str:
     lower, upper = total // ranks * ranks, -(-total // ranks) * ranks
     batches = f"{lower} or {upper}" if lower else str(upper)
-    counts = [n for n in range(1, total + 1) if total % n == 0]
+    counts = _divisors(total)
     below, above = max(n for n in counts if n < ranks), min((n for n in counts if n > ranks), default=None)
     return (
         f"global batch {total} is not divisible by {ranks} ranks: take --global_batch_size {batches}, "
@@ -111,7 +117,7 @@ def _indivisible(total: int, ranks: int) -> str:
 def _inconsistent(total: int, ranks: int, micro: int | None, steps: int | None) -> str:
     share = total // ranks
     wanted = micro if micro is not None else max(1, round(share / (steps or 1)))
-    divisors = sorted((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - wanted), d))[:2]
+    divisors = sorted(_divisors(share), key=lambda d: (abs(d - wanted), d))[:2]
     nearest = " or ".join(f"micro batch {d} with accumulation {share // d}" for d in sorted(divisors))
     asked = " x ".join([f"micro batch {micro}"] * (micro is not None) + [f"accumulation {steps}"] * (steps is not None))
     return (

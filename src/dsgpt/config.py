@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.batch import BatchPlan, BatchRequest, plan_batch
-from dsgpt.data.order import SampleOrder, window_count
+from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.length import plan_length
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.options import RUN_TYPES, Options
 from dsgpt.problems import Problems
@@ -92,11 +93,8 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     _check_vocabulary(model, (train, val), topology, problems, notices)
     if recipe is not None:
         _check_recipe(options, recipe, problems, notices)
-    lengths = None
-    if train and val and seq_length and batch:
-        lengths = _resolve_lengths(options, (train, val), seq_length, batch, problems, notices)
+    length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=notices)
     problems.raise_if_any()
-    epochs, total_steps, order, val_windows = lengths
     return RunConfig(
         options=options,
         topology=topology,
@@ -107,10 +105,10 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         val=val,
         run_dir=options.checkpoint_path or Path("checkpoint") / options.run_type,
         seq_length=seq_length,
-        epochs=epochs,
-        total_steps=total_steps,
-        order=order,
-        val_windows=val_windows,
+        epochs=length.epochs,
+        total_steps=length.total_steps,
+        order=length.order,
+        val_windows=length.val_windows,
         precision=precision,
         device=device,
         threads_per_device=options.threads_per_device or (1 if device == "cpu" else None),
@@ -272,42 +270,3 @@ def _needs_compiled_adam(recipe: Recipe) -> bool:
 
 def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-
-
-def _resolve_lengths(
-    options: Options,
-    files: tuple[TokenFile, TokenFile],
-    seq_length: int,
-    batch: BatchPlan,
-    problems: Problems,
-    notices: list[str],
-) -> tuple[int, int, SampleOrder, int] | None:
-    """Epochs, optimizer steps, the order of samples, and the validation windows."""
-    train, _ = files
-    windows, val_windows = (window_count(file.tokens, seq_length) for file in files)
-    size = batch.global_batch_size
-    for file, count in zip(files, (windows, val_windows), strict=True):
-        if count == 0:
-            problems.add(
-                f"{file.path}: its {file.tokens:,} tokens are less than one window of {seq_length} and its target: "
-                "lower --seq_length or take more text"
-            )
-    if 0 < windows < size:
-        problems.add(
-            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, less than one global batch of {size}: "
-            "lower --global_batch_size or --seq_length, or take more text"
-        )
-    if windows < size or val_windows == 0:
-        return None
-    order = SampleOrder(windows=windows, global_batch_size=size, seed=options.seed)
-    per_epoch = order.steps_per_epoch
-    total = (options.epochs or 1) * per_epoch
-    if options.max_train_steps:
-        total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
-    if windows % size:
-        notices.append(
-            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: they fill no global batch"
-        )
-    if options.max_val_steps:
-        val_windows = min(val_windows, options.max_val_steps * size)
-    return -(-total // per_epoch), total, order, val_windows

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dsgpt.cli import parse_arguments
 from dsgpt.config import resolve
+from dsgpt.data.token_file import TokenFileError
 from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NON_FINITE, EXIT_USER_ERROR, NonFiniteError, UserError
 from dsgpt.topology import read_topology
 
@@ -30,6 +31,9 @@ def train(arguments: Sequence[str]) -> int:
         run(config, console)
     except UserError as error:
         _complain(error.problems, speaks=topology.is_main)
+        return EXIT_USER_ERROR
+    except TokenFileError as error:  # found while reading; a worker process puts its traceback before the message
+        _complain([str(error).rsplit("TokenFileError: ", 1)[-1].strip()], speaks=True)
         return EXIT_USER_ERROR
     except NonFiniteError as error:
         _complain([str(error)], speaks=topology.is_main)

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dsgpt.errors import UserError
@@ -12,6 +12,24 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` for the nearest known word, or nothing."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number; true and false are none, though Python counts with them."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond the range of floats
+        return False
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "boolean": ("true or false", lambda value: isinstance(value, bool)),
+    "count": ("a whole number of at least 0", lambda value: is_number(value) and value >= 0 and value == int(value)),
+    "number": ("a number", is_number),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "object": ("an object in braces", lambda value: isinstance(value, dict)),
+}
+"""Kinds of values, by what they are called in ``Section.check_kinds``; DeepSpeed takes 5e8 for a count, too."""
 
 
 class Problems:
@@ -56,12 +74,20 @@ class Section:
             elif key not in known:
                 self.complain(key, f"is no known key{did_you_mean(key, known)}")
 
+    def check_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Complain about values that are not of their kind, of keys that someone else will read."""
+        for key, kind in kinds.items():
+            if kind and key in self.values:
+                words, fits = _KINDS[kind]
+                if not fits(self.values[key]):
+                    self.complain(key, f"must be {words}, not {self.values[key]!r}")
+
     def number(self, key: str, default: float | None, *, low: float, high: float = math.inf) -> float | None:
         """A finite number from ``low`` to ``high``."""
         value = self.values.get(key, default)
         if value is default:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        if not is_number(value) or not low <= value <= high:
             allowed = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             self.complain(key, f"must be a number {allowed}, not {value!r}")
             return default
@@ -91,7 +117,7 @@ class Section:
         value = self.values.get(key, default)
         if value is default:
             return default
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             self.complain(key, f"must be one of {', '.join(allowed)}, not {value!r}{did_you_mean(str(value), allowed)}")
             return default
         return value

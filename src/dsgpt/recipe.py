@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt import recipe_keys as keys
-from dsgpt.problems import Problems, Section
+from dsgpt.problems import Problems, Section, is_number
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """DeepSpeed's default since 0.19.3; written out for every strategy so that none inherits another one."""
@@ -61,7 +61,7 @@ class LossScaling:
     """Steps without overflow before the scale doubles."""
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
+    min_loss_scale: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +99,28 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
         problems.add(f"--deepspeed_config {path}: cannot be read ({error.strerror}); recipes are in ds_configs/")
         return None
     try:
-        raw = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = _parse(data)
+    except (ValueError, RecursionError) as error:
         problems.add(f"--deepspeed_config {path}: is not valid JSON: {error}")
         return None
     top = Section(raw, place=str(path), problems=problems)
-    top.check_keys(keys.SHARED_KEYS | keys.DEEPSPEED_KEYS, refused=keys.REFUSED_KEYS)
+    top.check_keys(keys.SHARED_KEYS | keys.DEEPSPEED_KEYS.keys(), refused=keys.REFUSED_KEYS)
+    top.check_kinds(keys.DEEPSPEED_KEYS)
     _refuse_auto(raw, str(path), problems)
+    if (ours := top.section("dsgpt")) is not None:
+        ours.check_keys(())
     optimizer = _read_optimizer(top)
     zero_stage, offload_optimizer, offload_param = _read_zero(top)
+    rest = {
+        "scheduler": _read_scheduler(top),
+        "gradient_clipping": top.number("gradient_clipping", DEFAULT_GRADIENT_CLIPPING, low=0),
+        "precision": _read_precision(top),
+        "loss_scaling": _read_loss_scaling(top),
+        "train_batch_size": top.whole("train_batch_size", None, low=1),
+        "micro_batch_size": top.whole("train_micro_batch_size_per_gpu", None, low=1),
+        "gradient_accumulation_steps": top.whole("gradient_accumulation_steps", None, low=1),
+        "steps_per_print": top.whole("steps_per_print", None, low=1),
+    }
     if optimizer is None:
         return None
     return Recipe(
@@ -115,19 +128,31 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
         sha256=hashlib.sha256(data).hexdigest(),
         raw=raw,
         optimizer=optimizer,
-        scheduler=_read_scheduler(top),
-        gradient_clipping=top.number("gradient_clipping", DEFAULT_GRADIENT_CLIPPING, low=0),
-        precision=_read_precision(top),
-        loss_scaling=_read_loss_scaling(top),
-        train_batch_size=top.whole("train_batch_size", None, low=1),
-        micro_batch_size=top.whole("train_micro_batch_size_per_gpu", None, low=1),
-        gradient_accumulation_steps=top.whole("gradient_accumulation_steps", None, low=1),
-        steps_per_print=top.whole("steps_per_print", None, low=1),
         zero_stage=zero_stage,
         offload_optimizer=offload_optimizer,
         offload_param=offload_param,
         deepspeed_only=tuple(key for key in top.values if key in keys.DEEPSPEED_KEYS),
+        **rest,
     )
+
+
+def _parse(data: bytes) -> Any:
+    """JSON as its standard has it: Python's reader also takes NaN, Infinity, and a key twice, of which it drops one.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+
+    def refuse_constant(word: str) -> None:
+        raise ValueError(f"{word} is no JSON number")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for index, (key, _) in enumerate(pairs):
+            if any(key == other for other, _ in pairs[:index]):
+                raise ValueError(f'the key "{key}" is given twice: keep one of them')
+        return dict(pairs)
+
+    return json.loads(data, parse_constant=refuse_constant, object_pairs_hook=unique)
 
 
 def _refuse_auto(value: Any, place: str, problems: Problems) -> None:
@@ -153,6 +178,9 @@ def _read_optimizer(top: Section) -> OptimizerRecipe | None:
         return None
     params.check_keys(keys.OPTIMIZER_PARAMS[kind])
     lr = params.number("lr", None, low=0)
+    momentum, nesterov = params.number("momentum", 0.0, low=0, high=1), params.boolean("nesterov", False)
+    if nesterov and not momentum:
+        params.complain("nesterov", "needs a momentum above 0")
     if "lr" not in params.values:
         params.complain("lr", "is missing")
     if lr is None:
@@ -163,16 +191,15 @@ def _read_optimizer(top: Section) -> OptimizerRecipe | None:
         betas=_read_betas(params),
         eps=params.number("eps", 1e-8, low=0),
         weight_decay=params.number("weight_decay", 0.0, low=0),
-        momentum=params.number("momentum", 0.0, low=0, high=1),
-        nesterov=params.boolean("nesterov", False),
+        momentum=momentum,
+        nesterov=nesterov,
         torch_adam=params.boolean("torch_adam", False),
     )
 
 
 def _read_betas(params: Section) -> tuple[float, float]:
     betas = params.values.get("betas", [0.9, 0.999])
-    numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)
-    if not numbers or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, list) or len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
         params.complain("betas", f"must be two numbers of at least 0 and below 1, not {betas!r}")
         return (0.9, 0.999)
     return (float(betas[0]), float(betas[1]))
@@ -225,7 +252,7 @@ def _read_loss_scaling(top: Section) -> LossScaling:
         loss_scale_window=block.whole("loss_scale_window", 1000, low=1),
         hysteresis=block.whole("hysteresis", 2, low=1),
         consecutive_hysteresis=block.boolean("consecutive_hysteresis", False),
-        min_loss_scale=block.number("min_loss_scale", 1.0, low=0),
+        min_loss_scale=block.whole("min_loss_scale", 1, low=0),
     )
 
 
@@ -235,6 +262,7 @@ def _read_zero(top: Section) -> tuple[int, str, str]:
     if block is None:
         return 0, "none", "none"
     block.check_keys(keys.ZERO_KEYS)
+    block.check_kinds(keys.ZERO_KEYS)
     stage = block.whole("stage", 0, low=0, high=3)
     devices = []
     for name, known in (
@@ -244,6 +272,7 @@ def _read_zero(top: Section) -> tuple[int, str, str]:
         offload = block.section(name)
         if offload is not None:
             offload.check_keys(known)
+            offload.check_kinds(known)
         devices.append(offload.choice("device", "none", ("none", "cpu", "nvme")) if offload else "none")
     if devices[0] != "none" and stage == 0:
         block.complain("offload_optimizer", "needs ZeRO stage 1, 2 or 3")

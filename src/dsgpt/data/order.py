@@ -1,7 +1,7 @@
 """Which sample comes when: a pure function of (seed, position), the same at any number of ranks.
 
-Window i of a token file is ``tokens[i*T : i*T + T + 1]``: T inputs and, shifted by one, T targets. Each epoch visits the
-windows in a fresh order without replacement; global batch k holds the same windows however many ranks share it.
+Window i of a token file is ``tokens[i*T : i*T + T + 1]``: T inputs and, shifted by one, T targets. Each epoch visits
+the windows in a fresh order without replacement; global batch k holds the same windows however many ranks share it.
 """
 
 import hashlib

@@ -107,6 +107,8 @@ def open_token_file(path: Path) -> TokenFile:
         raise TokenFileError(f"{path}: is a folder; name the .bin file in it")
     if size == 0:
         raise TokenFileError(f"{path}: is empty; make it again with `python data_prep/preprocess.py --overwrite`")
+    if not os.access(path, os.R_OK):
+        raise TokenFileError(f"{path}: cannot be read (no permission)")
     beside = sidecar_path(path)
     inferred = not beside.exists()
     sidecar = _inferred(size) if inferred else _read_sidecar(beside)
@@ -124,17 +126,21 @@ def _inferred(size: int) -> Sidecar:
 def _read_sidecar(beside: Path) -> Sidecar:
     try:
         raw = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenFileError(f"{beside}: is not a readable JSON sidecar ({error}); make the data again") from error
     names = {field.name for field in fields(Sidecar)}
     missing = sorted(names - set(raw)) if isinstance(raw, dict) else sorted(names)
     if missing:
         raise TokenFileError(f"{beside}: is no token file sidecar, it lacks {', '.join(missing)}; make the data again")
     sidecar = Sidecar(**{name: raw[name] for name in names})
-    if sidecar.dtype not in DTYPES:
+    if not isinstance(sidecar.dtype, str) or sidecar.dtype not in DTYPES:
         raise TokenFileError(f"{beside}: dtype {sidecar.dtype!r} is not one of {', '.join(DTYPES)}")
-    for name in ("tokens", "vocab_size"):
+    for name, kind, what in (("tokenizer", dict, "an object with name and sha256"), ("sha256", str, "a text")):
         value: Any = getattr(sidecar, name)
+        if value is not None and not isinstance(value, kind):
+            raise TokenFileError(f"{beside}: {name} is {value!r}, not {what}; make the data again")
+    for name in ("tokens", "vocab_size"):
+        value = getattr(sidecar, name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise TokenFileError(f"{beside}: {name} is {value!r}, not a positive whole number; make the data again")
     if dtype_for(sidecar.vocab_size or 0) == "uint32" and sidecar.dtype == "uint16":
@@ -211,7 +217,7 @@ class TokenFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        # An old sidecar beside a new .bin would contradict it; without one the pair is merely incomplete for an instant.
+        # An old sidecar beside a new .bin would contradict it; without one the pair is only incomplete for an instant.
         sidecar_path(self._path).unlink(missing_ok=True)
         self._partial.replace(self._path)
         sync_directory(self._path.parent)

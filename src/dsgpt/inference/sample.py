@@ -29,7 +29,14 @@ def sample(
     Raises:
         UserError: no usable checkpoint, no tokenizer in it, or numbers that make no sense.
     """
-    _check(samples=samples, new_tokens=new_tokens, temperature=temperature, top_k=top_k, device_kind=device_kind)
+    _check(
+        samples=samples,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        device_kind=device_kind,
+    )
     checkpoint = find_checkpoint(path)
     folder = checkpoint / store.TOKENIZER
     if not folder.is_dir():
@@ -62,13 +69,15 @@ def sample(
         yield prompt + tokenizer.decode(ids)
 
 
-def _check(*, samples: int, new_tokens: int, temperature: float, top_k: int, device_kind: str) -> None:
+def _check(*, samples: int, new_tokens: int, temperature: float, top_k: int, seed: int, device_kind: str) -> None:
     problems = Problems()
     for flag, value in (("--num_samples", samples), ("--max_new_tokens", new_tokens), ("--top_k", top_k)):
         if value < 1:
             problems.add(f"{flag} must be at least 1, not {value}")
     if not 0 <= temperature < float("inf"):
         problems.add(f"--temperature must be a number of at least 0, not {temperature}")
+    if not 0 <= seed < 2**63:
+        problems.add(f"--seed must be a whole number from 0 to 2^63 - 1, not {seed}")
     if device_kind == "cuda" and not cuda_devices():
         problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
     problems.raise_if_any()

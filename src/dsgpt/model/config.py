@@ -19,8 +19,9 @@ def shape_problems(shape: dict[str, Any]) -> list[str]:
     found = [f"{flag} must be at least 1, not {value}" for flag, value in flags.items() if value < 1]
     width, heads = shape["n_embd"], shape["n_head"]
     if not found and width % heads:
-        divisors = sorted((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
-        nearest = " or ".join(map(str, sorted(divisors[:2])))
+        below = next(n for n in range(min(heads, width), 0, -1) if width % n == 0)
+        above = next((n for n in range(heads, min(width, 2 * heads) + 1) if width % n == 0), width)
+        nearest = " or ".join(map(str, sorted({below, above})))
         found.append(f"--num_heads {heads} does not divide --embedding_size {width}: take {nearest} heads")
     if not 0 <= shape["dropout"] < 1:
         found.append(f"--dropout must be at least 0 and below 1, not {shape['dropout']}")

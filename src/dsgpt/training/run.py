@@ -119,7 +119,7 @@ def _train(config: RunConfig, console: Console, device: torch.device, prepared: 
 
 def _dropout_seed(config: RunConfig) -> int:
     """Data ranks draw different dropout masks."""
-    return config.options.seed * 1_000_003 + config.topology.data_rank
+    return (config.options.seed * 1_000_003 + config.topology.data_rank) % 2**63  # what torch takes for a seed
 
 
 def _write_config(config: RunConfig, facts: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsgpt.checkpointing import store
 from dsgpt.config import RunConfig
+from dsgpt.errors import UserError
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
 
@@ -75,8 +76,17 @@ def check_resumable(config: RunConfig, start: Start, *, fixed: dict[str, Any], p
 
 
 def open_run_folder(run_dir: Path, start: Start) -> None:
-    """Make the folder, and for a fresh start remove what an earlier run left there; only files of ours."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Make the folder, and for a fresh start remove what an earlier run left there; only files of ours.
+
+    Raises:
+        UserError: the system does not let this user make the folder.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
+        ) from error
     if start.checkpoint is not None:
         return
     for path in _existing(run_dir):

@@ -1,0 +1,101 @@
+"""Small token files, recipes and command lines, for tests that give ``src/gpt2.py`` real input."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+VOCABULARY = 257
+END_OF_TEXT = 256
+SEQUENCE = 16
+TOKENS = 40 * SEQUENCE + 1
+"""40 windows: five steps of the global batch in ``RECIPE``."""
+
+RECIPE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+}
+
+
+def write_tokens(path: Path, ids: np.ndarray, **changes: Any) -> Path:
+    """``ids`` as uint16 in ``path``, with a sidecar in which ``changes`` stand instead of the truth."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = np.asarray(ids).astype("<u2").tobytes()
+    path.write_bytes(data)
+    sidecar = {
+        "dtype": "uint16",
+        "tokens": len(ids),
+        "documents": 1,
+        "vocab_size": VOCABULARY,
+        "eot_id": END_OF_TEXT,
+        "tokenizer": None,
+        "source": "random ids",
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    path.with_suffix(".json").write_text(json.dumps(sidecar | changes))
+    return path
+
+
+def random_ids(count: int, *, seed: int = 0, below: int = END_OF_TEXT) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, below, count)
+
+
+def write_data(folder: Path) -> Path:
+    """``train.bin`` and ``val.bin``."""
+    write_tokens(folder / "train.bin", random_ids(TOKENS))
+    write_tokens(folder / "val.bin", random_ids(10 * SEQUENCE + 1, seed=1))
+    return folder
+
+
+def write_recipe(path: Path, recipe: Any = RECIPE, **changes: Any) -> Path:
+    """A recipe with ``changes`` in its top level; text is written as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe if isinstance(recipe, str) else json.dumps(recipe | changes if changes else recipe))
+    return path
+
+
+def command_line(folder: Path, **changes: Any) -> list[str]:
+    """Flags of a baseline of a few steps on the data in ``folder``.
+
+    ``changes`` replace a flag's value; None leaves the flag out, True gives it without a value.
+    """
+    flags = {
+        "run_type": "baseline",
+        "train_data_path": folder / "train.bin",
+        "val_data_path": folder / "val.bin",
+        "checkpoint_path": folder / "run",
+        "deepspeed_config": folder / "recipe.json",
+        "num_layers": 2,
+        "num_heads": 2,
+        "embedding_size": 16,
+        "max_position_embeddings": SEQUENCE,
+        "device": "cpu",
+        "max_train_steps": 2,
+    } | changes
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is not None:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def write_tokenizer(folder: Path) -> dict[str, str | None]:
+    """A byte-level tokenizer of ``VOCABULARY`` ids without merges; returns what a sidecar says of it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    return {"name": "tokenizer", "sha256": sha256}
