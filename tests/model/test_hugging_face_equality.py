@@ -99,6 +99,6 @@ def test_initial_model_carries_over_too():
     config = GPT2Config(**SHAPES[0])
     ours, theirs = pair(SHAPES[0])
     initialize(ours, config=config, seed=3)
-    theirs.load_state_dict(dict(to_hugging_face(ours.state_dict().items(), config)) | {}, strict=False)
+    theirs.load_state_dict(dict(to_hugging_face(ours.named_parameters(), config)), strict=False)
     inputs, _ = batch(SHAPES[0], length=9)
     torch.testing.assert_close(ours(inputs), theirs(inputs).logits, atol=1e-5, rtol=1e-5)

@@ -40,7 +40,8 @@ def _warmup(recipe: SchedulerRecipe) -> tuple[int, Callable[[int], float]]:
     steps = max(2, recipe.warmup_num_steps)
     if recipe.warmup_type == "linear":
         return steps, lambda i: i / steps
-    return steps, lambda i: math.log(i + 1) / math.log(steps)
+    inverse = 1.0 / math.log(steps)  # as DeepSpeed rounds it
+    return steps, lambda i: inverse * math.log(i + 1)
 
 
 def _constant_after_warmup(recipe: SchedulerRecipe, _total: int) -> Callable[[int], float]:

@@ -1,0 +1,184 @@
+"""The token file: what is written, who can read it, and every way in which one is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_run import random_ids, write_tokens
+
+from dsgpt.data.token_file import TokenFileError, TokenFileWriter, dtype_for, open_token_file, sidecar_path
+
+DOCUMENTS = [[1, 2, 3], [], [65_535, 0], np.array([7])]
+
+
+def written(path: Path, *, vocab_size: int = 65_536, eot_id: int = 9) -> Path:
+    with TokenFileWriter(path, vocab_size=vocab_size, eot_id=eot_id, tokenizer=None, source="test") as writer:
+        for document in DOCUMENTS:
+            writer.append(document)
+    return path
+
+
+def test_round_trip(tmp_path):
+    file = open_token_file(written(tmp_path / "new" / "a.bin"))
+    assert file.memmap().tolist() == [1, 2, 3, 9, 9, 65_535, 0, 9, 7, 9]
+    assert (file.tokens, file.size_bytes, file.inferred, file.largest_id()) == (10, 20, False, 65_535)
+    said = file.sidecar
+    assert (said.dtype, said.documents, said.vocab_size, said.eot_id) == ("uint16", 4, 65_536, 9)
+    assert said.sha256 == file.computed_sha256()
+    assert sorted(path.name for path in file.path.parent.iterdir()) == ["a.bin", "a.json"]
+
+
+def test_nanogpt_reads_it(tmp_path):
+    data = np.memmap(written(tmp_path / "a.bin"), dtype=np.uint16, mode="r")
+    assert data.tolist() == [1, 2, 3, 9, 9, 65_535, 0, 9, 7, 9]
+    assert data[:3].tobytes() == b"\x01\x00\x02\x00\x03\x00"  # little-endian on every machine
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+    path = tmp_path / "a.bin"
+    with TokenFileWriter(path, vocab_size=65_537, eot_id=65_536, tokenizer=None, source="test") as writer:
+        writer.append([65_535])
+    assert np.memmap(path, dtype="<u4", mode="r").tolist() == [65_535, 65_536]
+    assert open_token_file(path).memmap().tolist() == [65_535, 65_536]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
+def test_dtype_by_vocabulary(vocab_size, dtype):
+    assert dtype_for(vocab_size) == dtype
+
+
+@pytest.mark.parametrize("document", [[101], [3, -1], [0, 5000, 2]])
+def test_an_id_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, document):
+    with (
+        pytest.raises(TokenFileError, match=r"a\.bin: document 1 has ids from .* outside the vocabulary of 101"),
+        TokenFileWriter(tmp_path / "a.bin", vocab_size=101, eot_id=0, tokenizer=None, source="test") as writer,
+    ):
+        writer.append([100])
+        writer.append(document)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_abandoning_leaves_the_old_file_alone(tmp_path):
+    path = written(tmp_path / "a.bin")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        TokenFileWriter(path, vocab_size=10, eot_id=0, tokenizer=None, source="other") as writer,
+    ):
+        writer.append([1] * 1000)
+        raise KeyboardInterrupt
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_without_a_sidecar_uint16_is_assumed(tmp_path):
+    path = written(tmp_path / "a.bin")
+    sidecar_path(path).unlink()
+    file = open_token_file(path)
+    assert file.inferred
+    assert (file.tokens, file.sidecar.vocab_size, file.sidecar.sha256) == (10, None, None)
+    assert file.largest_id() == 65_535
+
+
+def test_hashing_reports_its_progress(tmp_path):
+    seen: list[int] = []
+    file = open_token_file(written(tmp_path / "a.bin"))
+    file.computed_sha256(seen.append)
+    assert sum(seen) == file.size_bytes
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(TokenFileError) as caught:
+        open_token_file(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_missing(tmp_path):
+    path = tmp_path / "a.bin"
+    assert refused(path) == (
+        f"{path}: cannot be read (No such file or directory); make it with `python data_prep/preprocess.py`"
+    )
+    (tmp_path / "file").write_text("")
+    assert "cannot be read (Not a directory)" in refused(tmp_path / "file" / "a.bin")
+
+
+def test_empty(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"")
+    assert refused(path).startswith(f"{path}: is empty; make it again")
+
+
+def test_folder(tmp_path):
+    assert refused(tmp_path) == f"{tmp_path}: is a folder; name the .bin file in it"
+
+
+@pytest.mark.parametrize(("size", "vocab_size", "width"), [(7, 100, 2), (10, 70_000, 4)])
+def test_odd_byte_counts(tmp_path, size, vocab_size, width):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5), dtype=f"uint{8 * width}", vocab_size=vocab_size)
+    path.write_bytes(bytes(size))
+    assert refused(path).startswith(f"{path}: {size} bytes is no whole number of {width}-byte uint{8 * width} ids")
+
+
+def test_odd_byte_count_without_a_sidecar(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"abc")
+    assert refused(path).startswith(f"{path}: 3 bytes is no whole number of 2-byte uint16 ids")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tokens": 4}, "a.bin: holds 5 uint16 ids but a.json says 4; one of them is from another preparation"),
+        ({"tokens": 0}, "a.json: tokens is 0, not a positive whole number"),
+        ({"tokens": True}, "a.json: tokens is True, not a positive whole number"),
+        ({"tokens": 5.0}, "a.json: tokens is 5.0, not a positive whole number"),
+        ({"vocab_size": None}, "a.json: vocab_size is None, not a positive whole number"),
+        ({"vocab_size": 65_537}, "a.json: vocab_size 65,537 does not fit dtype uint16"),
+        ({"dtype": "int64"}, "a.json: dtype 'int64' is not one of uint16, uint32"),
+        ({"dtype": ["uint16"]}, "a.json: dtype ['uint16'] is not one of uint16, uint32"),
+        ({"dtype": "uint32"}, "a.bin: 10 bytes is no whole number of 4-byte uint32 ids"),
+        ({"tokenizer": "gpt2"}, "a.json: tokenizer is 'gpt2', not an object with name and sha256"),
+        ({"sha256": 5}, "a.json: sha256 is 5, not a text"),
+    ],
+)
+def test_sidecars_that_contradict(tmp_path, changes, what):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5), **changes)
+    assert refused(path).startswith(f"{tmp_path}/{what}")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"{", "is not a readable JSON sidecar (Expecting property name"),
+        (b"\xff\xfe", "is not a readable JSON sidecar ('utf-8' codec"),
+        (b"[" * 200_000, "is not a readable JSON sidecar ("),
+        (b'{"tokens": ' + b"9" * 5000 + b"}", "is not a readable JSON sidecar ("),
+        (b"[]", "is no token file sidecar, it lacks documents, dtype, "),
+        (b'"text"', "is no token file sidecar, it lacks documents, dtype, "),
+        (b"{}", "is no token file sidecar, it lacks documents, dtype, eot_id, sha256, source, tokenizer, tokens"),
+    ],
+)
+def test_unreadable_sidecars(tmp_path, text, what):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5))
+    sidecar_path(path).write_bytes(text)
+    assert refused(path).startswith(f"{sidecar_path(path)}: {what}")
+
+
+def test_a_folder_in_place_of_the_sidecar(tmp_path):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5))
+    sidecar_path(path).unlink()
+    sidecar_path(path).mkdir()
+    assert "is not a readable JSON sidecar" in refused(path)
+
+
+def test_a_device_is_no_token_file():
+    assert refused(Path(os.devnull)).startswith(f"{os.devnull}: is empty")
+
+
+def test_keys_of_later_versions_are_no_fault(tmp_path):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5), mixture={"a": 0.5})
+    assert "mixture" in json.loads(sidecar_path(path).read_text())
+    assert open_token_file(path).tokens == 5
