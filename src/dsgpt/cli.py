@@ -1,6 +1,7 @@
 """The flags of ``src/gpt2.py``. Every mistake of a command line is collected, none stops the reading of the rest."""
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -244,11 +245,11 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     """Read a command line; the mistakes found come back beside the options.
 
     Raises:
-        UserError: a flag without its value.
+        UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
     reader = _Reader()
     parser = build_parser(reader)
-    namespace, unknown = parser.parse_known_args(arguments)
+    namespace, unknown = parser.parse_known_args(_with_values(arguments, parser, reader))
     known = [flag for action in parser._actions for flag in action.option_strings]
     previous_unknown = False
     for word in unknown:
@@ -261,3 +262,15 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     names = {field.name for field in fields(Options)}
     given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
     return Options(**given), reader.problems
+
+
+def _with_values(arguments: Sequence[str], parser: argparse.ArgumentParser, reader: _Reader) -> list[str]:
+    """``arguments`` less the flags whose value is missing, which are noted: argparse would stop at the first."""
+    takers = {flag for action in parser._actions if action.nargs is None for flag in action.option_strings}
+    kept = []
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
+        if word in takers and following.startswith("--"):
+            reader.problems.add(f"{word} needs a value")
+        else:
+            kept.append(word)
+    return kept

@@ -54,12 +54,10 @@ class Problems:
 class Section:
     """One object of a JSON file, read key by key; what is wrong with a value goes to ``problems`` with its place."""
 
-    def __init__(self, values: Any, *, place: str, problems: Problems) -> None:
+    def __init__(self, values: dict[str, Any], *, place: str, problems: Problems) -> None:
         self.place = place
         self._problems = problems
-        self.values: dict[str, Any] = values if isinstance(values, dict) else {}
-        if not isinstance(values, dict):
-            self.complain("", f"must be an object in braces, not {values!r}")
+        self.values = values
 
     def complain(self, key: str, what: str) -> None:
         """Note that the value of ``key`` is wrong."""
@@ -123,7 +121,10 @@ class Section:
         return value
 
     def section(self, key: str) -> "Section | None":
-        """The object under ``key``, or None where there is none."""
+        """The object under ``key``; None where there is nothing, or something else, which is complained about."""
         if key not in self.values:
+            return None
+        if not isinstance(self.values[key], dict):
+            self.complain(key, f"must be an object in braces, not {self.values[key]!r}")
             return None
         return Section(self.values[key], place=f"{self.place}: {key}", problems=self._problems)

@@ -103,6 +103,9 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     except (ValueError, RecursionError) as error:
         problems.add(f"--deepspeed_config {path}: is not valid JSON: {error}")
         return None
+    if not isinstance(raw, dict):
+        problems.add(f"--deepspeed_config {path}: must be an object in braces, not {raw!r}")
+        return None
     top = Section(raw, place=str(path), problems=problems)
     top.check_keys(keys.SHARED_KEYS | keys.DEEPSPEED_KEYS.keys(), refused=keys.REFUSED_KEYS)
     top.check_kinds(keys.DEEPSPEED_KEYS)
@@ -166,14 +169,15 @@ def _refuse_auto(value: Any, place: str, problems: Problems) -> None:
 
 def _read_optimizer(top: Section) -> OptimizerRecipe | None:
     block = top.section("optimizer")
-    if block is None:
+    if "optimizer" not in top.values:
         top.complain("optimizer", 'is missing; for example {"type": "AdamW", "params": {"lr": 0.0006}}')
+    if block is None:
         return None
     block.check_keys({"type", "params"})
     kind = block.choice("type", None, keys.OPTIMIZER_PARAMS)
     params = block.section("params")
     if kind is None or params is None:
-        if "type" not in block.values or params is None:
+        if not {"type", "params"} <= set(block.values):
             block.complain("", 'needs "type" (AdamW or SGD) and "params" with at least "lr"')
         return None
     params.check_keys(keys.OPTIMIZER_PARAMS[kind])
@@ -243,7 +247,7 @@ def _read_precision(top: Section) -> str | None:
 
 
 def _read_loss_scaling(top: Section) -> LossScaling:
-    block = top.section("fp16") if isinstance(top.values.get("fp16"), dict) else None
+    block = top.section("fp16")
     if block is None:
         return LossScaling()
     return LossScaling(
