@@ -111,13 +111,15 @@ def _whole_batch(batch: Batch) -> Batch:
 def _loader(
     dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
 ) -> DataLoader:
-    # The dataset already answers with a whole micro batch, so there is nothing left to collate.
+    # The dataset already answers with a whole micro batch, so there is nothing left to collate. A generator of its own
+    # keeps the loader from drawing a seed from the default stream, which belongs to dropout and to a resume.
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=_whole_batch,
         num_workers=workers,
         pin_memory=pin_memory,
+        generator=torch.Generator(),
     )
 
 

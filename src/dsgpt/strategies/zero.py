@@ -79,10 +79,11 @@ class Zero:
             last = micro == self._accumulation - 1
             own_norm = self._reduced_gradient_norm() if last and self._reports_no_norm else None
             self._engine.step()
-        norm = self._engine.get_global_grad_norm() if own_norm is None else own_norm
+        norm = torch.as_tensor(self._engine.get_global_grad_norm() if own_norm is None else own_norm).float()
         loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks))
-        skipped = torch.tensor(not self._engine.was_step_applied())
-        return StepResult(loss=loss_mean, grad_norm=torch.as_tensor(norm).float(), lr=lr, skipped=skipped)
+        # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
+        skipped = torch.tensor(self._precision == "fp16" and not self._engine.was_step_applied())
+        return StepResult(loss=loss_mean, grad_norm=norm, lr=lr, skipped=skipped)
 
     @property
     def _reports_no_norm(self) -> bool:

@@ -160,10 +160,11 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
     """Check the loss and gradient norm of every step.
 
     Raises:
-        NonFiniteError: one is NaN or infinite, and fp16 loss scaling did not skip that step.
+        NonFiniteError: one is NaN or infinite; only the norm of a step that fp16 loss scaling skipped may be.
     """
     for line in lines:
-        if not line["skipped"] and not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
+        norm_counts = not line["skipped"]
+        if not math.isfinite(line["loss"]) or (norm_counts and not math.isfinite(line["grad_norm"])):
             values = f"loss {line['loss']:g}, gradient norm {line['grad_norm']:g}"
             raise NonFiniteError(
                 f"step {line['step']}: {values}: training stopped, and this state is not saved; lower the learning "

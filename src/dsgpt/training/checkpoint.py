@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from dsgpt.checkpointing import store
 from dsgpt.config import RunConfig
+from dsgpt.errors import NonFiniteError
 from dsgpt.files import write_json_atomic
-from dsgpt.process_group import barrier
+from dsgpt.process_group import barrier, from_main
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
 
@@ -27,12 +28,17 @@ def save_checkpoint(
     state: store.RunState,
     fixed: dict[str, Any],
 ) -> None:
-    """Write the checkpoint of ``state``; collective. It appears whole, or not at all."""
+    """Write the checkpoint of ``state``; collective. It appears whole, or not at all.
+
+    Raises:
+        NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
+    """
     is_main = config.topology.is_main
     folder = store.begin(config.run_dir, state.step, is_main=is_main)
     strategy.save(folder)
     store.save_random_state(folder, rank=config.topology.rank, device=device)
     weights = whole_weights(strategy, keep=is_main)
+    _refuse_non_finite(weights, folder, step=state.step, is_main=is_main)
     if is_main:
         save_file(weights, folder / store.WEIGHTS)
         write_json_atomic(folder / store.MODEL, config.model.as_dict())
@@ -48,6 +54,18 @@ def save_checkpoint(
         }
         store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
     barrier()
+
+
+def _refuse_non_finite(weights: dict[str, torch.Tensor], folder: Path, *, step: int, is_main: bool) -> None:
+    """The last update may have spoiled weights whose loss nobody has seen yet."""
+    spoiled = from_main([name for name, value in weights.items() if not torch.isfinite(value).all()])
+    if spoiled:
+        if is_main:
+            shutil.rmtree(folder)
+        raise NonFiniteError(
+            f"step {step}: {', '.join(spoiled[:3])} became NaN or infinite: training stopped, and this state is not "
+            "saved; lower the learning rate or lengthen the warm-up"
+        )
 
 
 def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:

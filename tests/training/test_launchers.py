@@ -1,0 +1,92 @@
+"""One script under python, deepspeed and torchrun; a user's mistake is one line from one rank."""
+
+import os
+import subprocess
+
+import pytest
+from training_runs import BIN, SCRIPT, assert_same_training, finished, launcher, read_record, train, write_recipe
+
+STEPS = ("--max_train_steps", "4", "--max_val_steps", "2")
+
+
+def test_torchrun_trains_what_the_baseline_trains(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.json")
+    finished(train(tmp_path / "baseline", corpus, recipe, *STEPS))
+    finished(train(tmp_path / "torchrun", corpus, recipe, *STEPS, ranks=2, by="torchrun"))
+    assert_same_training(tmp_path / "baseline", tmp_path / "torchrun", loss=2e-4, norm=1e-4)
+    hardware = read_record(tmp_path / "torchrun")["hardware"]
+    assert (hardware["world_size"], hardware["launcher"]) == (2, "torchrun")
+
+
+def test_data_workers_do_not_change_the_training(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.json")
+    finished(train(tmp_path / "none", corpus, recipe, *STEPS))
+    finished(train(tmp_path / "two", corpus, recipe, *STEPS, "--num_workers", "2"))
+    assert_same_training(tmp_path / "none", tmp_path / "two", loss=0, norm=0)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
+def test_a_mistake_is_said_once(corpus, tmp_path, name):
+    command = [*launcher(name, 2), SCRIPT, "--run_type", "optimized", *corpus.flags(), "--epochs", "0"]
+    command += ["--deepspeed_config", str(tmp_path / "missing.json"), "--checkpoint_path", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == (2 if name == "deepspeed" else 1)
+    assert done.stderr.count("error: --epochs must be a whole number of at least 1, not 0") == 1
+    assert done.stderr.count("missing.json: cannot be read") == 1
+    assert "gpt2.py" not in done.stderr.split("error: --epochs")[0].rpartition("Traceback")[2]
+    assert not (tmp_path / "run").exists()
+
+
+def test_baseline_under_a_launcher_is_refused(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.json")
+    command = [*launcher("deepspeed", 2), SCRIPT, "--run_type", "baseline", *corpus.flags()]
+    command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("--run_type baseline is one process, but the launcher started 2") == 1
+
+
+def test_dry_run_starts_nothing(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.json")
+    done = train(tmp_path / "run", corpus, recipe, *STEPS, "--dry_run", ranks=2)
+    finished(done)
+    for word in (
+        "topology    2 x cpu",
+        "batch       8 sequences = 4 micro x 1 accumulation x 2 ranks",
+        "4 optimizer steps",
+    ):
+        assert done.stdout.count(word) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_needs_a_compiler_or_an_activated_environment(corpus, tmp_path):
+    """The deepspeed command by its path, with no compiler and nothing of the environment on PATH."""
+    recipe = write_recipe(tmp_path / "recipe.json")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "bash", "env", "uname", "grep", "awk", "cat"):
+        for folder in ("/bin", "/usr/bin"):
+            if os.path.exists(f"{folder}/{name}") and not (tools / name).exists():  # noqa: PTH110
+                (tools / name).symlink_to(f"{folder}/{name}")
+    command = [str(BIN / "deepspeed"), "--num_gpus", "2", *launcher("deepspeed", 2)[3:], SCRIPT]
+    command += ["--run_type", "optimized", *corpus.flags(), *STEPS, "--num_layers", "1", "--num_heads", "2"]
+    command += ["--embedding_size", "16", "--max_position_embeddings", "32", "--deepspeed_config", str(recipe)]
+    command += ["--checkpoint_path", str(tmp_path / "run")]
+    kept = {key: value for key, value in os.environ.items() if key in {"HOME", "TMPDIR", "LANG"}}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**kept, "PATH": str(tools)}, check=False, timeout=300
+    )
+    finished(done)
+
+
+def test_offload_without_a_compiler_is_refused(corpus, tmp_path):
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    recipe = write_recipe(tmp_path / "recipe.json", zero_optimization=offload)
+    command = [*launcher("python", 1), SCRIPT, "--run_type", "optimized", *corpus.flags()]
+    command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    assert "finds no C++ compiler: install one" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,123 @@
+"""Start small real trainings and read what they leave behind."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
+BIN = Path(sys.executable).parent
+SHAPE = ["--num_layers", "2", "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "64"]
+GLOBAL_BATCH = 8
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+SGD = {"type": "SGD", "params": {"lr": 1.0}}
+WARM_UP_2 = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared token files."""
+
+    folder: Path
+
+    def flags(self) -> list[str]:
+        """The two data flags."""
+        return ["--train_data_path", str(self.folder / "train.bin"), "--val_data_path", str(self.folder / "val.bin")]
+
+
+def write_recipe(path: Path, *, optimizer: dict = ADAMW, clipping: float = 1.0, stage: int = 1, **more: Any) -> Path:
+    """A recipe of the small global batch; ``more`` replaces or adds top-level keys."""
+    recipe = {
+        "train_batch_size": GLOBAL_BATCH,
+        "optimizer": optimizer,
+        "scheduler": WARM_UP_2,
+        "gradient_clipping": clipping,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    return path
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launcher(name: str, ranks: int) -> list[str]:
+    """The command in front of the script."""
+    if name == "python":
+        return [sys.executable]
+    if name == "torchrun":
+        return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+    return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+
+
+def train(
+    run_dir: Path, corpus: Corpus, recipe: Path, *flags: str, ranks: int | None = None, by: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Train a small model to its end in processes of their own.
+
+    Args:
+        run_dir: the run folder.
+        corpus: what to train on.
+        recipe: the JSON.
+        flags: besides data, shape, sequence length 32 and the CPU.
+        ranks: processes; None for a baseline.
+        by: the launcher; by default ``deepspeed`` for several ranks and plain ``python`` for one.
+    """
+    by = by or ("deepspeed" if ranks and ranks > 1 else "python")
+    command = [*launcher(by, ranks or 1), SCRIPT, "--run_type", "baseline" if ranks is None else "optimized"]
+    command += [*corpus.flags(), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
+    command += ["--checkpoint_path", str(run_dir), *flags]
+    # Some machines set DS_ACCELERATOR or thread counts; a run must not depend on them.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=run_dir.parent, check=False, timeout=600
+    )
+
+
+def finished(done: subprocess.CompletedProcess[str]) -> None:
+    """Require that a training ended well, and show what it said if not."""
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """``training_metrics.json``; NaN and Infinity are no JSON and fail."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} in training_metrics.json")
+
+    text = (run_dir / "training_metrics.json").read_text(encoding="utf-8")
+    return json.loads(text, parse_constant=refuse)
+
+
+def read_lines(run_dir: Path, key: str = "loss") -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` that hold ``key``: training steps, or with ``val_loss`` evaluations."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if key in line]
+
+
+def assert_same_training(reference: Path, other: Path, *, loss: float, norm: float) -> None:
+    """Every step of both runs: loss within ``loss``, gradient norm within ``norm`` relative, learning rate equal."""
+    expected, actual = read_lines(reference), read_lines(other)
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for one, two in zip(expected, actual, strict=True):
+        where = f"step {one['step']} of {other.name}"
+        assert two["lr"] == one["lr"], where
+        assert abs(two["loss"] - one["loss"]) <= loss, f"{where}: loss {two['loss']} instead of {one['loss']}"
+        assert abs(two["grad_norm"] - one["grad_norm"]) <= norm * one["grad_norm"], (
+            f"{where}: gradient norm {two['grad_norm']} instead of {one['grad_norm']}"
+        )
+    expected, actual = read_lines(reference, "val_loss"), read_lines(other, "val_loss")
+    for one, two in zip(expected, actual, strict=True):
+        assert (two["step"], two["val_tokens"]) == (one["step"], one["val_tokens"])
+        assert abs(two["val_loss"] - one["val_loss"]) <= loss
