@@ -1,11 +1,12 @@
 """``make demo``: text to two trained models, the same training on one device and on all, to charts of what it cost."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from dsgpt.topology import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPE = Path("ds_configs/zero1.json")
@@ -52,7 +53,7 @@ def _steps(gpus: int) -> list[tuple[str, list[str]]]:
     train = ["src/gpt2.py", *WORK, *_device_flags(gpus)]
     devices = max(n for n in range(1, (gpus or 2) + 1) if GLOBAL_BATCH_SIZE % n == 0)
     launcher = [str(Path(python).parent / "deepspeed"), "--quiet", "--num_gpus", str(devices)]
-    launcher += ["--master_port", str(_free_port())]
+    launcher += ["--master_port", str(free_port())]
     baseline, zero1 = "checkpoint/demo-baseline", "checkpoint/demo-zero1"
     device = "GPU" if gpus else "half of the CPU's cores"
     return [
@@ -86,12 +87,6 @@ def _device_flags(gpus: int) -> list[str]:
         return ["--device", "cuda"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return ["--device", "cpu", "--threads_per_device", str(max(1, cores // 2))]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgpt.topology import Topology
+from dsgpt.topology import Topology, free_port
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for its peers before it gives up; rank 0 may be hashing data or writing a checkpoint."""
@@ -25,7 +24,7 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
     """
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
     on_gpu = device.type == "cuda"
     dist.init_process_group(
@@ -39,12 +38,6 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def barrier() -> None:

@@ -1,6 +1,7 @@
 """Who this process is among its peers, read from the variables that every launcher sets. Imports no torch."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,3 +61,10 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
         local_world_size=local_world_size,
         launcher=launcher,
     )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for ranks to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -30,7 +30,7 @@ def fit(
         NonFiniteError: the loss or gradient norm was NaN or infinite; no state of it was saved.
     """
     options, per_epoch = config.options, config.order.steps_per_epoch
-    batches = TimedBatches(_training_batches(config, first_step=done))
+    batches = TimedBatches(training_batches(config, first_step=done))
     for step in range(done + 1, config.total_steps + 1):
         epoch = (step - 1) // per_epoch
         started = journal.meter.start()
@@ -58,8 +58,7 @@ def validate(config: RunConfig, strategy: Strategy, journal: Journal, console: C
     """Measure the mean loss over the validation windows, the same ones in the same order on every strategy."""
     started = time.perf_counter()
     steps = -(-config.val_windows // config.batch.global_batch_size)
-    loss_sum, tokens = 0.0, 0.0
-    batches = _validation_batches(config)
+    batches = validation_batches(config)
     progress = console.progress(total=steps, what="validating", unit="batch")
     sums = []
     for _ in range(steps):
@@ -79,7 +78,8 @@ def _share(config: RunConfig) -> RankShare:
     )
 
 
-def _training_batches(config: RunConfig, *, first_step: int) -> Iterator[Batch]:
+def training_batches(config: RunConfig, *, first_step: int) -> Iterator[Batch]:
+    """This rank's micro batches from optimizer step ``first_step`` (the first is 0) to the end of the run."""
     dataset = WindowDataset(config.train, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
     return iter(
         training_loader(
@@ -94,7 +94,8 @@ def _training_batches(config: RunConfig, *, first_step: int) -> Iterator[Batch]:
     )
 
 
-def _validation_batches(config: RunConfig) -> Iterator[Batch]:
+def validation_batches(config: RunConfig) -> Iterator[Batch]:
+    """This rank's micro batches of one validation."""
     dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
     return iter(
         validation_loader(
