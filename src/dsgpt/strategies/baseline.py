@@ -13,8 +13,8 @@ from dsgpt.model.initialization import initialize
 from dsgpt.optimization.clipping import global_norm
 from dsgpt.optimization.optimizer import build_optimizer, parameter_groups, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
-from dsgpt.recipe import LossScaling
 from dsgpt.strategies.base import ParamState, StepResult, to_device
+from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.master_weights import MasterWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +37,7 @@ class Baseline:
             parameter_groups(self._weights.parameters, recipe.optimizer), recipe.optimizer
         )
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
-        self._scaler = _loss_scaler(recipe.loss_scaling, device, enabled=config.precision == "fp16")
+        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
         if config.options.compile:
             self.model.compile()
 
@@ -51,20 +51,23 @@ class Baseline:
         for _ in range(self._accumulation):
             batch = to_device(next(batches), self._device)
             loss = self.model(batch.inputs, batch.targets) / self._accumulation
-            self._scaler.scale(loss).backward()
+            (loss * self._scale.factor).backward()
             self._weights.gather_gradients()
             loss_sum += loss.detach()
-        self._scaler.unscale_(self._optimizer)
-        norm = self._clip_gradients()
-        skipped = ~torch.isfinite(norm) if self._scaler.is_enabled() else torch.zeros((), dtype=torch.bool)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._weights.publish()
-        return StepResult(loss=loss_sum, grad_norm=norm, lr=lr, skipped=skipped)
+        norm = self._unscale_and_clip()
+        overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 alone
+        if not overflow:
+            self._optimizer.step()
+            self._weights.publish()
+        self._scale.update(overflow=overflow)
+        return StepResult(loss=loss_sum, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
 
-    def _clip_gradients(self) -> Tensor:
-        parameters = list(self._weights.parameters.values())
-        norm = global_norm(p.grad for p in parameters if p.grad is not None)
+    def _unscale_and_clip(self) -> Tensor:
+        parameters = [p for p in self._weights.parameters.values() if p.grad is not None]
+        if self._scale.factor != 1:
+            for parameter in parameters:
+                parameter.grad /= self._scale.factor
+        norm = global_norm(p.grad for p in parameters)
         if self._clipping > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
         return norm
@@ -89,7 +92,7 @@ class Baseline:
     def save(self, folder: Path) -> None:
         """See ``Strategy``."""
         weights = {name: parameter.detach() for name, parameter in self._weights.parameters.items()}
-        state = {"weights": weights, "optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+        state = {"weights": weights, "optimizer": self._optimizer.state_dict(), "loss_scale": self._scale.state()}
         torch.save(state, folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
@@ -98,17 +101,4 @@ class Baseline:
         for name, value in state["weights"].items():
             self._weights.replace(name, value)
         self._optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
-
-
-def _loss_scaler(scaling: LossScaling, device: torch.device, *, enabled: bool) -> torch.amp.GradScaler:
-    """fp16 loss scaling after the JSON's ``fp16`` block; a pass-through in other precisions."""
-    fixed = scaling.loss_scale > 0
-    return torch.amp.GradScaler(
-        device.type,
-        init_scale=scaling.loss_scale if fixed else 2.0**scaling.initial_scale_power,
-        growth_factor=1.0 + 1e-12 if fixed else 2.0,
-        backoff_factor=1.0 - 1e-12 if fixed else 0.5,
-        growth_interval=scaling.loss_scale_window,
-        enabled=enabled,
-    )
+        self._scale.take_up(state["loss_scale"])
