@@ -110,7 +110,7 @@ def test_a_value_may_stand_behind_an_equals_sign():
         (["--dropout", "some"], "--dropout must be a number of at least 0 and below 1, not some"),
         (["--run_type", "base"], "--run_type must be one of baseline, optimized, not base (did you mean baseline?)"),
         (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not gpu"),
-        (["--precision", "fp8"], "--precision must be one of auto, fp32, bf16, fp16, not fp8 (did you mean "),
+        (["--precision", "fp8"], "--precision must be one of auto, fp32, bf16, fp16, not fp8"),
         (
             ["--model_size", "smal"],
             "--model_size must be one of demo, tiny, small, medium, large, xl, not smal (did you",

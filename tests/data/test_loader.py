@@ -105,16 +105,14 @@ def test_validation_covers_each_window_once_in_file_order(dataset, windows, rank
             assert max(inputs) < 257
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_id_beyond_the_vocabulary_names_file_and_id(tmp_path, workers):
+def test_an_id_beyond_the_vocabulary_names_file_and_id(tmp_path):
     ids = IDS.copy()
     ids[3 * LENGTH + 2] = 256
     path: Path = write_tokens(tmp_path / "bad.bin", ids)
     small = WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=256)
-    expected = f"{path}: holds id 256, but the model's vocabulary ends at 255"
     with pytest.raises(TokenFileError) as caught:
-        list(validation(small, 8, part=share(), workers=workers))
-    assert str(caught.value).strip().endswith(expected)
+        list(validation(small, 8, part=share()))
+    assert str(caught.value) == f"{path}: holds id 256, but the model's vocabulary ends at 255"
 
 
 def test_the_largest_id_of_four_bytes_is_read_whole(tmp_path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from dsgpt.device import cuda_devices
 from dsgpt.errors import UserError
 from dsgpt.inference.checkpoint_model import find_checkpoint, load_model
 from dsgpt.inference.decode import generate
+from dsgpt.model.config import GPT2Config
 from dsgpt.problems import Problems
 
 
@@ -46,12 +48,8 @@ def sample(
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
     model = load_model(checkpoint, device)
-    start = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    start = _encode(prompt, tokenizer, model.config)
     room = model.config.block_size - len(start)
-    if room < 1:
-        raise UserError(
-            f"--prompt is {len(start)} tokens long, and the model reads {model.config.block_size}: shorten it"
-        )
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(samples):
         ids = []
@@ -67,6 +65,26 @@ def sample(
                 break
             ids.append(token)
         yield prompt + tokenizer.decode(ids)
+
+
+def _encode(prompt: str, tokenizer: Any, config: GPT2Config) -> list[int]:
+    """The ids to continue: at least one, all known to the model, with room for one more."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("--prompt is not valid UTF-8 text") from error
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    if not ids and tokenizer.eos_token_id is None:
+        raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
+    ids = ids or [tokenizer.eos_token_id]
+    if max(ids) >= config.vocab_size:
+        raise UserError(
+            f"--prompt {prompt!r}: the tokenizer makes id {max(ids)} of it, but the model was trained with a "
+            f"vocabulary of {config.vocab_size}: take another prompt"
+        )
+    if len(ids) >= config.block_size:
+        raise UserError(f"--prompt is {len(ids)} tokens long, and the model reads {config.block_size}: shorten it")
+    return ids
 
 
 def _check(*, samples: int, new_tokens: int, temperature: float, top_k: int, seed: int, device_kind: str) -> None:

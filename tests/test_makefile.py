@@ -1,0 +1,124 @@
+"""Without a usable Python, ``make`` says in one line what is wrong, which versions work and what to do."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY
+
+MAKE = shutil.which("make")
+GOALS = ["demo", "test", "charts"]
+WORKING_VERSIONS = "3.11, 3.12 or 3.13"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What ``make`` needs of a fresh clone: nothing is installed."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+def interpreter(path: Path, *, version: tuple[int, int] | None = None, without: str | None = None) -> Path:
+    """A command that is this Python, but says that it is another ``version``, or lacks the module ``without``."""
+    pretend = "import sys; "
+    if version:
+        pretend += f"sys.version_info = ({version[0]}, {version[1]}, 7, 'final', 0); "
+    if without:
+        pretend += f"sys.modules[{without!r}] = None; "
+    said = ".".join(map(str, version or sys.version_info[:2])) + ".7"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = --version ]; then echo "Python {said}"; exit; fi\n'
+        f'if [ "$1" = -c ]; then exec {sys.executable} -c "{pretend}exec(sys.argv[1])" "$2"; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def make(goal: str, *arguments: str, clone: Path, **variables: str) -> list[str]:
+    """The lines of a ``make`` that fails, without make's own last one."""
+    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHON", "MAKEFLAGS", "MAKELEVEL"}}
+    assert MAKE is not None
+    done = subprocess.run(
+        [MAKE, goal, *arguments],
+        cwd=clone,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert sorted(path.name for path in clone.iterdir()) == ["Makefile", "pyproject.toml", "requirements.txt"]
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith("make: *** ")
+    return lines[:-1]
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_no_python(clone, goal):
+    (line,) = make(goal, clone=clone, PATH=str(clone / "nothing"))
+    assert line == (
+        f"error: python3 was not found: install Python {WORKING_VERSIONS} "
+        "(Debian: apt-get install python3 python3-venv)"
+    )
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_name_that_is_no_python(clone, goal):
+    (line,) = make(goal, "PYTHON=python3.99", clone=clone)
+    assert line.startswith(f"error: python3.99 was not found: install Python {WORKING_VERSIONS}")
+    assert make(goal, clone=clone, PYTHON="python3.99") == [line]
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 14), (2, 7), (4, 0)])
+def test_a_version_that_does_not_work(clone, tmp_path, version):
+    python = interpreter(tmp_path / "python", version=version)
+    (line,) = make("demo", f"PYTHON={python}", clone=clone)
+    assert line == (
+        f"error: Python {version[0]}.{version[1]}.7 is not supported: install Python {WORKING_VERSIONS}, or name one: "
+        "make demo PYTHON=python3.12"
+    )
+
+
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_no_venv(clone, tmp_path, goal, module):
+    python = interpreter(tmp_path / "python", without=module, version=(3, 12))
+    (line,) = make(goal, f"PYTHON={python}", clone=clone)
+    assert line == (
+        f"error: {python} cannot make virtual environments: install its venv module "
+        "(Debian: apt-get install python3-venv)"
+    )
+
+
+@pytest.mark.parametrize("version", [(3, 11), (3, 13)])
+def test_a_version_that_works_is_taken(clone, tmp_path, version):
+    """The environment is made, and the next step begins: to install what a changed list names, which is nowhere."""
+    python = interpreter(tmp_path / "python", version=version)
+    (clone / "requirements.txt").write_text("./there-is-no-such-package\n")
+    command = [MAKE, "demo", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not supported" not in done.stderr
+    assert (clone / ".venv" / "bin" / "python").exists()
+    assert not (clone / ".venv" / "bin" / ".installed").exists()
+
+
+def test_the_versions_named_are_those_of_the_package():
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.11,<3.14"' in text
+    assert f"VERSIONS := {WORKING_VERSIONS}\n" in (REPOSITORY / "Makefile").read_text()
+
+
+def test_help_is_the_default(clone):
+    done = subprocess.run([MAKE], cwd=clone, capture_output=True, text=True, check=True)
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["make", goal] for goal in GOALS]
