@@ -130,12 +130,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        files = manifest["files"].items()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        files = [(name, facts["size"], facts["sha256"]) for name, facts in manifest["files"].items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is no readable manifest ({error})") from error
-    for name, facts in files:
+    for name, size, sha256 in files:
         file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != facts["size"] or _hash(file) != facts["sha256"]:
+        if not file.is_file() or file.stat().st_size != size or _hash(file) != sha256:
             raise UserError(f"{file}: is damaged: it is missing or differs from what {MANIFEST} says")
     return manifest
 

@@ -1,0 +1,89 @@
+"""Checkpoints are complete or absent."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsgpt.checkpointing import store
+from dsgpt.errors import UserError
+
+
+def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") -> Path:
+    folder = store.begin(run_dir, step, is_main=True)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "weights.bin").write_bytes(data)
+    state = store.RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[{"epoch_idx": 0}])
+    return store.publish(run_dir, folder, state=state, about={"strategy": "test"}, keep=keep)
+
+
+def test_round_trip(tmp_path):
+    checkpoint = saved(tmp_path, 200)
+    assert checkpoint == tmp_path / "step-00000200"
+    assert (tmp_path / "latest").read_text() == "step-00000200\n"
+    manifest = store.read_manifest(checkpoint)
+    assert (manifest["strategy"], manifest["step"]) == ("test", 200)
+    assert set(manifest["files"]) == {"deep/weights.bin", "run_state.json"}
+    state = store.read_run_state(checkpoint)
+    assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
+    assert state.epochs == [{"epoch_idx": 0}]
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (5, 10, 100, 1000):
+        saved(tmp_path, step)
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00001000", "step-00000100"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000100", "step-00001000"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    saved(tmp_path, 5)
+    checkpoint = saved(tmp_path, 5, data=b"others")
+    assert (checkpoint / "deep" / "weights.bin").read_bytes() == b"others"
+    store.read_manifest(checkpoint)
+
+
+def test_an_unfinished_save_is_no_checkpoint_and_no_hindrance(tmp_path):
+    saved(tmp_path, 5)
+    (store.begin(tmp_path, 6, is_main=True) / "half").write_bytes(b"...")
+    (tmp_path / "step-00000007").mkdir()  # no manifest
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000005"]
+    assert not (saved(tmp_path, 6) / "half").exists()
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "lose"])
+def test_damage_is_named(tmp_path, harm):
+    checkpoint = saved(tmp_path, 5)
+    file = checkpoint / "deep" / "weights.bin"
+    if harm == "flip":
+        file.write_bytes(b"Weights")
+    elif harm == "cut":
+        file.write_bytes(b"weight")
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=r"deep/weights\.bin: is damaged"):
+        store.read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": []}', '{"files": {"a": 5}}', '{"files": {"a": {}}}'])
+def test_manifests_that_are_none(tmp_path, text):
+    checkpoint = saved(tmp_path, 5)
+    (checkpoint / "manifest.json").write_text(text)
+    (checkpoint / "a").write_text("")
+    with pytest.raises(UserError, match=r"manifest\.json: is no readable manifest"):
+        store.read_manifest(checkpoint)
+
+
+def test_random_streams_go_on(tmp_path):
+    torch.manual_seed(3)
+    store.save_random_state(tmp_path, rank=2, device=torch.device("cpu"))
+    drawn = torch.rand(5)
+    torch.manual_seed(4)
+    store.load_random_state(tmp_path, rank=2, device=torch.device("cpu"))
+    assert torch.equal(torch.rand(5), drawn)
+
+
+def test_the_manifest_is_plain_json(tmp_path):
+    text = (saved(tmp_path, 5) / "manifest.json").read_text()
+    assert json.loads(text)["files"]["deep/weights.bin"]["size"] == 7
