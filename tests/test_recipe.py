@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -365,9 +364,6 @@ def test_shipped_recipes_describe_the_same_training():
         assert recipe.train_batch_size == recipes[0].train_batch_size
         assert (recipe.precision, recipe.micro_batch_size, recipe.gradient_accumulation_steps) == (None, None, None)
         assert '"auto"' not in recipe.path.read_text()
-
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, below
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,18 +1,14 @@
 """Every learning rate is the one that DeepSpeed's own scheduler object sets beside a torch optimizer."""
 
 import itertools
-import os
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.recipe import SchedulerRecipe
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported; it would probe the machine instead
-
-from deepspeed.runtime import lr_schedules
 
 BASE_LR = 3e-4
 STEPS = 60
