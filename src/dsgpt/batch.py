@@ -61,10 +61,12 @@ def plan_batch(
         The plan, or None; and what ``enforce_global`` changed, in words, or None.
     """
     total, micro, steps = request.global_batch_size, request.micro_batch_size, request.gradient_accumulation_steps
-    if total is None and micro is not None and steps is not None:
-        total = micro * steps * data_parallel_size
     if total is None:
-        problems.add("the global batch is not given: set train_batch_size in the JSON or --global_batch_size")
+        # DeepSpeed would multiply the other two by the ranks, and so train another model on every number of them.
+        here = (
+            f" ({micro * steps * data_parallel_size} is what the split gives on these ranks)" if micro and steps else ""
+        )
+        problems.add(f"the global batch is not given: set train_batch_size in the JSON or --global_batch_size{here}")
         return None, None
     if total % data_parallel_size:
         problems.add(_indivisible(total, data_parallel_size))

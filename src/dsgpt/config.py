@@ -164,7 +164,7 @@ def _resolve_seq_length(options: Options, model: GPT2Config | None, problems: Pr
 
 
 def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology, problems: Problems) -> tuple[str, str]:
-    from dsgpt.device import cuda_devices, default_precision  # noqa: PLC0415 - torch takes seconds; a typo should not
+    from dsgpt.device import cuda_devices, default_precision  # noqa: PLC0415 - torch takes seconds; --help should not
 
     gpus = cuda_devices()
     kind = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device

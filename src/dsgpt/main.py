@@ -19,27 +19,28 @@ PATIENCE_SEC = 10
 def train(arguments: Sequence[str]) -> int:
     """Run ``src/gpt2.py`` with ``arguments``; the exit code comes back."""
     _find_tools_beside_interpreter()
-    topology = read_topology()
+    speaks = True
     try:
+        speaks = read_topology().is_main
         options, problems = parse_arguments(arguments)
         topology = read_topology(local_rank_flag=options.local_rank)
         config = resolve(options, topology=topology, problems=problems)
         from dsgpt.telemetry.console import Console  # noqa: PLC0415 - torch and tqdm take seconds; --help should not
         from dsgpt.training.run import run  # noqa: PLC0415
 
-        console = Console(speaks=topology.is_main)
+        console = Console(speaks=speaks)
         run(config, console)
     except UserError as error:
-        _complain(error.problems, speaks=topology.is_main)
+        _complain(error.problems, speaks=speaks)
         return EXIT_USER_ERROR
     except TokenFileError as error:  # found while reading; a worker process puts its traceback before the message
         _complain([str(error).rsplit("TokenFileError: ", 1)[-1].strip()], speaks=True)
         return EXIT_USER_ERROR
     except NonFiniteError as error:
-        _complain([str(error)], speaks=topology.is_main)
+        _complain([str(error)], speaks=speaks)
         return EXIT_NON_FINITE
     except KeyboardInterrupt:
-        _complain(["interrupted; continue with --resume"], speaks=topology.is_main)
+        _complain(["interrupted; continue with --resume"], speaks=speaks)
         return EXIT_INTERRUPTED
     return EXIT_DONE
 

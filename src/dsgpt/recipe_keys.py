@@ -101,8 +101,6 @@ ZERO_KEYS = {
     "ignore_unused_parameters": "boolean",
     "round_robin_gradients": "boolean",
     "zero_hpz_partition_size": "count",
-    "zero_quantized_weights": "boolean",
-    "zero_quantized_gradients": "boolean",
     "memory_efficient_linear": "boolean",
     "log_trace_cache_warnings": "boolean",
 }

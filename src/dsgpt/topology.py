@@ -5,6 +5,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsgpt.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
@@ -43,17 +45,20 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
     Args:
         environment: the variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``.
         local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
+
+    Raises:
+        UserError: a variable is no whole number.
     """
-    world_size = int(environment.get("WORLD_SIZE", "1"))
-    rank = int(environment.get("RANK", "0"))
-    local_rank = int(environment.get("LOCAL_RANK", "0" if local_rank_flag is None else str(max(0, local_rank_flag))))
+    world_size = _whole(environment, "WORLD_SIZE", 1)
+    rank = _whole(environment, "RANK", 0)
+    local_rank = _whole(environment, "LOCAL_RANK", max(0, local_rank_flag or 0))
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher = "torchrun"
     elif "RANK" in environment:
         launcher = "deepspeed" if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment else "launcher"
     else:
         launcher = "python"
-    local_world_size = int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size))))
+    local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size))
     return Topology(
         rank=rank,
         local_rank=local_rank,
@@ -61,6 +66,15 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
         local_world_size=local_world_size,
         launcher=launcher,
     )
+
+
+def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+    word = environment.get(name)
+    if word is not None and not word.isdecimal():
+        raise UserError(
+            f"the variable {name} is {word!r}, not a whole number: start the ranks with a launcher, or unset it"
+        )
+    return default if word is None else int(word)
 
 
 def free_port() -> int:

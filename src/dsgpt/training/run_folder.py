@@ -14,7 +14,16 @@ from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
 
 CONFIG_FILE = "config.json"
 LOG_FILE = "train.log"
-_OURS = (RECORD_FILE, STEPS_FILE, CONFIG_FILE, LOG_FILE, COMPLETE_FILE, store.LATEST, "zero_to_fp32.py")
+_OURS = (
+    RECORD_FILE,
+    STEPS_FILE,
+    CONFIG_FILE,
+    LOG_FILE,
+    COMPLETE_FILE,
+    store.LATEST,
+    "zero_to_fp32.py",
+    "zero_to_torch.py",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,7 @@ def check_resumable(config: RunConfig, start: Start, *, fixed: dict[str, Any], p
 
 
 def open_run_folder(run_dir: Path, start: Start) -> None:
-    """Make the folder, and for a fresh start remove what an earlier run left there; only files of ours.
+    """Make the folder, and remove what an earlier process left there: for a fresh start its run, else half a save.
 
     Raises:
         UserError: the system does not let this user make the folder.
@@ -87,9 +96,8 @@ def open_run_folder(run_dir: Path, start: Start) -> None:
         raise UserError(
             f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
         ) from error
-    if start.checkpoint is not None:
-        return
-    for path in _existing(run_dir):
+    resumed = start.checkpoint is not None
+    for path in _partial(run_dir) if resumed else _existing(run_dir):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -99,7 +107,12 @@ def open_run_folder(run_dir: Path, start: Start) -> None:
 def _existing(run_dir: Path) -> list[Path]:
     """Files and folders of a run in ``run_dir``."""
     named = [run_dir / name for name in _OURS if (run_dir / name).exists()]
-    return named + sorted(run_dir.glob("step-[0-9]*")) + sorted(run_dir.glob(".partial-step-[0-9]*"))
+    return named + sorted(run_dir.glob("step-[0-9]*")) + _partial(run_dir)
+
+
+def _partial(run_dir: Path) -> list[Path]:
+    """Checkpoints whose writing was cut short."""
+    return sorted(run_dir.glob(".partial-step-[0-9]*"))
 
 
 def _check_writable(run_dir: Path, problems: Problems) -> None:
