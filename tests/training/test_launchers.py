@@ -14,8 +14,12 @@ def test_torchrun_trains_what_the_baseline_trains(corpus, tmp_path):
     finished(train(tmp_path / "baseline", corpus, recipe, *STEPS))
     finished(train(tmp_path / "torchrun", corpus, recipe, *STEPS, ranks=2, by="torchrun"))
     assert_same_training(tmp_path / "baseline", tmp_path / "torchrun", loss=2e-4, norm=1e-4)
-    hardware = read_record(tmp_path / "torchrun")["hardware"]
-    assert (hardware["world_size"], hardware["launcher"]) == (2, "torchrun")
+    record = read_record(tmp_path / "torchrun")
+    assert (record["hardware"]["world_size"], record["hardware"]["launcher"]) == (2, "torchrun")
+    assert "train_micro_batch_size_per_gpu" not in record["deepspeed_config"]["given"]
+    assert record["deepspeed_config"]["resolved"]["train_micro_batch_size_per_gpu"] == 4
+    assert record["deepspeed_config"]["resolved"]["gradient_accumulation_steps"] == 1
+    assert read_record(tmp_path / "baseline")["deepspeed_config"]["resolved"] is None
 
 
 def test_data_workers_do_not_change_the_training(corpus, tmp_path):

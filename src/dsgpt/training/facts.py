@@ -10,6 +10,7 @@ from typing import Any
 from dsgpt.config import RunConfig
 from dsgpt.data.token_file import TokenFile
 from dsgpt.device import describe_hardware
+from dsgpt.strategies.zero import engine_config
 from dsgpt.telemetry.environment import git_commit, host_name, software_versions
 
 
@@ -63,6 +64,7 @@ def record_facts(config: RunConfig, *, hashes: dict[str, str], resumed_from: str
             "path": str(config.recipe.path),
             "sha256": config.recipe.sha256,
             "given": config.recipe.raw,
+            "resolved": engine_config(config) if config.run_type == "optimized" else None,
         },
     }
 
