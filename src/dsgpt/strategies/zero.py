@@ -25,6 +25,7 @@ from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
 from dsgpt.recipe import Recipe
 from dsgpt.strategies.base import ParamState, StepResult, to_device
+from dsgpt.strategies.gradient_sum import GradientSum
 
 
 class Zero:
@@ -47,8 +48,10 @@ class Zero:
             optimizer=_build_optimizer(self._parameters, recipe),
             config=engine_config(config),
         )
+        self._gradient_sum: GradientSum | None = None
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()
+            self._sum_gradients_in_fp32()
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         if config.options.compile:
             model.compile()
@@ -65,6 +68,18 @@ class Zero:
             for low, high in zip(low_group, high_group, strict=True):
                 high.copy_(low)
 
+    def _sum_gradients_in_fp32(self) -> None:
+        """Stage 0 adds up the micro batches' gradients in bf16 or fp16, the other stages in fp32 as was asked."""
+        if self._accumulation > 1:
+            self._gradient_sum = GradientSum(self._parameters.values())
+            self._engine.enable_backward_allreduce = False
+
+    def _reduce_gradient_sum(self, *, last: bool) -> None:
+        self._gradient_sum.add()
+        if last:
+            self._gradient_sum.hand_over()
+            self._engine.allreduce_gradients()
+
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
         self._engine.train()
@@ -77,6 +92,8 @@ class Zero:
             self._engine.backward(loss)  # divides by the accumulation steps, and reduces over ranks at the last
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
+            if self._gradient_sum:
+                self._reduce_gradient_sum(last=last)
             own_norm = self._reduced_gradient_norm() if last and self._reports_no_norm else None
             self._engine.step()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if own_norm is None else own_norm).float()
