@@ -1,24 +1,28 @@
 """fp16 under plain PyTorch. The command line refuses fp16 on CPU, where it is slow, but the arithmetic is the same."""
 
 import itertools
+import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from training_runs import SHAPE, write_recipe
+from training_runs import SHAPE, finished, launcher, write_recipe
 
 from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.errors import NonFiniteError
 from dsgpt.recipe import LossScaling
 from dsgpt.strategies.baseline import Baseline
-from dsgpt.strategies.loss_scale import LossScale
+from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
 from dsgpt.topology import read_topology
 from dsgpt.training.loop import training_batches
 
 CPU = torch.device("cpu")
 DYNAMIC = LossScaling()
+SMALL_SGD = {"type": "SGD", "params": {"lr": 0.3}}
 
 
 def configured(corpus, tmp_path, *, precision: str, scaling: LossScaling = DYNAMIC) -> RunConfig:
@@ -96,4 +100,42 @@ def test_the_scale_moves_as_deepspeeds_does(hysteresis, consecutive, monkeypatch
 def test_an_overflow_at_the_smallest_scale_ends_the_run():
     scale = LossScale(LossScaling(initial_scale_power=0, hysteresis=1))
     with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
+        scale.update(overflow=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
+    """SGD without clipping shows a gradient of the wrong scale at once; the window of 3 doubles the scale on the way.
+
+    The block is not enabled, because a CPU refuses it; ``fp16_on_cpu.py`` turns it on.
+    """
+    scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
+    recipe = write_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
+    script = str(Path(__file__).with_name("fp16_on_cpu.py"))
+    command = [*launcher("torchrun", ranks), script, *corpus.flags(), *SHAPE, "--seq_length", "32", "--device", "cpu"]
+    command += [
+        "--deepspeed_config",
+        str(recipe),
+        "--micro_batch_size_per_gpu",
+        "2",
+        "--enforce_global_batch_size",
+        "12",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    finished(done)
+    runs = json.loads(done.stdout.splitlines()[-1])
+    expected = runs.pop("baseline")
+    assert not any(skipped for _, _, skipped in expected)
+    assert expected[-1][0] < expected[0][0] - 0.1
+    for name, actual in runs.items():
+        for step, (one, two) in enumerate(zip(expected, actual, strict=True), start=1):
+            assert two[0] == pytest.approx(one[0], abs=2e-3), f"{name}, step {step}"
+            assert two[1] == pytest.approx(one[1], rel=5e-3), f"{name}, step {step}"
+
+
+def test_a_fixed_scale_that_always_overflows_ends_the_run():
+    scale = LossScale(LossScaling(loss_scale=2.0**20))
+    for _ in range(MOST_SKIPS - 1):
+        scale.update(overflow=True)
+    with pytest.raises(NonFiniteError, match="fixed loss scale"):
         scale.update(overflow=True)

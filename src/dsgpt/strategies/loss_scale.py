@@ -1,11 +1,18 @@
-"""Loss scaling for fp16 under plain PyTorch, rule for rule DeepSpeed's, so that both skip the same steps.
+"""Loss scaling for fp16: one object's rules for every strategy, so that all of them scale by the same factor.
 
-DeepSpeed 0.19.8, ``deepspeed/runtime/fp16/loss_scaler.py``. torch's ``GradScaler`` knows no hysteresis, DeepSpeed's
-default, and so would skip other steps than the run it is compared with.
+The rules are DeepSpeed 0.19.8's (``deepspeed/runtime/fp16/loss_scaler.py``), which the JSON's ``fp16`` block speaks of;
+torch's ``GradScaler`` knows no hysteresis. DeepSpeed's own scaler is not used: its effective scale grows with the
+number of ranks, and its optimizers change the scale between scaling and unscaling one gradient.
+
+At the edge of overflow two strategies may still skip different steps, because some add up micro batches or ranks in
+fp16 and others in fp32.
 """
 
 from dsgpt.errors import NonFiniteError
 from dsgpt.recipe import LossScaling
+
+MOST_SKIPS = 100
+"""A fixed scale cannot adapt: this many overflows in a row mean that it never will fit."""
 
 
 class LossScale:
@@ -20,14 +27,21 @@ class LossScale:
         self._step = 0
         self._last_overflow = -1
         self._patience = self._scaling.hysteresis
+        self._skips = 0
 
     def update(self, *, overflow: bool) -> None:
         """Note whether a step's gradients overflowed; lower the factor after overflows, raise it after calm.
 
         Raises:
-            NonFiniteError: they overflow at the smallest factor allowed.
+            NonFiniteError: they overflow at the smallest factor allowed, or again and again at a fixed one.
         """
+        self._skips = self._skips + 1 if overflow else 0
         if not self._dynamic:
+            if self._skips >= MOST_SKIPS:
+                raise NonFiniteError(
+                    f"fp16 gradients overflowed in {MOST_SKIPS} steps in a row at the fixed loss scale "
+                    f"{self.factor:g}: training stopped; lower loss_scale, or leave it out for a dynamic one"
+                )
             return
         if overflow:
             self._lower()

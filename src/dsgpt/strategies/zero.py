@@ -26,6 +26,7 @@ from dsgpt.process_group import sum_over_ranks
 from dsgpt.recipe import Recipe
 from dsgpt.strategies.base import ParamState, StepResult, to_device
 from dsgpt.strategies.gradient_sum import GradientSum
+from dsgpt.strategies.loss_scale import LossScale
 
 
 class Zero:
@@ -39,6 +40,7 @@ class Zero:
         self._accumulation = config.batch.gradient_accumulation_steps
         self._stage = recipe.zero_stage
         self._precision = config.precision
+        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
         model = GPT2(config.model, activation_checkpointing=config.options.activation_checkpointing)
         initialize(model, config=config.model, seed=config.options.seed)
         model.to(device)
@@ -85,11 +87,14 @@ class Zero:
         self._engine.train()
         lr = self._schedule(step)
         set_learning_rate(self._optimizer, lr)
+        own_factor = self._set_loss_scale()
         loss_sum = torch.zeros((), device=self._device)
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
             loss = self._engine(batch.inputs, batch.targets)
-            self._engine.backward(loss)  # divides by the accumulation steps, and reduces over ranks at the last
+            self._engine.backward(
+                loss * own_factor
+            )  # divides by the accumulation steps, and reduces over ranks at the last
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
             if self._gradient_sum:
@@ -99,8 +104,25 @@ class Zero:
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if own_norm is None else own_norm).float()
         loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks))
         # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
-        skipped = torch.tensor(self._precision == "fp16" and not self._engine.was_step_applied())
-        return StepResult(loss=loss_mean, grad_norm=norm, lr=lr, skipped=skipped)
+        overflow = self._scale.enabled and not self._engine.was_step_applied()
+        self._scale.update(overflow=overflow)
+        return StepResult(loss=loss_mean, grad_norm=norm / own_factor, lr=lr, skipped=torch.tensor(overflow))
+
+    def _set_loss_scale(self) -> float:
+        """Hand DeepSpeed the loss scale of this step; what it leaves to us to multiply the loss by comes back.
+
+        The factor is divided by the ranks: a rank's micro batch is divided by the accumulation steps alone and averaged
+        over ranks later, so that its fp16 gradients are as large as the baseline's only then. Stage 0 unscales
+        gradients but never scales the loss (``DeepSpeedEngine.backward`` asks for a ``ZeROOptimizer``).
+        """
+        if not self._scale.enabled:
+            return 1.0
+        factor = self._scale.factor / self._ranks
+        if self._stage > 0:
+            self._optimizer.override_loss_scale(factor)
+            return 1.0
+        self._optimizer.loss_scale_config.cur_scale = factor
+        return factor
 
     @property
     def _reports_no_norm(self) -> bool:
@@ -171,7 +193,8 @@ class Zero:
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The files are DeepSpeed's own, which its ``zero_to_fp32.py`` reads too."""
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        ours = {"loss_scale": self._scale.state()}
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=ours, save_latest=False)
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``.
@@ -179,9 +202,10 @@ class Zero:
         Raises:
             FileNotFoundError: DeepSpeed found no checkpoint of this many ranks in ``folder``.
         """
-        loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        loaded, ours = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
         if loaded is None:
             raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of {self._ranks} ranks")
+        self._scale.take_up(ours["loss_scale"])
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -212,10 +236,12 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
         steps_per_print=None,
     )
-    if config.precision != "fp32":
-        ours[config.precision] = {**recipe.raw.get(config.precision, {}), "enabled": True}
-        if recipe.zero_stage > 0:
-            ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.precision == "bf16":
+        ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
+    if config.precision == "fp16":
+        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # a fixed one, which ``Zero._set_loss_scale`` replaces
+    if config.precision != "fp32" and recipe.zero_stage > 0:
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
         ours["zero_force_ds_cpu_optimizer"] = False
     return ours
