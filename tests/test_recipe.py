@@ -208,7 +208,7 @@ MISTAKES = [
     (("bf16",), {"enabled": 1}, "bf16: enabled must be true or false, not 1"),
     (("fp16",), {"enabled": True, "loss_scale": -1}, "fp16: loss_scale must be a number of at least 0, not -1"),
     (("fp16",), {"initial_scale_power": 40}, "fp16: initial_scale_power must be a whole number from 0 to 32, not 40"),
-    (("fp16",), {"min_loss_scale": 0.5}, "fp16: min_loss_scale must be a whole number of at least 0, not 0.5"),
+    (("fp16",), {"min_loss_scale": 0.5}, "fp16: min_loss_scale must be a whole number of at least 1, not 0.5"),
     (("zero_optimization",), 2, "zero_optimization must be an object in braces, not 2"),
     (("zero_optimization", "stage"), 4, "zero_optimization: stage must be a whole number from 0 to 3, not 4"),
     (("zero_optimization", "stage"), True, "zero_optimization: stage must be a whole number from 0 to 3, not True"),
@@ -253,10 +253,12 @@ MISTAKES = [
         {"devices": "cpu"},
         "zero_optimization: offload_optimizer: devices is no",
     ),
-    (("prescale_gradients",), "yes", "prescale_gradients must be true or false, not 'yes'"),
-    (("gradient_predivide_factor",), None, "gradient_predivide_factor must be a number, not None"),
-    (("aio",), 5, "aio must be an object in braces, not 5"),
-    (("communication_data_type",), 16, "communication_data_type must be a text, not 16"),
+    (("dump_state",), "yes", "dump_state must be true or false, not 'yes'"),
+    (
+        ("zero_optimization",),
+        {"stage": 1, "reduce_bucket_size": 0},
+        "zero_optimization: reduce_bucket_size must be a whole number of at least 1, not 0",
+    ),
 ]
 
 
@@ -408,8 +410,8 @@ def test_kinds_of_values_are_deepspeeds():
     )
     from pydantic import ValidationError
 
-    good = {"boolean": True, "count": 5e8, "number": 0.5, "text": "/tmp", "object": {}}
-    bad = {"boolean": "so-so", "count": -1, "number": "much", "text": 5, "object": 5}
+    good = {"boolean": True, "count": 5e8, "positive": 1, "number": 0.5, "text": "/tmp", "object": {}}
+    bad = {"boolean": "so-so", "count": -1, "positive": -1, "number": "much", "text": 5, "object": 5}
     for kinds, model in (
         (recipe_keys.ZERO_KEYS, DeepSpeedZeroConfig),
         (recipe_keys.OFFLOAD_OPTIMIZER_KEYS, DeepSpeedZeroOffloadOptimizerConfig),
@@ -418,9 +420,8 @@ def test_kinds_of_values_are_deepspeeds():
         for key, kind in kinds.items():
             if kind:
                 model(**{key: good[kind]})
-                if key != "stage3_module_granularity_threshold":  # DeepSpeed takes a negative one, which means nothing
-                    with pytest.raises(ValidationError):
-                        model(**{key: bad[kind]})
+                with pytest.raises(ValidationError):
+                    model(**{key: bad[kind]})
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])

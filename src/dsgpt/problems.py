@@ -25,6 +25,7 @@ def is_number(value: Any) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "boolean": ("true or false", lambda value: isinstance(value, bool)),
     "count": ("a whole number of at least 0", lambda value: is_number(value) and value >= 0 and value == int(value)),
+    "positive": ("a whole number of at least 1", lambda value: is_number(value) and value >= 1 and value == int(value)),
     "number": ("a number", is_number),
     "text": ("a text", lambda value: isinstance(value, str)),
     "object": ("an object in braces", lambda value: isinstance(value, dict)),

@@ -256,7 +256,7 @@ def _read_loss_scaling(top: Section) -> LossScaling:
         loss_scale_window=block.whole("loss_scale_window", 1000, low=1),
         hysteresis=block.whole("hysteresis", 2, low=1),
         consecutive_hysteresis=block.boolean("consecutive_hysteresis", False),
-        min_loss_scale=block.whole("min_loss_scale", 1, low=0),
+        min_loss_scale=block.whole("min_loss_scale", 1, low=1),
     )
 
 
