@@ -20,9 +20,11 @@ TIMEOUT = timedelta(minutes=30)
 def joined(topology: Topology, device: torch.device) -> Iterator[None]:
     """Join the ranks that the launcher started, over nccl on GPUs and gloo on CPU, and leave them at the end.
 
-    A single process without a launcher forms a group of its own: DeepSpeed needs one.
+    A single process without a launcher forms a group of its own, whatever variables an earlier job left behind:
+    DeepSpeed needs one. After an error the group is left to the end of the process: to take it down may wait for peers
+    that will never come.
     """
-    if "MASTER_ADDR" not in os.environ:
+    if topology.launcher == "python":
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
@@ -34,10 +36,8 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
 def barrier() -> None:

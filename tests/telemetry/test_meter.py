@@ -59,11 +59,11 @@ def test_a_resumed_run_counts_its_earlier_steps():
     lines.insert(4, {"step": 4, "val_loss": 2.0, "wall_time_sec": 1000.0})
     lines[-1]["wall_time_sec"] = 2000.0
     meter = StepMeter(CPU, tokens_per_step=100)
-    meter.take_up(lines, epoch=0)
+    meter.take_up(lines, done=5, epoch_start=0)
     assert meter.run == meter.epoch == earlier.run
     assert 2000 <= meter.wall_seconds() < 2010
     other_epoch = StepMeter(CPU, tokens_per_step=100)
-    other_epoch.take_up(lines, epoch=1)
+    other_epoch.take_up(lines, done=5, epoch_start=5)
     assert (other_epoch.run, other_epoch.epoch) == (earlier.run, Figures())
 
 

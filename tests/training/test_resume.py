@@ -90,7 +90,7 @@ def test_resume_without_a_run_starts_fresh(corpus, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.json")
     run = tmp_path / "new"
     run.mkdir()
-    (run / "train.log").write_text("a run that was killed before its first save\n", encoding="utf-8")
+    (run / "metrics.jsonl").write_text("", encoding="utf-8")  # a run that was killed before its first save
     done = train(run, corpus, recipe, "--max_train_steps", "2", "--resume")
     finished(done)
     assert "no checkpoint yet; starting fresh" in done.stdout

@@ -15,9 +15,10 @@ A checkpoint is written in a hidden folder beside, made durable, and renamed.
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
+STEP_FOLDER = re.compile(r"step-\d{8}")
+PARTIAL_FOLDER = re.compile(r"\.partial-step-\d{8}(\.old)?")
+"""A checkpoint that is being written or, with ``.old``, removed."""
 _RUN_STATE = "run_state.json"
 
 
@@ -46,6 +50,10 @@ class RunState:
     best_val_loss: float | None
     epochs: list[dict[str, Any]]
     """Records of the finished epochs."""
+    wall_time_sec: float | None = None
+    """Since the run started, stops between processes not counted."""
+    last_train_loss: float | None = None
+    last_val_loss: float | None = None
 
 
 def folder_name(step: int) -> str:
@@ -62,7 +70,7 @@ def begin(run_dir: Path, step: int, *, is_main: bool) -> Path:
     """Make the empty folder that all ranks write into; collective."""
     folder = partial_folder(run_dir, step)
     if is_main:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         folder.mkdir(parents=True)
     barrier()
     return folder
@@ -86,30 +94,51 @@ def publish(
         keep: checkpoints to keep, this one included.
     """
     write_json_atomic(folder / _RUN_STATE, asdict(state))
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(folder.rglob("*"))
     manifest = {
         **about,
         "step": state.step,
         "files": {
             path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
-            for path in files
+            for path in paths
+            if path.is_file()
         },
     }
+    for path in paths:
+        if path.is_dir():
+            sync_directory(path)
     write_json_atomic(folder / MANIFEST, manifest)
     final = run_dir / folder_name(state.step)
-    if final.exists():
-        shutil.rmtree(final)
+    discard(final)
     folder.rename(final)
     sync_directory(run_dir)
     write_atomic(run_dir / LATEST, f"{final.name}\n".encode())
     for old in checkpoints(run_dir)[keep:]:
-        shutil.rmtree(old)
+        discard(old)
     return final
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; a kill in between leaves no folder that has its name but not its files."""
+    aside = checkpoint.with_name(f".partial-{checkpoint.name}.old")
+    remove(aside)
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        checkpoint.rename(aside)
+        checkpoint = aside
+    remove(checkpoint)
 
 
 def _sync_and_hash(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb+") as file:
+    with path.open("rb") as file:  # fsync needs no more, and a copied file may be read-only
         while block := file.read(1 << 22):
             digest.update(block)
         os.fsync(file.fileno())
@@ -118,7 +147,26 @@ def _sync_and_hash(path: Path) -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, newest first."""
-    return sorted((path.parent for path in run_dir.glob(f"step-*/{MANIFEST}")), reverse=True)
+    found = (path.parent for path in run_dir.glob(f"step-*/{MANIFEST}"))
+    return sorted((path for path in found if STEP_FOLDER.fullmatch(path.name)), reverse=True)
+
+
+def parse_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest as it stands, no file compared with it.
+
+    Raises:
+        UserError: it cannot be read, or is no manifest.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        for name, facts in manifest["files"].items():
+            _ = facts["size"], facts["sha256"]
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{name} is outside of the checkpoint")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is no readable manifest ({error})") from error
+    return manifest
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -127,17 +175,24 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     Raises:
         UserError: a file is missing, of another size, or damaged; the message names it.
     """
-    path = checkpoint / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        files = [(name, facts["size"], facts["sha256"]) for name, facts in manifest["files"].items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: is no readable manifest ({error})") from error
-    for name, size, sha256 in files:
+    manifest = parse_manifest(checkpoint)
+    for name, facts in manifest["files"].items():
         file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != size or _hash(file) != sha256:
+        if not file.is_file() or file.stat().st_size != facts["size"] or _hash(file) != facts["sha256"]:
             raise UserError(f"{file}: is damaged: it is missing or differs from what {MANIFEST} says")
     return manifest
+
+
+def fixed_in(manifest: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What the run of ``checkpoint`` must not change when it goes on.
+
+    Raises:
+        UserError: the manifest does not say it.
+    """
+    fixed = manifest.get("fixed")
+    if not isinstance(fixed, dict):
+        raise UserError(f"{checkpoint / MANIFEST}: is no readable manifest (it does not say what made the checkpoint)")
+    return fixed
 
 
 def _hash(path: Path) -> str:

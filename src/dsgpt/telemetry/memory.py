@@ -1,6 +1,7 @@
 """Peak memory of this process, in bytes; None where it cannot be known."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,3 +25,42 @@ def peak_cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
     if device.type != "cuda":
         return None, None
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+class TrainingPeaks:
+    """Peak memory of training steps and validations; saving and generating are kept out as far as it can be done.
+
+    The GPU's counters are started anew after each save. The peak of the resident set cannot be: a save's share of it
+    shows from the next ``note`` on, but that of the last save, and the measurement of inference, do not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocated: int | None = None
+        self._reserved: int | None = None
+        self._rss: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the GPU's counters start anew: what was allocated until now was no training."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def note(self) -> None:
+        """Take the peaks so far."""
+        allocated, reserved = peak_cuda_bytes(self._device)
+        self._allocated = _larger(self._allocated, allocated)
+        self._reserved = _larger(self._reserved, reserved)
+        self._rss = _larger(self._rss, peak_rss_bytes())
+
+    def figures(self) -> dict[str, Any]:
+        """The memory keys of an epoch's record and of the summary, as of the last ``note``."""
+        return {
+            "max_cuda_mem_allocated_bytes_rank0": self._allocated,
+            "max_cuda_mem_reserved_bytes_rank0": self._reserved,
+            "peak_rss_bytes_rank0": self._rss,
+        }
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)

@@ -38,6 +38,10 @@ class TimedBatches:
         return seconds
 
 
+_COUNTED = {"loss", "step_time_sec", "dataload_time_sec", "warm_up"}
+"""What a line must hold to be counted as a step."""
+
+
 class _Clock:
     """Marks instants in the device's own time: events on a GPU, which run behind Python; the wall clock on CPU."""
 
@@ -50,6 +54,9 @@ class _Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def reached(self, mark: Any) -> bool:
+        return not self._on_gpu or mark.query()
 
     def seconds_between(self, first: Any, second: Any) -> float:
         if not self._on_gpu:
@@ -72,9 +79,10 @@ class Figures:
     """Sums over the steps of an epoch, or of a run."""
 
     steps: int = 0
-    loss_sum: float = 0.0
-    train_sec: float = 0.0
-    """All steps, the warm-up too."""
+    loss_sum: float | None = 0.0
+    """None where steps were lost."""
+    train_sec: float | None = 0.0
+    """All steps, the warm-up too; None where steps were lost."""
     counted_tokens: int = 0
     """Without the warm-up, as are the two lists."""
     step_secs: list[float] = field(default_factory=list)
@@ -83,12 +91,22 @@ class Figures:
     def add(self, line: dict[str, Any], *, tokens: int) -> None:
         """Count one training line of ``metrics.jsonl``, a step of ``tokens`` targets."""
         self.steps += 1
-        self.loss_sum += line["loss"]
-        self.train_sec += line["step_time_sec"]
+        if self.loss_sum is not None and self.train_sec is not None:
+            self.loss_sum += line["loss"]
+            self.train_sec += line["step_time_sec"]
         if not line["warm_up"]:
             self.counted_tokens += tokens
             self.step_secs.append(line["step_time_sec"])
             self.dataload_secs.append(line["dataload_time_sec"])
+
+    def expect(self, steps: int) -> None:
+        """Know that ``steps`` were made; where others were counted the sums are unknown."""
+        if self.steps != steps:
+            self.steps, self.loss_sum, self.train_sec = steps, None, None
+
+    def loss_mean(self) -> float | None:
+        """Mean loss of the steps; None where it is unknown."""
+        return None if self.loss_sum is None or not self.steps else self.loss_sum / self.steps
 
 
 class StepMeter:
@@ -99,21 +117,42 @@ class StepMeter:
         self._tokens_per_step = tokens_per_step
         self._pending: list[_Pending] = []
         self._steps_seen = 0
+        self._origin = self._clock.mark()
         self._started = time.perf_counter()
         self._earlier_wall_sec = 0.0
         self.epoch = Figures()
         self.run = Figures()
         self.last_loss: float | None = None
 
-    def take_up(self, lines: Iterable[dict[str, Any]], *, epoch: int) -> None:
-        """Count what an earlier process of this run logged, of which ``epoch`` is the unfinished one."""
+    def take_up(
+        self,
+        lines: Iterable[dict[str, Any]],
+        *,
+        done: int,
+        epoch_start: int,
+        wall_sec: float | None = None,
+        last_loss: float | None = None,
+    ) -> None:
+        """Count what an earlier process of this run logged; what was lost of it makes sums unknown, not wrong.
+
+        Args:
+            lines: of ``metrics.jsonl``, up to step ``done``.
+            done: optimizer steps made.
+            epoch_start: how many of them belong to finished epochs.
+            wall_sec: seconds of the run so far, None to take those of the last line.
+            last_loss: loss of step ``done``, None to take that of the last step in ``lines``.
+        """
         for line in lines:
-            self._earlier_wall_sec = line["wall_time_sec"]
-            if "loss" in line:
+            self._earlier_wall_sec = line.get("wall_time_sec") or self._earlier_wall_sec
+            if line.keys() >= _COUNTED and line["loss"] is not None:
                 self.run.add(line, tokens=self._tokens_per_step)
                 self.last_loss = line["loss"]
-                if line["epoch"] == epoch:
+                if line["step"] > epoch_start:
                     self.epoch.add(line, tokens=self._tokens_per_step)
+        self.run.expect(done)
+        self.epoch.expect(done - epoch_start)
+        self._earlier_wall_sec = wall_sec if wall_sec is not None else self._earlier_wall_sec
+        self.last_loss = last_loss if last_loss is not None else self.last_loss
 
     def wall_seconds(self) -> float:
         """Seconds since the run started; a stop between two processes of a resumed run is not counted."""
@@ -127,10 +166,20 @@ class StepMeter:
         """Mark the end of a step; its values stay on the device until ``flush``."""
         self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec))
 
-    def flush(self) -> list[dict[str, Any]]:
-        """The steps since the last call as lines of ``metrics.jsonl``; waits for the device."""
+    def flush(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """The steps since the last call as lines of ``metrics.jsonl``.
+
+        Args:
+            wait: for the device; without it, steps that it has not finished are left out, and come with a later call.
+        """
         pending, self._pending = self._pending, []
-        return [self._line(item) for item in pending]
+        lines = []
+        for position, item in enumerate(pending):
+            if not wait and not self._clock.reached(item.ended):
+                self._pending = pending[position:]
+                break
+            lines.append(self._line(item))
+        return lines
 
     def _line(self, item: _Pending) -> dict[str, Any]:
         seconds = self._clock.seconds_between(item.started, item.ended)
@@ -147,8 +196,8 @@ class StepMeter:
             "step_time_sec": seconds,
             "dataload_time_sec": item.dataload_sec,
             "warm_up": self._steps_seen <= WARM_UP_STEPS,
-            "train_time_sec": self.run.train_sec + seconds,
-            "wall_time_sec": self.wall_seconds(),
+            "train_time_sec": None if self.run.train_sec is None else self.run.train_sec + seconds,
+            "wall_time_sec": self._earlier_wall_sec + self._clock.seconds_between(self._origin, item.ended),
         }
         self.last_loss = line["loss"]
         self.epoch.add(line, tokens=self._tokens_per_step)

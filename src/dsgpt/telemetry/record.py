@@ -5,11 +5,12 @@ Unknown values are null, never 0. Numbers that are not finite are not JSON and a
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsgpt.files import write_json_atomic
+from dsgpt.files import write_atomic, write_json_atomic
 
 SCHEMA_VERSION = "2.1"
 RECORD_FILE = "training_metrics.json"
@@ -19,22 +20,42 @@ GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens, and null where the context cannot hold them."""
 
 
-def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``; a last line that was torn by a kill is left out."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
+def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``; a last line that was torn by a kill is left out.
+
+    Args:
+        path: the file.
+        damaged: takes the numbers of the other lines that are left out, because a crash or an editor spoiled them.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
                 return
-            yield json.loads(line)
+            entry = _entry(line)
+            if entry is not None:
+                yield entry
+            elif damaged is not None:
+                damaged.append(number)
 
 
-def drop_steps_after(path: Path, step: int) -> None:
-    """Cut ``metrics.jsonl`` back to its lines up to ``step``: what a resumed run will write again."""
-    kept = [line for line in read_steps(path) if line["step"] <= step] if path.exists() else []
-    beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.writelines(_line(entry) for entry in kept)
-    beside.replace(path)
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def drop_steps_after(path: Path, step: int) -> list[int]:
+    """Cut ``metrics.jsonl`` back to its lines up to ``step``: what a resumed run will write again.
+
+    Returns:
+        The numbers of damaged lines, which are dropped too.
+    """
+    damaged: list[int] = []
+    kept = [line for line in read_steps(path, damaged=damaged) if line["step"] <= step] if path.exists() else []
+    write_atomic(path, "".join(_line(entry) for entry in kept).encode())
+    return damaged
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -74,6 +95,10 @@ class StepLog:
         """Append ``entries``, a line each, and hand them to the operating system."""
         self._file.writelines(_line(entry) for entry in entries)
         self._file.flush()
+
+    def sync(self) -> None:
+        """Make what was written durable: a checkpoint counts on the lines of its steps."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

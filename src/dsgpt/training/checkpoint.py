@@ -15,9 +15,7 @@ from dsgpt.files import write_json_atomic
 from dsgpt.process_group import barrier, from_main
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
-
-TOKENIZER_FOLDER = "tokenizer"
-"""Beside the token files, as data preparation leaves it."""
+from dsgpt.training.data_check import data_tokenizer
 
 
 def save_checkpoint(
@@ -27,6 +25,7 @@ def save_checkpoint(
     *,
     state: store.RunState,
     fixed: dict[str, Any],
+    run_id: str | None,
 ) -> None:
     """Write the checkpoint of ``state``; collective. It appears whole, or not at all.
 
@@ -50,6 +49,7 @@ def save_checkpoint(
             "topology": asdict(config.topology),
             "versions": software_versions(),
             "precision": config.precision,
+            "run_id": run_id,
             "fixed": fixed,
         }
         store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
@@ -79,6 +79,10 @@ def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
 
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
     """Take the tokenizer along where data preparation left one; training itself needs none."""
-    source = config.train.path.parent / TOKENIZER_FOLDER
-    if config.train.sidecar.tokenizer is not None and source.is_dir():
-        shutil.copytree(source, folder / store.TOKENIZER)
+    source, _ = data_tokenizer(config.train)
+    if source is None:
+        return
+    copy = folder / store.TOKENIZER
+    shutil.copytree(source, copy, copy_function=shutil.copyfile)
+    for place in (copy, *(path for path in copy.rglob("*") if path.is_dir())):
+        place.chmod(0o755)  # of a read-only folder the copy could never be removed

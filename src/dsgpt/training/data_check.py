@@ -1,8 +1,29 @@
 """What a run knows of its data files before it trusts them."""
 
+import hashlib
+from pathlib import Path
+
 from dsgpt.data.token_file import TokenFile
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Beside the token files, as data preparation leaves it."""
+
+
+def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
+    """The folder of the tokenizer that made ``file``, None where there is none.
+
+    Returns:
+        The folder, and why a folder that is there is another tokenizer's, else no words.
+    """
+    folder = file.path.parent / TOKENIZER_FOLDER
+    if file.sidecar.tokenizer is None or not folder.is_dir():
+        return None, ""
+    claimed, vocabulary = file.sidecar.tokenizer.get("sha256"), folder / "tokenizer.json"
+    if claimed and vocabulary.is_file() and hashlib.sha256(vocabulary.read_bytes()).hexdigest() != claimed:
+        return None, f"{folder} is not the tokenizer that made {file.path.name}: checkpoints will hold no tokenizer"
+    return folder, ""
 
 
 def data_hash(file: TokenFile, *, verify: bool, console: Console, problems: Problems) -> str:

@@ -41,10 +41,12 @@ def plan_lines(config: RunConfig) -> list[str]:
     ]
 
 
-def record_facts(config: RunConfig, *, hashes: dict[str, str], resumed_from: str | None) -> dict[str, Any]:
-    """The part of the record that does not change while the run goes on."""
+def record_facts(
+    config: RunConfig, *, hashes: dict[str, str], resumed_from: str | None, run_id: str | None
+) -> dict[str, Any]:
+    """The part of the record that does not change while the run goes on; ``run_id`` is that of a run to go on with."""
     return {
-        "run_id": uuid.uuid4().hex,
+        "run_id": run_id or uuid.uuid4().hex,
         "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
         "git_commit": git_commit(),
@@ -123,6 +125,8 @@ def fixed_facts(config: RunConfig, *, hashes: dict[str, str]) -> dict[str, Any]:
         "seed": config.options.seed,
         "sequence length": config.seq_length,
         "global batch": config.batch.global_batch_size,
+        "accumulation": config.batch.gradient_accumulation_steps,
+        "validation windows": config.val_windows,
         "total steps": config.total_steps,
         "optimizer": {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)},
         "schedule": asdict(recipe.scheduler) if recipe.scheduler else None,

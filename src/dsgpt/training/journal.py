@@ -1,17 +1,18 @@
 """What the loop tells the world: console lines, ``metrics.jsonl``, the epochs and the summary of the record."""
 
+import contextlib
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsgpt.checkpointing.store import RunState
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.console import Console, Progress
-from dsgpt.telemetry.memory import peak_cuda_bytes, peak_rss_bytes
+from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
 
@@ -23,27 +24,60 @@ class Journal:
         self, config: RunConfig, device: torch.device, console: Console, facts: dict[str, Any], *, first_step: int
     ) -> None:
         self._config = config
-        self._device = device
         self._console = console
         self._writes = config.topology.is_main
+        self._peaks = TrainingPeaks(device)
         self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
         self.record = RunRecord(config.run_dir / RECORD_FILE, facts, epochs=[])
         self._log = StepLog(config.run_dir / STEPS_FILE) if self._writes else None
         self._progress: Progress = console.progress(
             total=config.total_steps, done=first_step, what="training", unit="step"
         )
-        self._epoch_started = time.perf_counter()
         self.last_val_loss: float | None = None
         self.best_val_loss: float | None = None
 
-    def take_up(self, steps_file: Path, *, epochs: list[dict[str, Any]], epoch: int, best: float | None) -> None:
-        """Go on where an earlier process of this run stopped in ``epoch``; ``steps_file`` is cut to its checkpoint."""
-        self.record.epochs = epochs
-        self.best_val_loss = best
-        if steps_file.exists():
-            lines = list(read_steps(steps_file))
-            self._meter.take_up(lines, epoch=epoch)
+    def take_up(self, state: RunState, steps_file: Path, *, epoch_start: int) -> None:
+        """Go on where an earlier process of this run stopped; ``epoch_start`` steps belong to finished epochs.
+
+        ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown.
+        """
+        self.record.epochs = state.epochs
+        self.best_val_loss = state.best_val_loss
+        lines = list(read_steps(steps_file)) if steps_file.exists() else []
+        self._meter.take_up(
+            lines,
+            done=state.step,
+            epoch_start=epoch_start,
+            wall_sec=state.wall_time_sec,
+            last_loss=state.last_train_loss,
+        )
+        self.last_val_loss = state.last_val_loss
+        if self.last_val_loss is None:
             self.last_val_loss = next((line["val_loss"] for line in reversed(lines) if "val_loss" in line), None)
+        if self._meter.run.train_sec is None:
+            self._console.say(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
+
+    def state(self, step: int) -> RunState:
+        """Where the run stands after ``step``, for a checkpoint."""
+        return RunState(
+            step=step,
+            samples_seen=step * self._config.batch.global_batch_size,
+            best_val_loss=self.best_val_loss,
+            epochs=self.record.epochs,
+            wall_time_sec=self._meter.wall_seconds(),
+            last_train_loss=self._meter.last_loss,
+            last_val_loss=self.last_val_loss,
+        )
+
+    def before_save(self) -> None:
+        """Make durable what a checkpoint counts on, and the record of a run that may be killed while it saves."""
+        self.write()
+        if self._log:
+            self._log.sync()
+
+    def after_save(self) -> None:
+        """Keep what a save allocated out of the figures of training."""
+        self._peaks.forget()
 
     @property
     def meter(self) -> StepMeter:
@@ -69,6 +103,15 @@ class Journal:
         if lines and print_last:
             self._say_step(lines[-1])
         require_finite(lines)
+
+    def end_early(self, status: str) -> None:
+        """Write what is known when an error ends the run, which is told by the caller: no other may hide it."""
+        with contextlib.suppress(RuntimeError, OSError):  # of a broken device, of a full disk
+            lines = self._meter.flush(wait=False)
+            if self._log:
+                self._log.write(lines)
+        with contextlib.suppress(OSError):
+            self.write(status)
 
     def _say_step(self, line: dict[str, Any]) -> None:
         norm = line["grad_norm"]
@@ -104,37 +147,37 @@ class Journal:
                 f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
             )
         self.best_val_loss = min(val_loss, self.best_val_loss) if self.best_val_loss is not None else val_loss
+        self.write()
 
     def epoch_done(self, epoch: int) -> None:
         """Close the record of an epoch, or of what the run saw of it."""
         figures = self._meter.epoch
-        allocated, reserved = peak_cuda_bytes(self._device)
+        self._peaks.note()
         accumulation = self._config.batch.gradient_accumulation_steps
+        earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
         self.record.epochs.append(
             {
                 "epoch_idx": epoch,
-                "epoch_wall_time_sec": time.perf_counter() - self._epoch_started,
+                "epoch_wall_time_sec": self._meter.wall_seconds() - earlier,
                 "train_time_sec": figures.train_sec,
                 "steps": figures.steps,
                 "micro_steps": figures.steps * accumulation,
                 "optimizer_steps": figures.steps,
                 "tokens_processed_global": figures.steps * self._config.tokens_per_step,
-                "train_loss_avg_global": figures.loss_sum / figures.steps,
+                "train_loss_avg_global": figures.loss_mean(),
                 "val_loss_avg_global": self.last_val_loss,
-                "max_cuda_mem_allocated_bytes_rank0": allocated,
-                "max_cuda_mem_reserved_bytes_rank0": reserved,
-                "peak_rss_bytes_rank0": peak_rss_bytes(),
+                **self._peaks.figures(),
                 **timing_figures(figures),
             }
         )
         self._meter.epoch = Figures()
-        self._epoch_started = time.perf_counter()
         self.write()
 
     def write(self, status: str = "running") -> None:
-        """Write the record as it stands."""
+        """Write the record as it stands; its memory figures are of training, so later states keep the last ones."""
         run = self._meter.run
-        allocated, reserved = peak_cuda_bytes(self._device)
+        if status == "running":
+            self._peaks.note()
         self.record.status = status
         self.record.summary = {
             "total_wall_time_sec": self._meter.wall_seconds(),
@@ -145,9 +188,7 @@ class Journal:
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
             "mean_tokens_per_sec_global": throughput(run),
-            "peak_rss_bytes_rank0": peak_rss_bytes(),
-            "max_cuda_mem_allocated_bytes_rank0": allocated,
-            "max_cuda_mem_reserved_bytes_rank0": reserved,
+            **self._peaks.figures(),
         }
         if self._writes:
             self.record.write()

@@ -2,8 +2,8 @@
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,31 @@ import torch
 from dsgpt.checkpointing import store
 from dsgpt.config import RunConfig
 from dsgpt.device import bring_up
-from dsgpt.files import write_atomic, write_json_atomic
-from dsgpt.inference.latency import measure_latency
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.errors import UserError
+from dsgpt.files import write_json_atomic
 from dsgpt.problems import Problems
 from dsgpt.process_group import barrier, from_main, joined
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.baseline import DTYPES
 from dsgpt.strategies.build import build_strategy
-from dsgpt.telemetry.console import Console, duration
-from dsgpt.telemetry.record import COMPLETE_FILE, STEPS_FILE, drop_steps_after
-from dsgpt.training.checkpoint import save_checkpoint, whole_weights
-from dsgpt.training.data_check import data_hash
+from dsgpt.telemetry.console import Console
+from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after
+from dsgpt.training.checkpoint import save_checkpoint
+from dsgpt.training.data_check import data_hash, data_tokenizer
 from dsgpt.training.facts import fixed_facts, plan_lines, record_facts
+from dsgpt.training.finish import mark_complete, measure_inference
 from dsgpt.training.journal import Journal
 from dsgpt.training.loop import fit
-from dsgpt.training.run_folder import CONFIG_FILE, LOG_FILE, Start, check_resumable, open_run_folder, plan_start
+from dsgpt.training.run_folder import (
+    CONFIG_FILE,
+    LOG_FILE,
+    Start,
+    check_resumable,
+    clear_run_folder,
+    holds_own_config,
+    make_run_folder,
+    plan_start,
+)
+from dsgpt.training.run_lock import refuse_if_locked, run_lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,10 @@ class _Prepared:
 
     start: Start
     hashes: dict[str, str]
+    run_id: str | None
+    """Of the run to go on with."""
+    notice: str
+    """What to tell the user of the data's tokenizer; empty where there is nothing."""
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -55,8 +68,8 @@ def run(config: RunConfig, console: Console) -> None:
     group = contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device)
     with group:
         prepared = from_main(prepared)
-        if prepared.start.message:
-            console.say(prepared.start.message)
+        for line in filter(None, (prepared.notice, prepared.start.message)):
+            console.say(line)
         if not prepared.start.finished:
             _train(config, console, device, prepared)
 
@@ -64,6 +77,7 @@ def run(config: RunConfig, console: Console) -> None:
 def _prepare(config: RunConfig, console: Console) -> _Prepared:
     """Check what only one rank should read: the data's contents, the run folder and its checkpoint."""
     problems = Problems()
+    refuse_if_locked(config.run_dir)
     start = plan_start(config, problems)
     problems.raise_if_any()
     verify = config.options.verify_data
@@ -71,50 +85,92 @@ def _prepare(config: RunConfig, console: Console) -> _Prepared:
         name: data_hash(file, verify=verify, console=console, problems=problems)
         for name, file in (("train", config.train), ("val", config.val))
     }
-    check_resumable(config, start, fixed=fixed_facts(config, hashes=hashes), problems=problems)
+    run_id = check_resumable(config, start, fixed=fixed_facts(config, hashes=hashes), problems=problems)
     problems.raise_if_any()
-    return _Prepared(start=start, hashes=hashes)
+    _, notice = data_tokenizer(config.train)
+    return _Prepared(start=start, hashes=hashes, run_id=run_id, notice=notice)
 
 
 def _train(config: RunConfig, console: Console, device: torch.device, prepared: _Prepared) -> None:
-    checkpoint = prepared.start.checkpoint
-    facts = {}
-    if config.topology.is_main:
-        open_run_folder(config.run_dir, prepared.start)
-        console.log_to(config.run_dir / LOG_FILE)
-        facts = record_facts(
-            config, hashes=prepared.hashes, resumed_from=checkpoint.name if checkpoint is not None else None
-        )
-        _write_config(config, facts)
-    barrier()
-    fixed = fixed_facts(config, hashes=prepared.hashes)
     torch.manual_seed(_dropout_seed(config))
-    strategy = build_strategy(config, device)
-    done, journal = _take_up(config, console, device, strategy, checkpoint, facts)
+    strategy = build_strategy(config, device)  # may still refuse the recipe, so nothing is written before
+    with _opened_folder(config, console, prepared) as facts:
+        done, journal = _take_up(config, console, device, strategy, prepared.start.checkpoint, facts)
+        save = _saver(config, console, device, strategy, journal, facts, prepared)
+        try:
+            journal.write()
+            fit(config, strategy, journal, console, done=done, save=save)
+            measure_inference(config, console, device, strategy, journal)
+        except BaseException as error:
+            journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
+        finally:
+            journal.close()
+        journal.write("completed")
+        if config.topology.is_main:
+            mark_complete(config, journal, console)
+        barrier()
+
+
+@contextlib.contextmanager
+def _opened_folder(config: RunConfig, console: Console, prepared: _Prepared) -> Iterator[dict[str, Any]]:
+    """Rank 0 takes the run folder for as long as the run lasts, while the others wait; the facts of its record.
+
+    Raises:
+        UserError: on every rank, where rank 0 may not have the folder.
+    """
+    facts, problems = {}, ()
+    with contextlib.ExitStack() as held:
+        if config.topology.is_main:
+            try:
+                make_run_folder(config.run_dir)
+                held.enter_context(run_lock(config.run_dir))
+                facts = _begin_files(config, console, prepared)
+            except UserError as error:
+                problems = error.problems
+        if problems := from_main(problems):
+            raise UserError(*problems)
+        yield facts
+
+
+def _begin_files(config: RunConfig, console: Console, prepared: _Prepared) -> dict[str, Any]:
+    start, run_dir, problems = prepared.start, config.run_dir, Problems()
+    found = plan_start(config, problems)
+    problems.raise_if_any()
+    if found != start:
+        raise UserError(f"--checkpoint_path {run_dir}: another process changed it meanwhile: start again")
+    clear_run_folder(run_dir, start)
+    facts = record_facts(
+        config,
+        hashes=prepared.hashes,
+        resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
+        run_id=prepared.run_id,
+    )
+    if not holds_own_config(run_dir):  # a resumed run keeps what it was started with
+        _write_config(config, facts)
+    console.log_to(run_dir / LOG_FILE)
+    return facts
+
+
+def _saver(
+    config: RunConfig,
+    console: Console,
+    device: torch.device,
+    strategy: Strategy,
+    journal: Journal,
+    facts: dict[str, Any],
+    prepared: _Prepared,
+) -> Callable[[int], None]:
+    fixed = fixed_facts(config, hashes=prepared.hashes)
 
     def save(step: int) -> None:
         started = time.perf_counter()
-        state = store.RunState(
-            step=step,
-            samples_seen=step * config.batch.global_batch_size,
-            best_val_loss=journal.best_val_loss,
-            epochs=journal.record.epochs,
-        )
-        save_checkpoint(config, strategy, device, state=state, fixed=fixed)
+        journal.before_save()
+        save_checkpoint(config, strategy, device, state=journal.state(step), fixed=fixed, run_id=facts.get("run_id"))
+        journal.after_save()
         console.say(f"step {step:>6}/{config.total_steps}  saved in {time.perf_counter() - started:.1f} s")
 
-    try:
-        fit(config, strategy, journal, console, done=done, save=save)
-        _measure_inference(config, console, device, strategy, journal)
-    except BaseException as error:
-        journal.write("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-        raise
-    finally:
-        journal.close()
-    journal.write("completed")
-    if config.topology.is_main:
-        _mark_complete(config, journal, console)
-    barrier()
+    return save
 
 
 def _dropout_seed(config: RunConfig) -> int:
@@ -143,45 +199,9 @@ def _take_up(
     strategy.load(checkpoint)
     store.load_random_state(checkpoint, rank=config.topology.rank, device=device)
     steps_file = config.run_dir / STEPS_FILE
-    if config.topology.is_main:
-        drop_steps_after(steps_file, state.step)
+    if config.topology.is_main and (damaged := drop_steps_after(steps_file, state.step)):
+        console.say(f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}")
     barrier()
     journal = Journal(config, device, console, facts, first_step=state.step)
-    epoch = state.step // config.order.steps_per_epoch
-    journal.take_up(steps_file, epochs=state.epochs, epoch=epoch, best=state.best_val_loss)
+    journal.take_up(state, steps_file, epoch_start=state.step - state.step % config.order.steps_per_epoch)
     return state.step, journal
-
-
-def _measure_inference(
-    config: RunConfig, console: Console, device: torch.device, strategy: Strategy, journal: Journal
-) -> None:
-    """Time the trained model on the main rank while the others wait; the same plain model for every strategy."""
-    weights = whole_weights(strategy, keep=config.topology.is_main)
-    if not config.topology.is_main:
-        return
-    model = GPT2(config.model)
-    model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
-    model.to(device, DTYPES[config.precision]).eval()
-    ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
-    journal.record.inference = measure_latency(model, ids)
-    if journal.record.inference is not None:
-        console.say(
-            f"inference   {journal.record.inference['new_tokens']} tokens in "
-            f"{journal.record.inference['latency_sec']:.2f} s, {journal.record.inference['tokens_per_sec']:.0f} "
-            "tokens/s (batch 1, greedy, key-value cache)"
-        )
-
-
-def _mark_complete(config: RunConfig, journal: Journal, console: Console) -> None:
-    summary = journal.record.summary
-    finished = datetime.now(UTC).isoformat(timespec="seconds")
-    line = (
-        f"finished {config.total_steps} steps at {finished}: train loss {summary['final_train_loss']:.4f}, validation "
-        f"loss {summary['final_val_loss']:.4f}"
-    )
-    write_atomic(config.run_dir / COMPLETE_FILE, f"{line}\n".encode())
-    speed = summary["mean_tokens_per_sec_global"]
-    console.say(
-        f"{line}, training {duration(summary['train_time_sec'])}" + (f", {speed:,.0f} tokens/s" if speed else "")
-    )
-    console.say(f"the record is {config.run_dir / 'training_metrics.json'}")

@@ -1,7 +1,8 @@
 """The run folder: whether a run may start in it, go on in it, or has finished there."""
 
+import json
 import os
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
 
 CONFIG_FILE = "config.json"
 LOG_FILE = "train.log"
-_OURS = (
-    RECORD_FILE,
-    STEPS_FILE,
-    CONFIG_FILE,
-    LOG_FILE,
+_FILES = (
     COMPLETE_FILE,
     store.LATEST,
+    LOG_FILE,
     "zero_to_fp32.py",
     "zero_to_torch.py",
+    RECORD_FILE,
+    CONFIG_FILE,
+    STEPS_FILE,
 )
+"""What a run writes beside its checkpoints, in the order of removal: what proves that it is a run goes last."""
+_OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"options", "training_config"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +46,24 @@ def plan_start(config: RunConfig, problems: Problems) -> Start:
     run_dir, options = config.run_dir, config.options
     _check_writable(run_dir, problems)
     fresh = Start(checkpoint=None, finished=False, message="")
-    if not run_dir.is_dir():
+    if not run_dir.is_dir() or not os.access(run_dir, os.R_OK | os.X_OK):
         return fresh
     found = _existing(run_dir)
+    if foreign := _foreign(run_dir, found):
+        problems.add(f"--checkpoint_path {run_dir}: holds a {foreign.name} that no run here wrote: name another folder")
+        return fresh
     if not found or options.overwrite:
         return fresh
     if not options.resume:
         problems.add(
-            f"--checkpoint_path {run_dir}: holds a run already ({found[0].name}): add --resume to go on with it, "
-            "--overwrite to delete it, or name another folder"
+            f"--checkpoint_path {run_dir}: holds a run already ({_proof(run_dir).name}): add --resume to go on with "
+            "it, --overwrite to delete it, or name another folder"
         )
         return fresh
+    return _plan_resume(run_dir)
+
+
+def _plan_resume(run_dir: Path) -> Start:
     available = store.checkpoints(run_dir)
     if (run_dir / COMPLETE_FILE).exists():
         return Start(
@@ -67,28 +77,46 @@ def plan_start(config: RunConfig, problems: Problems) -> Start:
     return Start(checkpoint=available[0], finished=False, message=f"resuming from {available[0]}")
 
 
-def check_resumable(config: RunConfig, start: Start, *, fixed: dict[str, Any], problems: Problems) -> None:
+def check_resumable(config: RunConfig, start: Start, *, fixed: dict[str, Any], problems: Problems) -> str | None:
     """Hold the checkpoint's files against its manifest, and what it was trained with against this run.
+
+    Of a finished run, of which nothing will be loaded, only the second.
+
+    Returns:
+        The ``run_id`` of the run to go on with.
 
     Raises:
         UserError: a file of the checkpoint is damaged.
     """
-    if start.checkpoint is None or start.finished:
-        return
-    saved = store.read_manifest(start.checkpoint)["fixed"]
+    if start.checkpoint is None:
+        return None
+    manifest = store.parse_manifest(start.checkpoint) if start.finished else _verified(start.checkpoint)
+    saved = store.fixed_in(manifest, start.checkpoint)
     for name, value in fixed.items():
         if saved.get(name) != value:
+            made = "the finished run" if start.finished else "the checkpoint"
             problems.add(
-                f"--resume: {name} is {value} but the checkpoint in {config.run_dir} was made with {saved.get(name)}: "
+                f"--resume: {name} is {value} but {made} in {config.run_dir} was made with {saved.get(name)}: "
                 "repeat the original command, or start a new run in another folder"
             )
+    return manifest.get("run_id") or _read_object(config.run_dir / RECORD_FILE).get("run_id")
 
 
-def open_run_folder(run_dir: Path, start: Start) -> None:
-    """Make the folder, and remove what an earlier process left there: for a fresh start its run, else half a save.
+def _verified(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return store.read_manifest(checkpoint)
+    except UserError as error:
+        older = [path for path in store.checkpoints(checkpoint.parent) if path.name < checkpoint.name]
+        if not older:
+            raise
+        raise UserError(f"{error}; delete the folder {checkpoint} to go on from {older[0].name}") from error
+
+
+def make_run_folder(run_dir: Path) -> None:
+    """Make the folder.
 
     Raises:
-        UserError: the system does not let this user make the folder.
+        UserError: the system does not let this user make it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -96,23 +124,72 @@ def open_run_folder(run_dir: Path, start: Start) -> None:
         raise UserError(
             f"--checkpoint_path {run_dir}: cannot be made ({error.strerror}): name another folder"
         ) from error
-    resumed = start.checkpoint is not None
-    for path in _partial(run_dir) if resumed else _existing(run_dir):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+
+
+def clear_run_folder(run_dir: Path, start: Start) -> None:
+    """Remove what an earlier process left: for a fresh start its run, else half a save.
+
+    A kill in between leaves a folder that is a run's but has neither an end nor a checkpoint, so that ``--resume``
+    starts fresh.
+    """
+    if start.checkpoint is None:
+        store.remove(run_dir / COMPLETE_FILE)
+        for checkpoint in _folders(run_dir, store.STEP_FOLDER):
+            store.discard(checkpoint)
+    for path in _folders(run_dir, store.PARTIAL_FOLDER):
+        store.remove(path)
+    if start.checkpoint is None:
+        for name in _FILES:
+            store.remove(run_dir / name)
+
+
+def holds_own_config(run_dir: Path) -> bool:
+    """Whether a run of ours left its ``config.json`` there."""
+    return _is_ours(run_dir / CONFIG_FILE)
 
 
 def _existing(run_dir: Path) -> list[Path]:
-    """Files and folders of a run in ``run_dir``."""
-    named = [run_dir / name for name in _OURS if (run_dir / name).exists()]
-    return named + sorted(run_dir.glob("step-[0-9]*")) + _partial(run_dir)
+    """Everything in ``run_dir`` that has the name of something a run writes, links too."""
+    files = [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
+    return files + _folders(run_dir, store.STEP_FOLDER) + _folders(run_dir, store.PARTIAL_FOLDER)
 
 
-def _partial(run_dir: Path) -> list[Path]:
-    """Checkpoints whose writing was cut short."""
-    return sorted(run_dir.glob(".partial-step-[0-9]*"))
+def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
+    """Folders of that name and links in their place, newest first."""
+    found = (path for path in run_dir.iterdir() if name.fullmatch(path.name))
+    return sorted((path for path in found if path.is_dir() or path.is_symlink()), reverse=True)
+
+
+def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
+    """Something that a run would replace and no run wrote; None where there is nothing of the kind."""
+    for path in found:
+        if path.name in _FILES and path.is_dir() and not path.is_symlink():
+            return path
+    return found[0] if found and _proof(run_dir) is None else None
+
+
+def _proof(run_dir: Path) -> Path | None:
+    """A file or folder that only a run of ours leaves, the first of them."""
+    named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
+    own = [path for path in named if _is_ours(path)]
+    if (run_dir / STEPS_FILE).is_file():
+        own.append(run_dir / STEPS_FILE)
+    folders = _folders(run_dir, store.STEP_FOLDER) + _folders(run_dir, store.PARTIAL_FOLDER)
+    own += [path for path in folders if path.is_dir() and not path.is_symlink()]
+    return own[0] if own else None
+
+
+def _is_ours(path: Path) -> bool:
+    return _read_object(path).keys() >= _OWN_KEYS[path.name]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _check_writable(run_dir: Path, problems: Problems) -> None:
@@ -121,5 +198,5 @@ def _check_writable(run_dir: Path, problems: Problems) -> None:
         place = place.parent
     if not place.is_dir():
         problems.add(f"--checkpoint_path {run_dir}: {place} is a file, not a folder: name another folder")
-    elif not os.access(place, os.W_OK | os.X_OK):
-        problems.add(f"--checkpoint_path {run_dir}: no permission to write in {place}: name another folder")
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        problems.add(f"--checkpoint_path {run_dir}: no permission to read and write in {place}: name another folder")
