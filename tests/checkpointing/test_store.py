@@ -1,7 +1,9 @@
 """Checkpoints are complete or absent."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +89,56 @@ def test_random_streams_go_on(tmp_path):
 def test_the_manifest_is_plain_json(tmp_path):
     text = (saved(tmp_path, 5) / "manifest.json").read_text()
     assert json.loads(text)["files"]["deep/weights.bin"]["size"] == 7
+
+
+def test_files_that_may_only_be_read_are_saved(tmp_path, monkeypatch):
+    """Root may write what is read-only, so opening for writing is refused here."""
+    original = Path.open
+
+    def read_only(self: Path, mode: str = "r", *args: Any, **values: Any) -> Any:
+        if self.name == "weights.bin" and "+" in mode:
+            raise PermissionError(self)
+        return original(self, mode, *args, **values)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert saved(tmp_path, 5).is_dir()
+
+
+def test_folders_inside_are_durable(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(store, "sync_directory", synced.append)
+    saved(tmp_path, 5)
+    assert store.partial_folder(tmp_path, 5) / "deep" in synced
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "deep/../../outside"])
+def test_a_manifest_that_reaches_outside_is_none(tmp_path, name):
+    checkpoint = saved(tmp_path, 5)
+    (tmp_path / "outside").write_bytes(b"")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"is outside of the checkpoint"):
+        store.read_manifest(checkpoint)
+
+
+def test_retention_follows_no_link(tmp_path):
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.move(saved(run_dir, 5), outside)
+    (run_dir / "step-00000005").symlink_to(outside)
+    saved(run_dir, 6, keep=1)
+    assert [path.name for path in run_dir.glob("step-*")] == ["step-00000006"]
+    store.read_manifest(outside)
+
+
+def test_a_kill_while_removing_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    saved(tmp_path, 5)
+
+    def killed(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 6, keep=1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000006"]

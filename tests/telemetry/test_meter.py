@@ -67,6 +67,38 @@ def test_a_resumed_run_counts_its_earlier_steps():
     assert (other_epoch.run, other_epoch.epoch) == (earlier.run, Figures())
 
 
+def test_wall_time_is_when_the_step_ended():
+    meter = StepMeter(CPU, tokens_per_step=100)
+    started = meter.start()
+    meter.stop(started, step=1, epoch=0, result=result(1.0), dataload_sec=0.0)
+    time.sleep(0.05)
+    (line,) = meter.flush()
+    assert line["wall_time_sec"] < 0.05 <= meter.wall_seconds()
+
+
+def test_lost_steps_make_sums_unknown_and_counts_stay():
+    _, lines = metered(5)
+    meter = StepMeter(CPU, tokens_per_step=100)
+    meter.take_up(lines[2:], done=5, epoch_start=3, wall_sec=70.0, last_loss=9.0)
+    assert (meter.run.steps, meter.run.train_sec, meter.run.loss_mean()) == (5, None, None)
+    assert (meter.epoch.steps, meter.epoch.loss_mean(), meter.last_loss) == (2, 4.5, 9.0)
+    meter.stop(meter.start(), step=6, epoch=0, result=result(1.0), dataload_sec=0.0)
+    (line,) = meter.flush()
+    assert line["train_time_sec"] is None
+    assert line["wall_time_sec"] >= 70
+
+
+def test_what_the_device_has_not_finished_waits(monkeypatch):
+    """The stand-in is a GPU that got no further than step 1."""
+    meter = StepMeter(CPU, tokens_per_step=100)
+    for step in (1, 2):
+        meter.stop(meter.start(), step=step, epoch=0, result=result(1.0), dataload_sec=0.0)
+    first = meter._pending[0].ended
+    monkeypatch.setattr(meter._clock, "reached", lambda mark: mark == first)
+    assert [line["step"] for line in meter.flush(wait=False)] == [1]
+    assert [line["step"] for line in meter.flush()] == [2]
+
+
 def test_waiting_for_data_is_timed_and_counted_once():
     def slow():
         for number in range(3):

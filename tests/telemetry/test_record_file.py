@@ -52,6 +52,17 @@ def test_lines_past_a_step_are_dropped_and_writing_goes_on(steps_file):
     assert list(steps_file.parent.iterdir()) == [steps_file]
 
 
+def test_damaged_lines_are_left_out_and_counted(steps_file):
+    lines = steps_file.read_bytes().splitlines(keepends=True)
+    spoiled = [lines[0], b"\0\0\0\n", b'{"step": \n', b"\xff\n", b"[1]\n", b'{"loss": 1}\n', *lines[1:]]
+    steps_file.write_bytes(b"".join(spoiled))
+    damaged: list[int] = []
+    assert [line["step"] for line in read_steps(steps_file, damaged=damaged)] == [1, 2, 2, 3]
+    assert damaged == [2, 3, 4, 5, 6]
+    assert drop_steps_after(steps_file, 3) == damaged
+    assert steps_file.read_bytes() == b"".join(lines)
+
+
 def test_dropping_from_a_missing_file_makes_an_empty_one(tmp_path):
     drop_steps_after(tmp_path / "metrics.jsonl", 5)
     assert list(read_steps(tmp_path / "metrics.jsonl")) == []

@@ -126,15 +126,17 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
     assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
 
 
-def test_a_kill_while_overwriting_is_no_run_to_go_on_with(finished_run, tmp_path, monkeypatch):
+def test_a_kill_while_overwriting_is_no_run_to_go_on_with(finished_run, tmp_path, monkeypatch, capsys):
     copy = copied(finished_run, tmp_path)
     monkeypatch.setattr(shutil, "rmtree", Killed.now)
     with pytest.raises(Killed):
         go_on(copy, finished_run, resume=None, overwrite=True)
     monkeypatch.undo()
     assert not (copy / "RUN_COMPLETE.txt").exists()
-    assert all((path / "manifest.json").exists() for path in copy.glob("step-*"))
-    assert not (copy / "step-00000012").exists()
+    assert not list(copy.glob("step-*"))
+    capsys.readouterr()
+    assert go_on(copy, finished_run) == 0
+    assert "no checkpoint yet; starting fresh" in capsys.readouterr().out
 
 
 class Killed(BaseException):

@@ -126,14 +126,18 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves no folder that has its name but not its files."""
+def set_aside(checkpoint: Path) -> Path:
+    """Take a checkpoint out of the run in one step; what is left to remove comes back. Links are left as they are."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return checkpoint
     aside = checkpoint.with_name(f".partial-{checkpoint.name}.old")
     remove(aside)
-    if checkpoint.is_dir() and not checkpoint.is_symlink():
-        checkpoint.rename(aside)
-        checkpoint = aside
-    remove(checkpoint)
+    return checkpoint.rename(aside)
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; a kill in between leaves no folder that has its name but not its files."""
+    remove(set_aside(checkpoint))
 
 
 def _sync_and_hash(path: Path) -> str:
