@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from dsgpt.errors import EXIT_INTERRUPTED
 from dsgpt.topology import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -22,6 +23,7 @@ WORK = [
     "--max_train_steps", "200",
     "--eval_every", "50",
     "--max_val_steps", "20",
+    "--save_every", "50",
     "--steps_per_print", "10",
     "--resume",
 ]  # fmt: skip
@@ -90,4 +92,10 @@ def _device_flags(gpus: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:]:
+        sys.exit(f"error: the demo takes no arguments, not {sys.argv[1]!r}; train your own runs with src/gpt2.py")
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("error: interrupted; make demo goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

@@ -3,19 +3,27 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-from dsgpt.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
 EXAMPLES = """\
 examples:
   python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
-  python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000100 --prompt "import" --temperature 0"""
+  python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 def main() -> int:
     """Read the flags, sample, print."""
-    options = _build_parser().parse_args()
     try:
+        options = _build_parser().parse_args()
         from dsgpt.inference.sample import sample  # noqa: PLC0415 - torch takes seconds; --help should not
 
         for text in sample(
@@ -30,6 +38,9 @@ def main() -> int:
         ):
             print(text)
             print("-" * 80)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -38,7 +49,7 @@ def main() -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description="Continue a prompt with the model of a run, whichever strategy trained it.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

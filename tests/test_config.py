@@ -434,7 +434,17 @@ def test_the_baseline_says_what_it_ignores(here):
         f"baseline: of {here}/recipe.json, zero_optimization means nothing here and is ignored"
         in resolved(here).notices
     )
-    assert resolved(here, run_type="optimized").notices == ()
+    assert not any("ignored" in notice for notice in resolved(here, run_type="optimized").notices)
+
+
+def test_a_run_inside_the_warm_up_is_told(here):
+    def told(steps: int) -> bool:
+        notices = resolved(here, max_train_steps=steps).notices
+        return any(f"ends at step {steps}, inside the" in notice for notice in notices)
+
+    warm_up = resolved(here).recipe.scheduler.warmup_num_steps
+    assert told(warm_up)
+    assert not told(warm_up + 1)
 
 
 def test_names_of_strategies(here):

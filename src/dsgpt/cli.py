@@ -22,14 +22,26 @@ examples:
     python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \\
         --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
   the same training on all GPUs of this machine, under DeepSpeed:
-    deepspeed src/gpt2.py --run_type optimized ... (same flags)
+    deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
   two devices, also without a GPU:
-    deepspeed --num_gpus 2 src/gpt2.py --run_type optimized ...
+    deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
     torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
   look before you run:
     python src/gpt2.py ... --dry_run
 
 A flag beats the JSON, the JSON beats the default. Results go to the folder of --checkpoint_path."""
+
+
+_RECIPE = "it is the recipe's, {} in the JSON of --deepspeed_config"
+_ELSEWHERE = {
+    "--lr": _RECIPE.format("optimizer.params.lr"),
+    "--learning_rate": _RECIPE.format("optimizer.params.lr"),
+    "--weight_decay": _RECIPE.format("optimizer.params.weight_decay"),
+    "--warmup_steps": _RECIPE.format("scheduler.params.warmup_num_steps"),
+    "--batch_size": "give --global_batch_size (over all ranks) or --micro_batch_size_per_gpu",
+    "--block_size": "give --seq_length",
+}
+"""Flags that other trainers have, and where to say it here."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -255,7 +267,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     for word in unknown:
         name = word.split("=")[0]
         if word.startswith("--"):
-            reader.problems.add(f"{name} is no known flag{did_you_mean(name, known)}")
+            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, known)
+            reader.problems.add(f"{name} is no known flag{hint}")
         elif not previous_unknown:
             reader.problems.add(f"{word!r} belongs to no flag")
         previous_unknown = word.startswith("--")

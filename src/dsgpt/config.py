@@ -95,6 +95,11 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         _check_recipe(options, recipe, problems, notices)
     length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=notices)
     problems.raise_if_any()
+    if recipe.scheduler and length.total_steps <= recipe.scheduler.warmup_num_steps:
+        warm_up = recipe.scheduler.warmup_num_steps
+        notices.append(
+            f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}"
+        )
     return RunConfig(
         options=options,
         topology=topology,
@@ -125,7 +130,7 @@ def _check_required(options: Options, problems: Problems) -> None:
         "--deepspeed_config": (options.deepspeed_config, "a recipe, for example ds_configs/zero1.json"),
     }
     for flag, (value, what) in required.items():
-        if value is None:
+        if value is None and not problems.mention(flag):
             problems.add(f"{flag} is missing: give {what}")
     if options.resume and options.overwrite:
         problems.add("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")

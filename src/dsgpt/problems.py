@@ -46,6 +46,10 @@ class Problems:
         """Note mistakes; a line said before is not repeated."""
         self._lines.extend(line for line in lines if line not in self._lines)
 
+    def mention(self, word: str) -> bool:
+        """Whether a mistake was already found about ``word``, or something that was probably meant to be it."""
+        return any(line.startswith(f"{word} ") or f"did you mean {word}?" in line for line in self._lines)
+
     def raise_if_any(self) -> None:
         """Raise one ``UserError`` with all of them."""
         if self._lines:

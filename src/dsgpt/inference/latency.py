@@ -12,11 +12,11 @@ from dsgpt.model.gpt2 import GPT2
 from dsgpt.telemetry.record import GENERATED_TOKENS
 
 MAX_PROMPT_TOKENS = 16
-REPETITIONS = 5
+REPETITIONS = 15
 
 
 def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
-    """Generate up to 100 tokens after the start of ``ids`` and time it; the median of five runs after a warm-up.
+    """Generate up to 100 tokens after the start of ``ids`` and time it; the median of 15 runs after a warm-up.
 
     Args:
         model: whole, in the precision it trained in, in evaluation mode.
