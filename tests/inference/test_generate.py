@@ -205,4 +205,4 @@ def test_errors_of_the_command(run_dir, tmp_path):
     assert done.stderr.splitlines()[-1] == "error: the following arguments are required: --checkpoint"
     done = generate("--checkpoint", run_dir, "--temperature", "warm", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "generate.py: error: argument --temperature: invalid float value: 'warm'"
+    assert done.stderr.splitlines()[-1] == "error: argument --temperature: invalid float value: 'warm'"
