@@ -44,6 +44,8 @@ class Source:
     files: tuple[SourceFile, ...]
     skipped_binary: int = 0
     """Files in the named folders that are not text."""
+    same_by_documents: bool = False
+    """True where the same documents may come from other files: then they, not the files, decide what is the same."""
 
     @property
     def has_own_split(self) -> bool:
@@ -60,12 +62,22 @@ class Source:
         It covers every file's name and, up to 256 MiB in all, the contents; beyond that size and time of change stand
         for them, for reading everything would take as long as the work that it saves.
         """
+        if self.same_by_documents:
+            return self._documents_fingerprint()
         digest = hashlib.sha256()
         small = self.total_bytes() <= _HASHED_BYTES
         for file in self.files:
             status = file.path.stat()
             digest.update(f"{file.key}\0{status.st_size}\0".encode())
             digest.update(file.path.read_bytes() if small else str(status.st_mtime_ns).encode())
+        return digest.hexdigest()
+
+    def _documents_fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for _, document in self.documents():
+            if document.text.strip():  # the others are neither downloaded nor encoded
+                text = document.text.encode()
+                digest.update(f"{document.key}\0{len(text)}\0".encode() + text)
         return digest.hexdigest()
 
     def documents(self) -> Iterator[tuple[str | None, Document]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from hub_access import explain_offline
 from hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
-from prep_console import make_parser, progress, run_script, unknown_name, whole_number
+from prep_console import counted, make_parser, progress, run_script, unknown_name, whole_number
 from stdlib_corpus import STDLIB_NAME, stdlib_source
 from tqdm import tqdm
 
@@ -108,12 +108,12 @@ def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Iterato
     if max_documents is not None and not hub_set.articles:
         total = min(total or max_documents, max_documents)
     with progress(total=total, description=split, unit=" rows") as bar:
-        counted = _counted(texts, bar)
-        for text in join_articles(counted) if hub_set.articles else counted:
+        shown = _shown(texts, bar)
+        for text in join_articles(shown) if hub_set.articles else shown:
             yield {"text": text}
 
 
-def _counted(texts: Iterable[str], bar: tqdm) -> Iterator[str]:
+def _shown(texts: Iterable[str], bar: tqdm) -> Iterator[str]:
     for text in texts:
         bar.update(1)
         yield text
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             keep_hub_set(options.folder, HUB_SETS[options.name], name=options.name, max_documents=options.max_documents)
     for file, size in raw_record(options.folder)["files"].items():
-        print(f"{options.folder / file}: {size['documents']:,} documents, {size['bytes']:,} bytes")
+        print(f"{options.folder / file}: {counted(size['documents'], 'document')}, {counted(size['bytes'], 'byte')}")
     print(f"next: python data_prep/preprocess.py --dataset {options.name}")
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from documents import Source, SourceFile, json_lines_reader
+from stdlib_corpus import STDLIB_NAME
 
 RAW_FOLDER = "raw"
 RECORD_NAME = "download.json"
@@ -28,5 +29,6 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
                     SourceFile(path=folder / file, key=file, split=_SPLIT_OF_FILE[Path(file).stem], read=read)
                     for file in record["files"]
                 ),
+                same_by_documents=name == STDLIB_NAME,  # the interpreter's own files hold them too
             )
     return None

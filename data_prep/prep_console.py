@@ -1,10 +1,11 @@
 """What every script here shares towards the user: flags that report all mistakes at once, progress, exit codes."""
 
 import argparse
+import contextlib
 import difflib
 import errno
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -71,19 +72,37 @@ def unknown_name(value: str, *, flag: str, names: Sequence[str]) -> str:
     return f"{flag} {value}: is not a known name; {hint}known are {', '.join(names)}"
 
 
-def progress(*, total: int | None, description: str, unit: str) -> tqdm:
-    """A progress bar with an estimate of the time left; on a log instead of a terminal it speaks every 10 seconds.
+def counted(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Whole seconds, in words where there are none."""
+    return "less than 1 s" if seconds < 1 else f"{seconds:.0f} s"
+
+
+@contextlib.contextmanager
+def progress(*, total: int | None, description: str, unit: str) -> Iterator[tqdm]:
+    """A progress bar with an estimate of the time left; none where stderr is no terminal.
+
+    Work that ends early without a mistake (a limit was reached, documents were empty) ends at 100 % of what was done.
 
     Args:
         total: bytes (``unit`` "B") or other units of the whole work; None where that cannot be known.
         description: what is being done, in a word or two.
         unit: what ``total`` counts.
     """
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        total=total, desc=description, unit=unit, unit_scale=True, mininterval=interval, maxinterval=interval * 2,
-        dynamic_ncols=True,
-    )  # fmt: skip
+    with tqdm(
+        total=total, desc=description, unit=unit, unit_scale=True, mininterval=0.2, maxinterval=0.4,
+        dynamic_ncols=True, disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        try:
+            yield bar
+        except GeneratorExit:  # the rows' reader has enough
+            bar.total = bar.n
+            raise
+        bar.total = bar.n
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:

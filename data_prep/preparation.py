@@ -15,7 +15,7 @@ from pathlib import Path
 from documents import Source
 from downloaded_set import downloaded_source
 from own_text import own_source
-from prep_console import progress
+from prep_console import counted, duration, progress
 from prep_options import TRAIN, PrepareOptions
 from splitting import SPLITS, Divided, divide, first_documents
 from stdlib_corpus import STDLIB_NAME, stdlib_source
@@ -86,7 +86,7 @@ def prepare(options: PrepareOptions) -> None:
             _write(options, source, place, vocabulary, identity)
         finally:
             shutil.rmtree(place.staged_tokenizer, ignore_errors=True)
-        _report(place, f"prepared in {time.monotonic() - started:.0f} s:")
+        _report(place, f"prepared in {duration(time.monotonic() - started)}:")
 
 
 def _fingerprint(tokenizer: str) -> str | None:
@@ -105,7 +105,7 @@ def _source(options: PrepareOptions) -> Source:
         if not source.files:
             raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
         if source.skipped_binary:
-            print(f"left out {source.skipped_binary:,} binary files")
+            print(f"left out {counted(source.skipped_binary, 'binary file')}")
     else:
         source = downloaded_source(options.dataset, output_dir=options.output_dir)
         if source is None and options.dataset == STDLIB_NAME:
@@ -257,8 +257,8 @@ def _report(place: Place, heading: str) -> None:
     for split in SPLITS:
         file = open_token_file(place.tokens(split))
         print(
-            f"  {file.path}: {file.sidecar.documents:,} documents, {file.tokens:,} tokens ({file.sidecar.dtype}, "
-            f"{file.size_bytes:,} bytes)"
+            f"  {file.path}: {counted(file.sidecar.documents, 'document')}, {counted(file.tokens, 'token')} "
+            f"({file.sidecar.dtype}, {counted(file.size_bytes, 'byte')})"
         )
     vocabulary = open_vocabulary(place.tokenizer)
     print(f"  {place.tokenizer}: {vocabulary.size:,} ids, documents end with id {vocabulary.eot_id}")

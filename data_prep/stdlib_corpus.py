@@ -45,6 +45,7 @@ def stdlib_source(*, root: Path | None = None) -> Source:
             SourceFile(path=path, key=key, split=None, read=_read_topics if key == _TOPICS else _read_library_file)
             for key, path in keyed
         ),
+        same_by_documents=True,
     )
 
 

@@ -3,8 +3,10 @@
 import time
 from pathlib import Path
 
+import download_data
 import numpy as np
-from stdlib_corpus import stdlib_source
+from downloaded_set import downloaded_source
+from stdlib_corpus import STDLIB_NAME, stdlib_source
 from transformers import AutoTokenizer
 
 from dsgpt.data.token_file import open_token_file
@@ -27,7 +29,7 @@ def test_the_default_command_prepares_it(run, tmp_path: Path):
     started = time.monotonic()
     done = run("preprocess.py", cwd=tmp_path)
     assert time.monotonic() - started < 60
-    assert "encoding" in done.stderr, "progress is shown"
+    assert not done.stderr, "no progress bars in a log"
     folder = tmp_path / "data" / "python-stdlib"
     train, val = (open_token_file(folder / f"{split}.bin") for split in ("train", "val"))
     assert (train.sidecar.vocab_size, train.sidecar.dtype) == (8192, "uint16")
@@ -39,3 +41,26 @@ def test_the_default_command_prepares_it(run, tmp_path: Path):
     decoded = text.split("<|endoftext|>")[:-1]
     assert len(decoded) == val.sidecar.documents
     assert set(decoded) <= originals
+
+
+def test_kept_documents_are_the_same_input(tmp_path: Path):
+    raw = tmp_path / "raw"
+    download_data.keep_stdlib(raw, max_documents=None)
+    direct, kept = stdlib_source(), downloaded_source(STDLIB_NAME, output_dir=tmp_path)
+    assert kept.fingerprint() == direct.fingerprint()
+    assert kept.description == direct.description
+    filled = [(document.key, document.text) for _, document in direct.documents() if document.text.strip()]
+    assert [(document.key, document.text) for _, document in kept.documents()] == filled
+
+    download_data.keep_stdlib(raw, max_documents=50)
+    assert downloaded_source(STDLIB_NAME, output_dir=tmp_path).fingerprint() != direct.fingerprint()
+
+
+def test_another_python_is_another_input(tmp_path: Path):
+    prints = set()
+    for text in ("x = 1\n", "x = 2\n"):
+        (tmp_path / "module.py").write_text(text)
+        prints.add(stdlib_source(root=tmp_path).fingerprint())
+    (tmp_path / "empty.py").write_text("")
+    prints.add(stdlib_source(root=tmp_path).fingerprint())
+    assert len(prints) == 2
