@@ -7,7 +7,7 @@ import seaborn as sns
 from comparison import decimals, gibibytes, shorten
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from runs import Run
+from runs import TOO_SHORT, Run
 from style import BEHIND_TEXT, INK, look, note_inside
 
 NOT_RECORDED = "not recorded"
@@ -70,7 +70,7 @@ def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int =
     top = max(heights) or 1.0
     for row, (container, value, each) in enumerate(zip(axes.containers, values, looks, strict=True)):
         if value is None:
-            note_inside(axes, NOT_RECORDED, x=top * 0.015, y=row)
+            note_inside(axes, _missing(bars, runs[row]), x=top * 0.015, y=row)
             continue
         container[0].set(hatch=each.hatch, hatchcolor=each.hatch_colour)
         axes.text(heights[row] + top * 0.015, row, bars.form(value), va="center", color=INK, bbox=BEHIND_TEXT)
@@ -83,3 +83,8 @@ def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int =
     sns.despine(ax=axes, left=True)
     if all(value is None for value in values):
         axes.set_xticks([])
+
+
+def _missing(bars: Bars, run: Run) -> str:
+    """Why there is no bar."""
+    return TOO_SHORT if bars is THROUGHPUT and run.too_short_to_time else NOT_RECORDED

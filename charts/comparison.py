@@ -3,15 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from equal_work import equal_loss_line, inference_stamps, judge, partial_stamps, show
 from machines import machine_line, machine_stamps
-from runs import Run
+from runs import TOO_SHORT, Run
 
 UNKNOWN = "unknown"
 SIGN_CONVENTION = (
     "Improvements are percentages of the first run's value; **positive is better**: less time, latency, loss and"
     " memory, more tokens per second. Unknown is what was not recorded or cannot be compared; it is never taken as 0."
+)
+INFERENCE_NOISE = (
+    "Inference runs on one device with one prompt, whatever the strategy: between equal models on one machine,"
+    " differences in its figures are measurement noise."
 )
 
 
@@ -25,6 +30,8 @@ class Row:
     lower_is_better: bool
     gpu_only: bool = False
     """Left out where no run has it: on a CPU it is not unknown, it does not exist."""
+    several_epochs_only: bool = False
+    """Left out where no run has a second epoch: it would repeat another row."""
 
 
 def decimals(digits: int) -> Callable[[float], str]:
@@ -37,11 +44,18 @@ def gibibytes(value: float) -> str:
     return f"{value / 2**30:.2f}"
 
 
+THROUGHPUT_ROW = Row("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False)
 ROWS = (
     Row("training time (s)", lambda run: run.train_time, decimals(1), True),
-    Row("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False),
+    THROUGHPUT_ROW,
     Row("final train loss (nats per token)", lambda run: run.final_train_loss, decimals(4), True),
-    Row("best train loss, lowest epoch mean", lambda run: run.best_train_loss, decimals(4), True),
+    Row(
+        label="best train loss, lowest epoch mean",
+        value=lambda run: run.best_train_loss,
+        form=decimals(4),
+        lower_is_better=True,
+        several_epochs_only=True,
+    ),
     Row("final validation loss (nats per token)", lambda run: run.final_val_loss, decimals(4), True),
     Row("best validation loss", lambda run: run.best_val_loss, decimals(4), True),
     Row("inference latency, batch 1 (s)", lambda run: run.inference_latency, decimals(3), True),
@@ -78,7 +92,7 @@ def comparison_markdown(runs: Sequence[Run]) -> str:
     ]
     parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts.append(_escape(machine_line(runs)))
-    parts += ["## Results", _table(_result_rows(runs)), SIGN_CONVENTION, _memory_line(runs)]
+    parts += ["## Results", _table(_result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
     parts += ["## Work", _table(_work_rows(runs)), _notes(runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -110,7 +124,9 @@ def shorten(name: str, width: int) -> str:
 
 def _cell(row: Row, run: Run) -> str:
     value = row.value(run)
-    return UNKNOWN if value is None else row.form(value)
+    if value is not None:
+        return row.form(value)
+    return TOO_SHORT if row is THROUGHPUT_ROW and run.too_short_to_time else UNKNOWN
 
 
 def _speed_up_cell(base: Run, run: Run) -> str:
@@ -130,12 +146,19 @@ def _result_rows(runs: Sequence[Run]) -> list[list[str]]:
         header.append(f"{other.name} vs {base.name}" + (f", {mark}" if mark else ""))
     rows = [header]
     for row in ROWS:
-        if row.gpu_only and all(row.value(run) is None for run in runs):
+        if not _belongs(row, runs):
             continue
         cells = [_cell(row, run) for run in runs]
         rows.append([row.label, *cells, *(_improvement_cell(row, base, other) for other in others)])
     rows.insert(3, ["speed-up in training time", *(_speed_up_cell(base, run) for run in runs), *("" for _ in others)])
     return rows
+
+
+def _belongs(row: Row, runs: Sequence[Run]) -> bool:
+    """Whether the row says something about these runs."""
+    if row.several_epochs_only and all(run.epochs <= 1 for run in runs):
+        return False
+    return not row.gpu_only or any(row.value(run) is not None for run in runs)
 
 
 def _improvement_cell(row: Row, base: Run, other: Run) -> str:
@@ -153,11 +176,34 @@ def _work_rows(runs: Sequence[Run]) -> list[list[str]]:
     rows.append(["devices used", *(run.devices or show(None) for run in runs)])
     rows.append(["status", *(run.status or show(None) for run in runs)])
     for fact in runs[0].work:
-        rows.append([fact, *(show(run.work[fact]) for run in runs)])
+        rows += _fact_rows(fact, [run.work[fact] for run in runs])
     rows.append(["inference: prompt tokens", *(show(run.prompt_tokens) for run in runs)])
     rows.append(["inference: new tokens", *(show(run.new_tokens) for run in runs)])
     rows.append(["record", *(run.schema for run in runs)])
     return rows
+
+
+def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
+    """One row, or one per setting where the fact is a set of settings: only hashes are cut."""
+    known = [value for value in values if value is not None]
+    settings = all(isinstance(value, dict) for value in known)
+    keys = dict.fromkeys(key for value in known for key in value) if settings else {}
+    if not keys:
+        whole = not fact.endswith(" data")  # the beginning of a hash will do
+        return [[fact, *(show(value, whole=whole) for value in values)]]
+    rows = []
+    for key in keys:
+        leaves = [None if value is None else value.get(key, "absent") for value in values]
+        if any(isinstance(leaf, dict) for leaf in leaves):
+            rows += _fact_rows(f"{fact} {key}", leaves)
+        else:
+            rows.append([f"{fact} {key}", *map(_setting_cell, values, leaves)])
+    return rows
+
+
+def _setting_cell(settings: Any, leaf: Any) -> str:
+    """A setting's value; null is a setting that was not given, unless the run recorded no settings at all."""
+    return "not given" if leaf is None and settings is not None else show(leaf, whole=True)
 
 
 def _memory_line(runs: Sequence[Run]) -> str:

@@ -118,17 +118,21 @@ def judge(runs: Sequence[Run]) -> Verdict:
     )
 
 
-def show(value: Any) -> str:
-    """A fact's value for a reader: whole numbers whole, hashes shortened, settings in a row, unknown said."""
+def show(value: Any, *, whole: bool = False) -> str:
+    """A fact's value for a reader: whole numbers whole, settings in a row, unknown said; long texts cut at the end.
+
+    With ``whole`` nothing is cut.
+    """
     if value is None:
         return "unknown"
     if isinstance(value, float):
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
     if isinstance(value, dict):
-        text = ", ".join(f"{key} {'not given' if item is None else show(item)}" for key, item in value.items())
-        return text if len(text) <= 120 else f"{text[:119]}…"
+        shown = {key: "not given" if item is None else show(item, whole=whole) for key, item in value.items()}
+        text = ", ".join(f"{key} {item}" for key, item in shown.items())
+        return text if whole or len(text) <= 120 else f"{text[:119]}…"
     text = str(value)
-    return text if len(text) <= 40 else f"{text[:10]}…"
+    return text if whole or len(text) <= 40 else f"{text[:10]}…"
 
 
 def work_stamps(verdict: Verdict) -> list[str]:

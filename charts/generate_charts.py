@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 from comparison import comparison_markdown, console_summary
 from runs import Run, read_run
 
-from dsgpt.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from dsgpt.files import write_atomic
 
 DESCRIPTION = """\
@@ -31,7 +32,8 @@ examples:
       --run zero3=checkpoint/zero3 --output-dir charts/zero
 
 writes: training_time, throughput, inference_latency, inference_throughput, loss_vs_step, loss_vs_time, peak_memory and
-overview (.png), and comparison.md. Exit code 0: done; 2: a mistake in the command line or an unreadable file.
+overview (.png), and comparison.md. Exit code 0: done; 2: a mistake in the command line or an unreadable file;
+130: interrupted.
 """
 VALUE_FLAGS = ("--baseline-json", "--optimized-json", "--run", "--output-dir")
 
@@ -47,22 +49,36 @@ class Request:
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what ``argv`` asks for; returns the exit code. The user's mistakes are printed, one line each."""
     try:
-        request, mistakes = parse(sys.argv[1:] if argv is None else argv)
-        runs, unreadable = read_all(request.paths)
-        if mistakes or unreadable:
-            raise UserError(*mistakes, *unreadable)
-        write_charts(runs, output=request.output)
+        _compare(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         for problem in error.problems:
-            print(f"generate_charts.py: {problem}", file=sys.stderr)
+            print(f"error: {problem}", file=sys.stderr)
         return EXIT_USER_ERROR
-    print(console_summary(runs, output=request.output))
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return EXIT_DONE
+
+
+def _compare(argv: Sequence[str]) -> None:
+    request, mistakes = parse(argv)
+    runs, unreadable = read_all(request.paths)
+    if mistakes or unreadable:
+        raise UserError(*mistakes, *unreadable)
+    write_charts(runs, output=request.output)
+    print(console_summary(runs, output=request.output))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves the printing of mistakes to ``main``."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags, with help that teaches."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="generate_charts.py",
         description=DESCRIPTION,
         epilog=EXAMPLES,

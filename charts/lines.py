@@ -79,6 +79,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         if placeable(curve_of(run, kind), axis):
             ends.append(_draw_curve(axes, run, kind=kind, axis=axis, order=index, count=len(runs)))
     axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({ZOOMED})")
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # labels hold the losses themselves
     sns.despine(ax=axes)
     if ends:
         axes.set_xlim(left=0)
@@ -143,7 +144,8 @@ def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, coun
         sns.lineplot(x=x, y=y, alpha=max(0.07, 0.3 / count), lw=0.5, zorder=1.5, **plain)  # under every mean
         y = smoothed(y, window=window)
     apart = max(1, len(x) // 8)  # about eight markers per curve, at other places for each run
-    marks = {"marker": style.marker, "markersize": 6, "markeredgecolor": "white", "zorder": 2 + order / count}
+    size = style.marker_size if len(x) <= 12 else 6
+    marks = {"marker": style.marker, "markersize": size, "markeredgecolor": "white", "zorder": 2 + order / count}
     every = 1 if len(x) <= 12 else (order * apart // 3 % apart, apart)
     sns.lineplot(x=x, y=y, linestyle=style.dashes, lw=style.width, markevery=every, **marks, **plain)
     return End(run.name, x[-1], y[-1])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from bars import INFERENCE, LATENCY, THROUGHPUT, TRAINING_TIME, Bars, draw_bars, memory_bars
-from comparison import shorten, speed_up
+from comparison import INFERENCE_NOISE, shorten, speed_up
 from curves import Curve
 from equal_work import inference_stamps, judge, partial_stamps, work_stamps
 from lines import (
@@ -149,7 +149,10 @@ def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
         return f"{what} {_speed_ups(runs)}"
     if bars is LATENCY:
         counts = {run.new_tokens for run in runs if run.new_tokens is not None}
-        return f"Seconds to generate {counts.pop():.0f} tokens from one prompt." if len(counts) == 1 else ""
+        what = f"Seconds to generate {counts.pop():.0f} tokens from one prompt. " if len(counts) == 1 else ""
+        return what + INFERENCE_NOISE
+    if bars is INFERENCE:
+        return INFERENCE_NOISE
     if bars in memory_bars(runs):
         return "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
     return ""

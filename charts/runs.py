@@ -10,7 +10,7 @@ from fields import Fields, read_object
 
 from dsgpt.errors import UserError
 
-RECORD_NAME = "training_metrics.json"
+RECORD_NAME, LOG_NAME = "training_metrics.json", "metrics.jsonl"
 FLAT_KEYS = (
     "train_time_per_epoch",
     "train_loss_per_epoch",
@@ -20,6 +20,9 @@ FLAT_KEYS = (
     "inference_throughput",
 )
 FLAT_SCHEMA = "flat keys"
+TIMED_FROM_STEP = 4
+"""Throughput leaves out the steps before this one, which warm up (``WARM_UP_STEPS`` of the program's meter)."""
+TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "dropout")
 
 
@@ -36,6 +39,8 @@ class Run:
     strategy: str | None
     work: Mapping[str, Any]
     """What was computed, by fact; ``equal_work.FACTS`` says which facts there are."""
+    epochs: int
+    """Epochs of which a loss was recorded."""
     train_time: float | None
     """Seconds of training steps."""
     tokens_per_sec: float | None
@@ -61,6 +66,12 @@ class Run:
     notes: tuple[str, ...]
     """What a reader of the comparison must know about this record."""
 
+    @property
+    def too_short_to_time(self) -> bool:
+        """Whether there is no throughput because every step was a warm-up."""
+        steps = self.work["optimizer steps"]
+        return self.tokens_per_sec is None and steps is not None and steps < TIMED_FROM_STEP
+
 
 def read_run(path: Path, *, name: str) -> Run:
     """Read a run from its folder or its ``training_metrics.json``, and the ``metrics.jsonl`` beside it.
@@ -73,7 +84,7 @@ def read_run(path: Path, *, name: str) -> Run:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; has the run {name!r} started?") from error
+        raise UserError(_missing(path, name)) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file; give a {RECORD_NAME}") from error
     except OSError as error:
@@ -81,7 +92,14 @@ def read_run(path: Path, *, name: str) -> Run:
     values = read_object(text, source=str(path), notes=notes)
     if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & values.keys():
         raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_NAME}")
-    return _build(Fields(values, notes=notes), name=name, log=path.with_name("metrics.jsonl"), notes=notes)
+    return _build(Fields(values, notes=notes), name=name, log=path.with_name(LOG_NAME), notes=notes)
+
+
+def _missing(path: Path, name: str) -> str:
+    """What to do about a record that is not there."""
+    if path.with_name(LOG_NAME).exists():
+        return f"{path}: no such file; the run {name!r} was cut off before its first record: continue it with --resume"
+    return f"{path}: no such file; has the run {name!r} started?"
 
 
 def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
@@ -99,6 +117,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
         devices=_devices(record.section("hardware")),
         strategy=config.text("strategy") or config.text("run_type"),
         work=_work(record, epochs),
+        epochs=epochs.count,
         train_time=_first(summary.number("train_time_sec"), epochs.train_time),
         tokens_per_sec=_first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
         final_train_loss=_first(summary.number("final_train_loss"), _last(epochs.train_losses)),
@@ -127,9 +146,9 @@ class _Epochs:
         self.train_losses = [epoch.number("train_loss_avg_global") for epoch in epochs] or record.series(FLAT_KEYS[1])
         self.val_losses = [epoch.number("val_loss_avg_global") for epoch in epochs] or record.series(FLAT_KEYS[2])
         self.times = record.series("train_time_per_epoch")
-        count = max(len(self.train_losses), len(self.val_losses))
-        if not record.is_list("train_time_per_epoch") and self.times and count > 1:
-            notes.append(f"train_time_per_epoch is one number for {count} epochs: the training time is unknown")
+        self.count = max(len(self.train_losses), len(self.val_losses))
+        if not record.is_list("train_time_per_epoch") and self.times and self.count > 1:
+            notes.append(f"train_time_per_epoch is one number for {self.count} epochs: the training time is unknown")
             self.times = []
         self.train_time = _total(self.times)
         self.throughput = _mean_rate(record.series("train_throughput"), times=self.times)

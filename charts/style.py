@@ -38,19 +38,23 @@ class Look:
     dashes: tuple[int, tuple[float, ...]]
     width: float
     """Line width in points: later runs are thinner, so that curves which coincide all stay visible."""
+    marker_size: float
+    """In points; smaller for later runs, so that single points which coincide all stay visible."""
 
 
 def look(index: int, *, count: int) -> Look:
     """The look of run ``index`` of ``count``; the lists have coprime lengths, so that looks repeat late."""
     colour = _COLOURS[index % len(_COLOURS)]
     brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
+    earlier = 1 - index / (count - 1) if count > 1 else 0.0
     return Look(
         colour=colour,
         hatch=_HATCHES[index % len(_HATCHES)],
         hatch_colour=INK if brightness > 0.6 else "white",
         marker=_MARKERS[index % len(_MARKERS)],
         dashes=_DASHES[index % len(_DASHES)],
-        width=1.3 + 2.2 * (1 - index / (count - 1)) if count > 1 else 1.8,
+        width=1.3 + 2.2 * earlier if count > 1 else 1.8,
+        marker_size=6 + 5 * earlier,
     )
 
 

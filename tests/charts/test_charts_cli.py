@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import generate_charts
 import pytest
 from chart_records import flat_record, record, step_lines, write_run
 from generate_charts import main
@@ -108,8 +109,24 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, two_runs):
     (tmp_path / "out" / "throughput.png").mkdir(parents=True)
     done = run_script("--run", f"a={two_runs[0]}", "--output-dir", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == f"generate_charts.py: --output-dir {tmp_path / 'out'}: cannot be written (Is a directory)\n"
+    assert done.stderr == f"error: --output-dir {tmp_path / 'out'}: cannot be written (Is a directory)\n"
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
+
+
+def test_every_mistake_is_a_line_that_begins_with_error(capsys):
+    assert main(["--help=x", "surplus"]) == 2
+    assert main(["surplus", "more"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
+
+
+def test_an_interrupt_is_one_line_and_130(two_runs, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate_charts, "write_charts", interrupt)
+    assert main(["--run", f"a={two_runs[0]}"]) == 130
+    assert capsys.readouterr() == ("", "error: interrupted\n")
 
 
 def test_help_teaches(tmp_path):

@@ -156,3 +156,40 @@ def test_the_closing_table_says_what_matters(tmp_path):
 def test_long_names_keep_both_ends():
     assert shorten("baseline-on-one-device-bs32", 15) == "baselin…ce-bs32"
     assert shorten("short", 5) == "short"
+
+
+def test_the_lowest_epoch_mean_is_left_out_where_there_is_one_epoch(compared):
+    label = "best train loss, lowest epoch mean"
+    single = record(epochs=record()["epochs"][:1])
+    assert label not in compared(a=single, b=single)[1]
+    assert label in compared(a=single, b=record())[1]
+
+
+def test_every_scheduler_setting_has_a_row_and_nothing_is_cut(compared):
+    params = {f"a_setting_with_a_long_name_{i}": 1000 + i for i in range(9)} | {"last": None, "text": "x" * 200}
+    scheduler = {"type": "T", "params": params}
+    _, rows = compared(a=record(training_config__scheduler=scheduler), b=record(), c=flat_record())
+    assert rows["scheduler type"] == ["T", "WarmupCosineLR", "unknown"]
+    assert rows[r"scheduler params a\_setting\_with\_a\_long\_name\_8"] == ["1008", "absent", "unknown"]
+    assert rows["scheduler params last"] == ["not given", "absent", "unknown"]
+    assert rows["scheduler params text"][0] == "x" * 200
+    assert rows["optimizer settings betas"][0] == "[0.9, 0.95]"
+    assert not [label for label, cells in rows.items() if "…" in "".join(cells) and "data" not in label]
+
+
+def test_a_scheduler_of_another_form_is_shown_whole(compared):
+    _, rows = compared(a=record(training_config__scheduler="y" * 60), b=record())
+    assert rows["scheduler"][1] == "type WarmupCosineLR, params warmup\\_num\\_steps 4"
+
+
+def test_inference_differences_are_called_noise_below_the_results(compared):
+    text, _ = compared(a=record(), b=record())
+    assert text.index("## Results") < text.index("are measurement noise.") < text.index("## Work")
+
+
+@pytest.mark.parametrize(("steps", "cell"), [(3, "fewer than 4 steps"), (4, "unknown"), (None, "unknown")])
+def test_a_run_too_short_for_timing_says_so(compared, steps, cell):
+    changes = {"summary__mean_tokens_per_sec_global": None, "train_throughput": None, "summary__optimizer_steps": None}
+    epoch = record()["epochs"][0] | {"optimizer_steps": steps}
+    _, rows = compared(a=record(epochs=[epoch], **changes), b=record())
+    assert rows["tokens per second, all devices"] == [cell, "102", "unknown"]

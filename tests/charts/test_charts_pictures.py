@@ -3,7 +3,7 @@
 import matplotlib as mpl
 import plots
 import pytest
-from bars import GPU_MEMORY, HOST_MEMORY, TRAINING_TIME, draw_bars, memory_bars
+from bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, memory_bars
 from chart_records import flat_record, record, step_lines, write_run
 from lines import EPOCHS, STEPS, draw_losses, ends_can_be_labelled, step_axis, time_axis, window_of
 from matplotlib.figure import Figure
@@ -98,6 +98,37 @@ def test_bars_start_at_zero_and_carry_their_values(read):
     assert [text.get_text() for text in axes.texts] == ["100.0", "not recorded"]
     assert [container[0].get_width() for container in axes.containers] == [100.0, 0.0]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
+
+
+def test_a_run_too_short_for_timing_says_so_in_place_of_its_bar(read):
+    short = record(summary__mean_tokens_per_sec_global=None, train_throughput=None, summary__optimizer_steps=3)
+    axes = Figure().subplots()
+    draw_bars(axes, THROUGHPUT, [read("a", record()), read("b", short)])
+    assert [text.get_text() for text in axes.texts] == ["102", "fewer than 4 steps"]
+
+
+def test_inference_differences_are_called_noise_on_their_pictures(read, words):
+    drawn = words([read("a", record()), read("b", record())])
+    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
+    assert noted == {"inference_latency.png", "inference_throughput.png"}
+
+
+def test_loss_labels_hold_the_losses_without_an_offset(read):
+    for losses in ([4.0000001, 4.0000002], [1e-7, 2e-7]):
+        lines = [{"step": step, "val_loss": loss} for step, loss in enumerate(losses, start=1)]
+        figure = Figure()
+        axes = figure.subplots()
+        draw_losses(axes, [read("a", record(), lines)], kind="validation", axis=STEPS)
+        figure.canvas.draw()
+        assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_single_points_that_coincide_stay_visible(read):
+    lines = [{"step": 4, "val_loss": 4.0}]
+    axes = Figure().subplots()
+    draw_losses(axes, [read("a", record(), lines), read("b", record(), lines)], kind="validation", axis=STEPS)
+    below, above = axes.lines
+    assert below.get_markersize() > 1.5 * above.get_markersize() and below.get_zorder() < above.get_zorder()
 
 
 def test_gpu_and_host_memory_never_share_a_panel(read):

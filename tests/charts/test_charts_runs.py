@@ -144,6 +144,13 @@ def test_a_file_that_is_no_record_is_named_on_one_line(tmp_path, text, reason):
     assert str(path) in problem and reason in problem and "\n" not in problem
 
 
+def test_a_run_cut_off_before_its_first_record_is_to_be_continued(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    for path in (tmp_path, tmp_path / "training_metrics.json"):
+        with pytest.raises(UserError, match=r"'a' was cut off before its first record: continue it with --resume$"):
+            read_run(path, name="a")
+
+
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "training_metrics.json"
     path.write_bytes(b"\x80\x81\xff" * 9)
