@@ -487,7 +487,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     said = capsys.readouterr().out
     for part in (
         "strategy    baseline",
-        "batch       8 sequences = 8 micro x 1 accumulation x 1 ranks",
+        "batch       8 sequences = 8 micro x 1 accumulation x 1 rank",
         "vocabulary 257 (320 with padding)",
         "641 tokens in 40 windows of 16",
         "2 optimizer steps of 128 tokens",

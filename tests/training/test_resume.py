@@ -157,6 +157,7 @@ def test_the_manifest_lists_every_file(undisturbed):
         manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
         files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
         assert set(manifest["files"]) == files - {"manifest.json"}
+        assert len({(checkpoint / name).stat().st_mode for name in files}) == 1
     assert (run / "latest").read_text(encoding="utf-8").strip() == "step-00000012"
     assert not list(run.glob(".partial-*"))
 

@@ -209,12 +209,20 @@ def read_run_state(checkpoint: Path) -> RunState:
     return RunState(**json.loads((checkpoint / _RUN_STATE).read_text(encoding="utf-8")))
 
 
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions of any other new file; the library makes it private."""
+    save_file(tensors, path)
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
     """Write this rank's random state, of CPU and GPU."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    save_file(state, folder / f"random-{rank:05d}.safetensors")
+    save_tensors(state, folder / f"random-{rank:05d}.safetensors")
 
 
 def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from dsgpt.checkpointing import store
 from dsgpt.config import RunConfig
@@ -39,7 +38,7 @@ def save_checkpoint(
     weights = whole_weights(strategy, keep=is_main)
     _refuse_non_finite(weights, folder, step=state.step, is_main=is_main)
     if is_main:
-        save_file(weights, folder / store.WEIGHTS)
+        store.save_tensors(weights, folder / store.WEIGHTS)
         write_json_atomic(folder / store.MODEL, config.model.as_dict())
         _copy_tokenizer(config, folder)
     barrier()

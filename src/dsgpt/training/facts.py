@@ -17,7 +17,7 @@ from dsgpt.telemetry.environment import git_commit, host_name, software_versions
 def plan_lines(config: RunConfig) -> list[str]:
     """Topology, batch split, model and length of the run, for people."""
     topology, batch, model = config.topology, config.batch, config.model
-    threads = f", {config.threads_per_device} CPU threads each" if config.threads_per_device else ""
+    threads = f", {_counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
     ranks = batch.data_parallel_size
     per_epoch = config.order.steps_per_epoch
     clipping = config.recipe.gradient_clipping
@@ -25,7 +25,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
         f"topology    {ranks} x {config.device}{threads}, all data parallel; precision {config.precision}",
         f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
-        f"{batch.gradient_accumulation_steps} accumulation x {ranks} ranks",
+        f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, 'rank')}",
         f"model       {config.options.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
         "with padding)",
@@ -39,6 +39,10 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"run folder  {config.run_dir}",
         *(f"note        {notice}" for notice in config.notices),
     ]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def record_facts(
