@@ -2,7 +2,7 @@
 
 import sys
 
-from dsgpt.main import train
+from dsgpt.main import leave, train
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:]))
+    leave(train(sys.argv[1:]))

@@ -1,10 +1,12 @@
 """What happens around every training process: reading the request, and turning its end into an exit code."""
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from dsgpt.cli import parse_arguments
 from dsgpt.config import resolve
@@ -43,6 +45,18 @@ def train(arguments: Sequence[str]) -> int:
         _complain(["interrupted; continue with --resume"], speaks=speaks)
         return EXIT_INTERRUPTED
     return EXIT_DONE
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, after everything it wrote is out.
+
+    At an ordinary exit a thread of gloo may still run while C++ takes its objects apart, which aborts the process: a
+    finished run of two ranks then ended with signal 6, once in about a hundred launches.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _find_tools_beside_interpreter() -> None:
