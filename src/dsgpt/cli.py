@@ -58,6 +58,8 @@ class _Reader:
         self.problems = Problems()
 
     def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
+        """A reader of whole numbers of at least ``low``; thousands may be grouped by ``_`` or ``,``."""
+
         def read(word: str) -> int | None:
             try:
                 value = int(word.replace("_", "").replace(",", ""))
@@ -71,6 +73,8 @@ class _Reader:
         return read
 
     def fraction(self, flag: str) -> Callable[[str], float | None]:
+        """A reader of numbers of at least 0 and below 1."""
+
         def read(word: str) -> float | None:
             try:
                 value = float(word)
@@ -84,6 +88,8 @@ class _Reader:
         return read
 
     def choice(self, flag: str, allowed: Sequence[str], default: str | None) -> Callable[[str], str | None]:
+        """A reader of the ``allowed`` words; ``default`` stands in for any other."""
+
         def read(word: str) -> str | None:
             if word not in allowed:
                 self.problems.add(
