@@ -3,14 +3,41 @@
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from dsgpt.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Over how many ranks one copy of the model is spread, in each way; what the ranks exceed it by is data parallel."""
+
+    tensor: int = 1
+    """Ranks that share every matrix of a layer."""
+    pipeline: int = 1
+    """Stages: ranks that hold different layers."""
+    sequence: int = 1
+    """Ranks that read different positions of the same sequences."""
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that together train on the same micro batch."""
+        return self.tensor * self.pipeline * self.sequence
+
+    def __str__(self) -> str:
+        """``pipeline 2 x tensor 2``; ``1`` where nothing is split."""
+        split = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
+        return " x ".join(f"{name} {size}" for name, size in split.items() if size > 1) or "1"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The place of one process in the run."""
+    """The place of one process in the run.
+
+    Ranks are laid out, from the outermost to the innermost, by pipeline stage, data, sequence and tensor: tensor peers,
+    who talk most, are neighbours. DeepSpeed's own layouts (``PipeModelDataParallelTopology``, AutoTP, Ulysses) are the
+    same where they exist.
+    """
 
     rank: int
     """Among all processes of the run, from 0."""
@@ -22,16 +49,37 @@ class Topology:
     """Processes on this machine."""
     launcher: str
     """``python``, ``deepspeed`` or ``torchrun``."""
+    sizes: ParallelSizes = field(default=ParallelSizes())
+    """How the model is split; the launcher does not know it, the recipe does."""
+
+    def split(self, sizes: ParallelSizes) -> "Topology":
+        """The same processes with the model split by ``sizes``, whose product divides ``world_size``."""
+        return replace(self, sizes=sizes)
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that read different data. Every rank does: this version splits no model over tensors or stages."""
-        return self.world_size
+        """Ranks, or groups of ranks that share a copy of the model, that read different data."""
+        return self.world_size // self.sizes.ranks_per_copy
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of every split matrix this rank holds."""
+        return self.rank % self.sizes.tensor
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which part of every sequence this rank reads."""
+        return self.rank // self.sizes.tensor % self.sizes.sequence
 
     @property
     def data_rank(self) -> int:
         """Which share of every global batch this rank reads."""
-        return self.rank
+        return self.rank // (self.sizes.tensor * self.sizes.sequence) % self.data_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which layers of the pipeline this rank holds."""
+        return self.rank // (self.sizes.tensor * self.sizes.sequence * self.data_parallel_size)
 
     @property
     def is_main(self) -> bool:

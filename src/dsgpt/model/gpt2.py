@@ -4,6 +4,7 @@ The model knows nothing of ranks, precision or devices; strategies wrap it from 
 sequences, T positions, C width (``n_embd``), nh heads, hs head size, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -27,12 +28,25 @@ class KeyValueCache(Protocol):
         ...
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+"""From queries, keys and values, each (B, nh, T, hs), a dropout probability and whether to be causal, to (B, nh, T, hs)."""
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+    """Every query against every key it may see; (B, nh, T, hs) each."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+
+
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention over as many heads as ``qkv`` gives: a strategy may hold a part of them here.
+
+    ``attend`` is an attribute so that a strategy can bring an attention whose keys lie on other ranks.
+    """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
-        self.n_head = config.n_head
+        self.head_size = config.n_embd // config.n_head
+        self.attend: Attend = dense_attention
         self.dropout = config.dropout
         self.layer = layer
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
@@ -41,15 +55,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) to (B, T, C); with a cache, T is 1 or the cache is empty."""
-        batch, length, width = x.shape
-        heads = (batch, length, self.n_head, width // self.n_head)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))  # (B, nh, T, hs)
+        batch, length, _ = x.shape
+        heads = (batch, length, -1, self.head_size)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))  # (B, nh, T, hs)
         causal = cache is None or cache.length == 0
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)  # (B, nh, T, hs)
-        y = y.transpose(1, 2).reshape(batch, length, width)
+        y = self.attend(q, k, v, dropout, causal)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).reshape(batch, length, -1)
         return self.residual_dropout(self.proj(y))
 
 
@@ -110,13 +124,15 @@ class GPT2(nn.Module):
         *,
         reduction: str = "mean",
         cache: KeyValueCache | None = None,
+        first_position: int = 0,
     ) -> Tensor:
         """Logits of shape (B, T, V) for ``ids`` of shape (B, T), or with ``targets`` (B, T) their loss in fp32.
 
         The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; -100 counts as none.
         Padded vocabulary rows take no part: they are cut off before the softmax and can never be predicted.
+        ``first_position`` is that of ``ids`` in their sequence, where only a part of it is here.
         """
-        start = 0 if cache is None else cache.length
+        start = first_position if cache is None else cache.length
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T,)
         x = self.embedding_dropout(self.wte(ids) + self.wpe(positions))  # (B, T, C)
         for block in self.blocks:
