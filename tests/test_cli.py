@@ -108,7 +108,10 @@ def test_a_value_may_stand_behind_an_equals_sign():
         (["--dropout", "-0.1"], "--dropout must be a number of at least 0 and below 1, not -0.1"),
         (["--dropout", "nan"], "--dropout must be a number of at least 0 and below 1, not nan"),
         (["--dropout", "some"], "--dropout must be a number of at least 0 and below 1, not some"),
-        (["--run_type", "base"], "--run_type must be one of baseline, optimized, not base (did you mean baseline?)"),
+        (
+            ["--run_type", "base"],
+            "--run_type must be one of baseline, ddp, fsdp, optimized, not base (did you mean baseline?)",
+        ),
         (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not gpu"),
         (["--precision", "fp8"], "--precision must be one of auto, fp32, bf16, fp16, not fp8"),
         (

@@ -257,7 +257,7 @@ def test_baseline_under_a_launcher(refused, monkeypatch):
         monkeypatch.setenv(name, value)
     assert refused() == [
         "--run_type baseline is one process, but the launcher started 2: run it with `python src/gpt2.py ...`, or take "
-        "--run_type optimized"
+        "--run_type ddp, fsdp or optimized"
     ]
 
 

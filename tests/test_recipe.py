@@ -13,9 +13,10 @@ from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.errors import UserError
 from dsgpt.problems import Problems
-from dsgpt.recipe import OptimizerRecipe, Recipe, SchedulerRecipe, read_recipe
-from dsgpt.strategies.zero import engine_config
-from dsgpt.topology import read_topology
+from dsgpt.recipe import DdpRecipe, FsdpRecipe, OptimizerRecipe, Recipe, SchedulerRecipe
+from dsgpt.recipe_reader import read_recipe
+from dsgpt.strategies.deepspeed_setup import engine_config
+from dsgpt.topology import ParallelSizes, read_topology
 
 SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
@@ -432,3 +433,47 @@ def test_scheduler_params_are_deepspeeds(kind):
 
     theirs = set(inspect.signature(getattr(lr_schedules, kind)).parameters)
     assert theirs - {"optimizer", "last_batch_iteration"} == recipe_keys.SCHEDULER_PARAMS[kind]
+
+
+def test_how_the_model_is_split(file):
+    recipe = understood(
+        write_recipe(file, tensor_parallel={"autotp_size": 2}, pipeline={"stages": 4, "partition": "uniform"})
+    )
+    assert recipe.parallel == ParallelSizes(tensor=2, pipeline=4)
+    assert recipe.pipeline_partition == "uniform"
+    assert recipe.deepspeed_only == ("zero_optimization", "tensor_parallel", "pipeline")
+
+
+def test_the_block_of_the_torch_strategies(file):
+    ours = {"ddp": {"bucket_cap_mb": 1, "gradient_as_bucket_view": False}, "fsdp": {"reshard_after_forward": False}}
+    recipe = understood(write_recipe(file, dsgpt=ours))
+    assert recipe.ddp == DdpRecipe(bucket_cap_mb=1, gradient_as_bucket_view=False)
+    assert recipe.fsdp == FsdpRecipe(reshard_after_forward=False)
+    assert understood(write_recipe(file)).ddp == DdpRecipe()
+
+
+def test_activation_checkpointing_by_its_block(file):
+    assert understood(write_recipe(file, activation_checkpointing={})).activation_checkpointing
+    assert not understood(write_recipe(file)).activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"tensor_parallel": {"autotp_size": 0}}, "tensor_parallel: autotp_size must be a whole number of at least 1"),
+        (
+            {"tensor_parallel": {"tp_size": 2}},
+            "tensor_parallel: tp_size is not supported: how GPT-2's layers are split",
+        ),
+        ({"pipeline": {"stages": "two"}}, "pipeline: stages must be a whole number of at least 1, not 'two'"),
+        ({"pipeline": {"partition": "best"}}, 'pipeline: partition must be "parameters", "uniform" or "type:"'),
+        ({"sequence_parallel_size": 0.5}, "sequence_parallel_size must be a whole number of at least 1, not 0.5"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing is not supported"),
+        ({"dsgpt": {"ddp": {"bucket_cap_mb": 0}}}, "dsgpt: ddp: bucket_cap_mb must be above 0"),
+        ({"dsgpt": {"fsdp": {"reduce_dtype": "fp64"}}}, "reduce_dtype must be one of fp32, low, not 'fp64'"),
+        ({"dsgpt": {"fdsp": {}}}, "dsgpt: fdsp is no known key (did you mean fsdp?)"),
+    ],
+)
+def test_mistakes_in_how_to_split(file, changes, line):
+    (found,) = problems_of(write_recipe(file, **changes))
+    assert line in found

@@ -129,7 +129,8 @@ def _add_run_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
         "--run_type",
         metavar="TYPE",
         type=reader.choice("--run_type", RUN_TYPES, None),
-        help="baseline: one process, plain PyTorch. optimized: DeepSpeed as the JSON says, on all ranks launched",
+        help="baseline: one process, plain PyTorch. On all ranks launched: ddp and fsdp, PyTorch's data parallelism, "
+        "whole or sharded; optimized, DeepSpeed as the JSON says",
     )
     group.add_argument(
         "--train_data_path", metavar="BIN", type=Path, help="token file to train on; data_prep/ makes it"

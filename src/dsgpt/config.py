@@ -3,20 +3,20 @@
 ``resolve`` looks at all of it before it complains, and complains about all of it at once.
 """
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsgpt.batch import BatchPlan, BatchRequest, plan_batch
+from dsgpt.combinations import Request, check_combinations
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
 from dsgpt.length import plan_length
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.options import RUN_TYPES, Options
 from dsgpt.problems import Problems
-from dsgpt.recipe import Recipe, read_recipe
+from dsgpt.recipe import Recipe
+from dsgpt.recipe_reader import read_recipe
 from dsgpt.topology import Topology
 
 DEFAULT_STEPS_PER_PRINT = 10
@@ -56,13 +56,26 @@ class RunConfig:
 
     @property
     def run_type(self) -> str:
-        """``baseline`` or ``optimized``."""
+        """``baseline``, ``ddp``, ``fsdp`` or ``optimized``."""
         return self.options.run_type or ""
 
     @property
     def strategy_name(self) -> str:
-        """What executes the recipe, in one word: ``baseline``, ``zero0`` .. ``zero3``."""
-        return "baseline" if self.run_type == "baseline" else f"zero{self.recipe.zero_stage}"
+        """What executes the recipe, in one word: ``baseline``, ``fsdp``, ``zero2-offload``, ``tensor2-zero1`` ..."""
+        if self.run_type != "optimized":
+            return self.run_type
+        sizes = self.topology.sizes
+        split = {"pipeline": sizes.pipeline, "sequence": sizes.sequence, "tensor": sizes.tensor}
+        devices = {self.recipe.offload_optimizer, self.recipe.offload_param}
+        places = {"nvme": ["nvme"], "cpu": ["offload"]}
+        place = next((places[device] for device in places if device in devices), [])
+        names = [f"{name}{size}" for name, size in split.items() if size > 1]
+        return "-".join([*names, f"zero{self.recipe.zero_stage}", *place])
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether each block's activations are recomputed in the backward pass: by flag, or by the JSON's block."""
+        return self.options.activation_checkpointing or self.recipe.activation_checkpointing
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,10 +102,21 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     model = _resolve_model(options, train, problems)
     seq_length = _resolve_seq_length(options, model, problems)
     device, precision = _resolve_device(options, recipe, topology, problems)
-    batch = _resolve_batch(options, recipe, topology, problems, notices)
     _check_vocabulary(model, (train, val), topology, problems, notices)
     if recipe is not None:
-        _check_recipe(options, recipe, problems, notices)
+        request = Request(
+            options=options,
+            recipe=recipe,
+            topology=topology,
+            model=model,
+            seq_length=seq_length,
+            device=device,
+            precision=precision,
+        )
+        check_combinations(request, problems)
+        notices += _ignored_keys(options, recipe)
+        topology = topology.split(request.sizes)
+    batch = _resolve_batch(options, recipe, topology, problems, notices)
     length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=notices)
     problems.raise_if_any()
     if recipe.scheduler and length.total_steps <= recipe.scheduler.warmup_num_steps:
@@ -181,11 +205,6 @@ def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology,
             f"{topology.local_world_size} processes were started on this machine but it has {gpus} GPUs: start at most "
             f"{gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
         )
-    if options.run_type == "baseline" and topology.world_size > 1:
-        problems.add(
-            f"--run_type baseline is one process, but the launcher started {topology.world_size}: run it with `python "
-            "src/gpt2.py ...`, or take --run_type optimized"
-        )
     asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
     precision = asked or default_precision(kind)
     if kind == "cpu" and precision == "fp16":
@@ -202,7 +221,7 @@ def _resolve_batch(
         micro_batch_size=options.micro_batch_size_per_gpu,
         gradient_accumulation_steps=options.grad_accum_steps,
     )
-    if recipe is None:
+    if recipe is None or topology.world_size % topology.sizes.ranks_per_copy:
         return None
     written = BatchRequest(
         global_batch_size=recipe.train_batch_size,
@@ -249,29 +268,9 @@ def _check_vocabulary(
             )
 
 
-def _check_recipe(options: Options, recipe: Recipe, problems: Problems, notices: list[str]) -> None:
-    if options.run_type == "baseline" and recipe.deepspeed_only:
-        notices.append(
-            f"baseline: of {recipe.path}, {', '.join(recipe.deepspeed_only)} means nothing here and is ignored"
-        )
-    if options.run_type == "optimized":
-        if "nvme" in (recipe.offload_optimizer, recipe.offload_param):
-            problems.add(f"{recipe.path}: offload to nvme is not supported in this version: take device cpu")
-        if _needs_compiled_adam(recipe) and not _compiler():
-            problems.add(
-                f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: install "
-                'one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
-            )
-        if options.compile and recipe.zero_stage == 3:
-            problems.add("--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2")
-    if options.compile and not _compiler():
-        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
-
-
-def _needs_compiled_adam(recipe: Recipe) -> bool:
-    optimizer = recipe.optimizer
-    return recipe.offload_optimizer == "cpu" and optimizer.type == "AdamW" and not optimizer.torch_adam
-
-
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+def _ignored_keys(options: Options, recipe: Recipe) -> list[str]:
+    """What of the recipe means nothing to the strategy of this run, said in a line."""
+    if options.run_type == "optimized" or not recipe.deepspeed_only:
+        return []
+    keys = ", ".join(recipe.deepspeed_only)
+    return [f"{options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]

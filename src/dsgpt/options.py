@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-RUN_TYPES = ("baseline", "optimized")
+RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 

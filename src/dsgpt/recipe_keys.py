@@ -10,6 +10,7 @@ SHARED_KEYS = {
     "fp16",
     "bf16",
     "steps_per_print",
+    "activation_checkpointing",
     "dsgpt",
 }
 """Keys that rule every strategy."""
@@ -25,6 +26,28 @@ DEEPSPEED_KEYS = {
 """Keys that change how DeepSpeed computes a step, never what it computes, with the kinds of their values; they mean
 nothing to other strategies."""
 
+PARALLEL_KEYS = ("tensor_parallel", "pipeline", "sequence_parallel_size")
+"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies tell DeepSpeed what it needs."""
+
+REFUSED_TENSOR_KEYS = dict.fromkeys(
+    ("enabled", "tp_size", "tp", "tp_grain_size", "mpu", "keep_module_on_host", "injection_policy", "partition_config"),
+    "how GPT-2's layers are split is known here; give autotp_size alone",
+)
+
+REFUSED_PIPELINE_KEYS = dict.fromkeys(
+    ("seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant"),
+    "give stages and partition alone",
+)
+
+ACTIVATION_CHECKPOINTING_KEYS = {
+    "partition_activations",
+    "cpu_checkpointing",
+    "contiguous_memory_optimization",
+    "number_checkpoints",
+    "synchronize_checkpoint_boundary",
+    "profile",
+}
+
 REFUSED_KEYS = {
     "amp": "use a bf16 or fp16 block",
     "torch_autocast": "use a bf16 or fp16 block, which mean the same under every strategy",
@@ -32,11 +55,7 @@ REFUSED_KEYS = {
     "gradient_allreduce_op": "a sum over ranks would make the gradient depend on their number; leave it out",
     "managed_gradient_accumulation": "accumulation follows gradient_accumulation_steps; leave it out",
     "sparse_gradients": "GPT-2's tied embedding has dense gradients; leave it out",
-    "activation_checkpointing": "use the flag --activation_checkpointing",
     "dataloader_drop_last": "the data order is the same under every strategy; leave it out",
-    "tensor_parallel": "this version trains with ZeRO and data parallelism only",
-    "pipeline": "this version trains with ZeRO and data parallelism only",
-    "sequence_parallel_size": "this version trains with ZeRO and data parallelism only",
     "elasticity": "DeepSpeed is removing it; resume with --resume instead",
     "compression_training": "DeepSpeed is removing it",
     "curriculum_learning": "it changes which samples are seen; leave it out",

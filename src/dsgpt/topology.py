@@ -10,7 +10,7 @@ from dsgpt.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Over how many ranks one copy of the model is spread, in each way; what the ranks exceed it by is data parallel."""
+    """Over how many ranks one copy of the model is spread, in each way; further ranks are data parallel."""
 
     tensor: int = 1
     """Ranks that share every matrix of a layer."""

@@ -29,7 +29,7 @@ class KeyValueCache(Protocol):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""From queries, keys and values, each (B, nh, T, hs), a dropout probability and whether to be causal, to (B, nh, T, hs)."""
+"""(queries, keys, values, dropout probability, whether causal) to the attended values; each (B, nh, T, hs)."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:

@@ -56,6 +56,13 @@ class Strategy(Protocol):
         """Every parameter under its canonical name (the baseline's), one at a time, valid until the next one."""
         ...
 
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight that this rank holds whole and computes with, under its canonical name; no communication.
+
+        Ranks that hold the same name must hold the same value at all times.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Write this strategy's own state into ``folder``, which exists."""
         ...

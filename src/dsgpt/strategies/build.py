@@ -1,5 +1,7 @@
 """From a run's configuration to the strategy that executes it; the one place that knows them all."""
 
+import importlib
+
 import torch
 
 from dsgpt.config import RunConfig
@@ -7,11 +9,20 @@ from dsgpt.strategies.base import Strategy
 
 
 def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
-    """The strategy of ``config``, its model initialised; imports DeepSpeed only for the strategies that need it."""
-    if config.run_type == "baseline":
-        from dsgpt.strategies.baseline import Baseline  # noqa: PLC0415
+    """The strategy of ``config``, its model initialised; imports only it: DeepSpeed takes seconds."""
+    module, name = _place(config)
+    return getattr(importlib.import_module(f"dsgpt.strategies.{module}"), name)(config, device)
 
-        return Baseline(config, device)
-    from dsgpt.strategies.zero import Zero  # noqa: PLC0415 - importing DeepSpeed takes seconds
 
-    return Zero(config, device)
+def _place(config: RunConfig) -> tuple[str, str]:
+    """Module and class of the strategy."""
+    if config.run_type != "optimized":
+        return {"baseline": ("baseline", "Baseline"), "ddp": ("ddp", "Ddp"), "fsdp": ("fsdp", "Fsdp")}[config.run_type]
+    sizes = config.topology.sizes
+    if sizes.pipeline > 1:
+        return "pipeline", "Pipeline"
+    if sizes.sequence > 1:
+        return "sequence", "Sequence"
+    if sizes.tensor > 1:
+        return "tensor", "Tensor"
+    return "zero", "Zero"

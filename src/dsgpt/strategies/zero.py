@@ -4,13 +4,8 @@ Written for DeepSpeed 0.19.8. The optimizer and the learning rate come from this
 that they are the same objects as the baseline's; DeepSpeed shards, reduces, clips and steps.
 """
 
-import copy
-import logging
-import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +15,11 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize
 from dsgpt.optimization.clipping import global_norm
-from dsgpt.optimization.optimizer import STATE_NAMES, build_optimizer, parameter_groups, set_learning_rate
+from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
-from dsgpt.recipe import Recipe
 from dsgpt.strategies.base import ParamState, StepResult, to_device
+from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
 from dsgpt.strategies.gradient_sum import GradientSum
 from dsgpt.strategies.loss_scale import LossScale
 
@@ -41,13 +36,13 @@ class Zero:
         self._stage = recipe.zero_stage
         self._precision = config.precision
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
-        model = GPT2(config.model, activation_checkpointing=config.options.activation_checkpointing)
+        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
         initialize(model, config=config.model, seed=config.options.seed)
         model.to(device)
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
-            optimizer=_build_optimizer(self._parameters, recipe),
+            optimizer=build_deepspeed_optimizer(self._parameters, recipe),
             config=engine_config(config),
         )
         self._gradient_sum: GradientSum | None = None
@@ -191,6 +186,12 @@ class Zero:
                     return high.detach(), self._optimizer.optimizer.state.get(high, {})
         raise KeyError("the parameter belongs to no optimizer group")
 
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Strategy``; stage 3 leaves none whole but those too small to be worth splitting."""
+        for name, parameter in self._parameters.items():
+            if parameter.shape == self._shape(parameter):
+                yield name, parameter.detach()
+
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The files are DeepSpeed's own, which its ``zero_to_fp32.py`` reads too."""
         ours = {"loss_scale": self._scale.state()}
@@ -206,57 +207,3 @@ class Zero:
         if loaded is None:
             raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of {self._ranks} ranks")
         self._scale.take_up(ours["loss_scale"])
-
-
-def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed, quiet, for ``device``, attached to the process group that exists."""
-    os.environ["DS_ACCELERATOR"] = device.type
-    import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
-    import deepspeed.ops  # noqa: PLC0415
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
-    # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo does without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    return deepspeed
-
-
-def engine_config(config: RunConfig) -> dict[str, Any]:
-    """The JSON as DeepSpeed shall see it: the recipe's DeepSpeed keys, and everything else as it was resolved."""
-    recipe, batch = config.recipe, config.batch
-    ours = {key: copy.deepcopy(recipe.raw[key]) for key in recipe.deepspeed_only}
-    ours.update(
-        train_batch_size=batch.global_batch_size,
-        train_micro_batch_size_per_gpu=batch.micro_batch_size,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        gradient_clipping=recipe.gradient_clipping,
-        zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
-        steps_per_print=None,
-    )
-    if config.precision == "bf16":
-        ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
-    if config.precision == "fp16":
-        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # a fixed one, which ``Zero._set_loss_scale`` replaces
-    if config.precision != "fp32" and recipe.zero_stage > 0:
-        ours["data_types"] = {"grad_accum_dtype": "fp32"}
-    if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
-        ours["zero_force_ds_cpu_optimizer"] = False
-    return ours
-
-
-def _uses_deepspeed_adam(recipe: Recipe) -> bool:
-    optimizer = recipe.optimizer
-    return recipe.offload_optimizer != "none" and optimizer.type == "AdamW" and not optimizer.torch_adam
-
-
-def _build_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    groups = parameter_groups(parameters, recipe.optimizer)
-    if not _uses_deepspeed_adam(recipe):
-        return build_optimizer(groups, recipe.optimizer)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
-
-    optimizer = recipe.optimizer
-    return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)

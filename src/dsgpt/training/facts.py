@@ -10,7 +10,7 @@ from typing import Any
 from dsgpt.config import RunConfig
 from dsgpt.data.token_file import TokenFile
 from dsgpt.device import describe_hardware
-from dsgpt.strategies.zero import engine_config
+from dsgpt.strategies.deepspeed_setup import engine_config
 from dsgpt.telemetry.environment import git_commit, host_name, software_versions
 
 
@@ -18,14 +18,14 @@ def plan_lines(config: RunConfig) -> list[str]:
     """Topology, batch split, model and length of the run, for people."""
     topology, batch, model = config.topology, config.batch, config.model
     threads = f", {_counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
-    ranks = batch.data_parallel_size
+    ranks, noun = batch.data_parallel_size, "data rank" if topology.sizes.ranks_per_copy > 1 else "rank"
     per_epoch = config.order.steps_per_epoch
     clipping = config.recipe.gradient_clipping
     return [
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
-        f"topology    {ranks} x {config.device}{threads}, all data parallel; precision {config.precision}",
+        f"topology    {topology.world_size} x {config.device}{threads}, {_split(config)}; precision {config.precision}",
         f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
-        f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, 'rank')}",
+        f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, noun)}",
         f"model       {config.options.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
         "with padding)",
@@ -39,6 +39,14 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"run folder  {config.run_dir}",
         *(f"note        {notice}" for notice in config.notices),
     ]
+
+
+def _split(config: RunConfig) -> str:
+    """``all data parallel``, or ``pipeline 2 x tensor 2 x data 2``."""
+    sizes = config.topology.sizes
+    if sizes.ranks_per_copy == 1:
+        return "all data parallel"
+    return f"{sizes} x data {config.topology.data_parallel_size}"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -59,7 +67,7 @@ def record_facts(
         "host": host_name(),
         "hardware": {
             **describe_hardware(config.device),
-            "world_size": config.batch.data_parallel_size,
+            "world_size": config.topology.world_size,
             "local_world_size": config.topology.local_world_size,
             "threads_per_device": config.threads_per_device,
             "launcher": config.topology.launcher,
@@ -111,11 +119,16 @@ def _training_config(config: RunConfig) -> dict[str, Any]:
         "precision": config.precision,
         "zero_stage": recipe.zero_stage if config.run_type == "optimized" else None,
         "deepspeed_enabled": config.run_type == "optimized",
+        "data_parallel_size": batch.data_parallel_size,
+        "tensor_parallel_size": config.topology.sizes.tensor,
+        "pipeline_parallel_size": config.topology.sizes.pipeline,
+        "sequence_parallel_size": config.topology.sizes.sequence,
         "offload_optimizer": recipe.offload_optimizer if config.run_type == "optimized" else None,
+        "offload_param": recipe.offload_param if config.run_type == "optimized" else None,
         "seed": options.seed,
         "eval_every": options.eval_every,
         "compile": options.compile,
-        "activation_checkpointing": options.activation_checkpointing,
+        "activation_checkpointing": config.activation_checkpointing,
     }
 
 
@@ -137,5 +150,5 @@ def fixed_facts(config: RunConfig, *, hashes: dict[str, str]) -> dict[str, Any]:
         "gradient clipping": recipe.gradient_clipping,
         "precision": config.precision,
         "strategy": config.strategy_name,
-        "ranks": config.batch.data_parallel_size,
+        "ranks": config.topology.world_size,
     }

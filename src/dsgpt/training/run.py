@@ -174,8 +174,9 @@ def _saver(
 
 
 def _dropout_seed(config: RunConfig) -> int:
-    """Data ranks draw different dropout masks."""
-    return (config.options.seed * 1_000_003 + config.topology.data_rank) % 2**63  # what torch takes for a seed
+    """Ranks that compute different activations draw different masks; tensor peers, which share them, draw the same."""
+    stream = config.topology.rank // config.topology.sizes.tensor
+    return (config.options.seed * 1_000_003 + stream) % 2**63  # what torch takes for a seed
 
 
 def _write_config(config: RunConfig, facts: dict[str, Any]) -> None:

@@ -1,0 +1,70 @@
+"""What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer."""
+
+import copy
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsgpt.config import RunConfig
+from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
+from dsgpt.recipe import Recipe
+from dsgpt.recipe_keys import DEEPSPEED_KEYS
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed, quiet, for ``device``, attached to the process group that exists."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
+    import deepspeed.ops  # noqa: PLC0415
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
+    # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def engine_config(config: RunConfig) -> dict[str, Any]:
+    """The JSON as DeepSpeed shall see it: the recipe's DeepSpeed keys, and everything else as it was resolved."""
+    recipe, batch = config.recipe, config.batch
+    ours = {key: copy.deepcopy(recipe.raw[key]) for key in DEEPSPEED_KEYS if key in recipe.raw}
+    ours.update(
+        train_batch_size=batch.global_batch_size,
+        train_micro_batch_size_per_gpu=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        gradient_clipping=recipe.gradient_clipping,
+        zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
+        steps_per_print=None,
+    )
+    if config.precision == "bf16":
+        ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
+    if config.precision == "fp16":
+        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # a fixed one, which ``Zero._set_loss_scale`` replaces
+    if config.precision != "fp32" and recipe.zero_stage > 0:
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
+        ours["zero_force_ds_cpu_optimizer"] = False
+    return ours
+
+
+def _uses_deepspeed_adam(recipe: Recipe) -> bool:
+    optimizer = recipe.optimizer
+    return recipe.offload_optimizer != "none" and optimizer.type == "AdamW" and not optimizer.torch_adam
+
+
+def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over ``parameters`` (canonical name to parameter), for ``deepspeed.initialize``."""
+    groups = parameter_groups(parameters, recipe.optimizer)
+    if not _uses_deepspeed_adam(recipe):
+        return build_optimizer(groups, recipe.optimizer)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+
+    optimizer = recipe.optimizer
+    return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)
