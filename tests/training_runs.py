@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
 BIN = Path(sys.executable).parent
 SHAPE = ["--num_layers", "2", "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "64"]
@@ -62,7 +62,13 @@ def launcher(name: str, ranks: int) -> list[str]:
 
 
 def train(
-    run_dir: Path, corpus: Corpus, recipe: Path, *flags: str, ranks: int | None = None, by: str | None = None
+    run_dir: Path,
+    corpus: Corpus,
+    recipe: Path,
+    *flags: str,
+    ranks: int | None = None,
+    by: str | None = None,
+    run_type: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Train a small model to its end in processes of their own.
 
@@ -73,9 +79,11 @@ def train(
         flags: besides data, shape, sequence length 32 and the CPU.
         ranks: processes; None for a baseline.
         by: the launcher; by default ``deepspeed`` for several ranks and plain ``python`` for one.
+        run_type: by default ``optimized``, and ``baseline`` without ``ranks``.
     """
     by = by or ("deepspeed" if ranks and ranks > 1 else "python")
-    command = [*launcher(by, ranks or 1), SCRIPT, "--run_type", "baseline" if ranks is None else "optimized"]
+    run_type = run_type or ("baseline" if ranks is None else "optimized")
+    command = [*launcher(by, ranks or 1), SCRIPT, "--run_type", run_type]
     command += [*corpus.flags(), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
     command += ["--checkpoint_path", str(run_dir), *flags]
     # Some machines set DS_ACCELERATOR or thread counts; a run must not depend on them.
