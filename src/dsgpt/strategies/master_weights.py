@@ -1,11 +1,35 @@
-"""fp32 master weights for a model that computes in bf16 or fp16: what "bf16" means under every strategy here.
+"""Low-precision weights to compute with, fp32 weights to train: what bf16 and fp16 mean in plain PyTorch.
 
-Parameters and activations are in the low precision; the weights that the optimizer changes, the sum of the micro
+Parameters and activations are in the low precision; the optimizer, its copy of the weights, the sum of the micro
 batches' gradients and the loss are fp32 (Micikevicius et al. 2018, "Mixed precision training", sections 3.1 to 3.3).
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precision by the name that a configuration gives it."""
+
+
+class TrainedWeights(Protocol):
+    """The fp32 weights that an optimizer changes, beside whatever the model computes with."""
+
+    parameters: dict[str, nn.Parameter]
+    """Canonical name to plain fp32 tensor: a whole weight, or this rank's shard of it."""
+
+    def gather_gradients(self) -> None:
+        """Bring the gradients that a backward pass left to ``parameters``; call it after every one."""
+        ...
+
+    def publish(self) -> None:
+        """Bring the changed weights to the model; call it after every optimizer step."""
+        ...
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Set one weight, in ``parameters`` and in the model."""
+        ...
 
 
 class MasterWeights:
@@ -14,17 +38,22 @@ class MasterWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         model.to(dtype)
         self._low = dict(model.named_parameters())
-        self._separate = dtype != torch.float32
+        self.separate = dtype != torch.float32
+        """Whether there are two copies of every weight."""
         self.parameters: dict[str, nn.Parameter] = (
             {name: nn.Parameter(value.detach().float()) for name, value in self._low.items()}
-            if self._separate
+            if self.separate
             else self._low
         )
         """Canonical name to the parameter that the optimizer changes."""
 
+    def by_low_parameter(self) -> dict[nn.Parameter, nn.Parameter]:
+        """The model's parameters, each with its master."""
+        return {low: self.parameters[name] for name, low in self._low.items()}
+
     def gather_gradients(self) -> None:
         """Add the gradients of one micro batch to the fp32 sum; call it after every backward pass."""
-        if not self._separate:
+        if not self.separate:
             return
         for name, low in self._low.items():
             if low.grad is None:
@@ -36,7 +65,7 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the changed master weights into the model; call it after every optimizer step."""
-        if self._separate:
+        if self.separate:
             for name, low in self._low.items():
                 low.copy_(self.parameters[name])
 
@@ -44,5 +73,5 @@ class MasterWeights:
     def replace(self, name: str, value: Tensor) -> None:
         """Set one weight, in the master copy and in the model."""
         self.parameters[name].copy_(value)
-        if self._separate:
+        if self.separate:
             self._low[name].copy_(value)

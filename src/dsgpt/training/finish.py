@@ -10,7 +10,7 @@ from dsgpt.files import write_atomic
 from dsgpt.inference.latency import measure_latency
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.baseline import DTYPES
+from dsgpt.strategies.master_weights import DTYPES
 from dsgpt.telemetry.console import Console, duration
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE
 from dsgpt.training.checkpoint import whole_weights
