@@ -6,6 +6,7 @@ that they are the same objects as the baseline's; DeepSpeed shards, reduces, cli
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,14 @@ from dsgpt.strategies.loss_scale import LossScale
 
 
 class Zero:
-    """One DeepSpeed engine per rank."""
+    """One DeepSpeed engine per rank; strategies that also split the model over ranks add to its private steps."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         deepspeed = import_deepspeed(device)
         recipe = config.recipe
         self._device = device
         self._ranks = config.topology.data_parallel_size
+        self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
         self._accumulation = config.batch.gradient_accumulation_steps
         self._stage = recipe.zero_stage
         self._precision = config.precision
@@ -44,6 +46,7 @@ class Zero:
             model=model,
             optimizer=build_deepspeed_optimizer(self._parameters, recipe),
             config=engine_config(config),
+            mpu=self._spread(model, config),
         )
         self._gradient_sum: GradientSum | None = None
         if self._stage == 0 and self._precision != "fp32":
@@ -52,6 +55,13 @@ class Zero:
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         if config.options.compile:
             model.compile()
+
+    def _spread(self, model: GPT2, config: RunConfig) -> Any:  # noqa: ARG002 - for subclasses
+        """Prepare ``model`` for the ranks that share it, and answer with the groups of ranks as DeepSpeed wants them.
+
+        DeepSpeed calls them ``mpu``; without, every rank is a data rank.
+        """
+        return None
 
     @torch.no_grad()
     def _undo_first_step(self) -> None:
@@ -86,7 +96,7 @@ class Zero:
         loss_sum = torch.zeros((), device=self._device)
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
-            loss = self._engine(batch.inputs, batch.targets)
+            loss = self._micro_batch_loss(batch)
             self._engine.backward(
                 loss * own_factor
             )  # divides by the accumulation steps, and reduces over ranks at the last
@@ -94,10 +104,10 @@ class Zero:
             last = micro == self._accumulation - 1
             if self._gradient_sum:
                 self._reduce_gradient_sum(last=last)
-            own_norm = self._reduced_gradient_norm() if last and self._reports_no_norm else None
+            own_norm = self._before_step() if last else None
             self._engine.step()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if own_norm is None else own_norm).float()
-        loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks))
+        loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies))
         # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
         self._scale.update(overflow=overflow)
@@ -119,6 +129,19 @@ class Zero:
         self._optimizer.loss_scale_config.cur_scale = factor
         return factor
 
+    def _micro_batch_loss(self, batch: Batch) -> Tensor:
+        """What this rank adds to the mean loss of its micro batch; the whole of it, unless it reads a part."""
+        return self._engine(batch.inputs, batch.targets)
+
+    def _micro_batch_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of losses and number of targets over what this rank reads of the micro batch."""
+        loss_sum = self._engine(batch.inputs, batch.targets, reduction="sum")
+        return loss_sum, (batch.targets != IGNORED_TARGET).sum()
+
+    def _before_step(self) -> Tensor | None:
+        """Look at the reduced gradients before DeepSpeed clips them; their norm, where DeepSpeed will not tell it."""
+        return self._reduced_gradient_norm() if self._reports_no_norm else None
+
     @property
     def _reports_no_norm(self) -> bool:
         """DeepSpeed clips fp32 gradients at stage 0 but throws their norm away (``clip_fp32_gradients``)."""
@@ -134,9 +157,10 @@ class Zero:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
         for _ in range(self._accumulation):
             batch = to_device(next(batches), self._device)
-            sums[0] += self._engine(batch.inputs, batch.targets, reduction="sum")
-            sums[1] += (batch.targets != IGNORED_TARGET).sum()
-        loss_sum, tokens = sum_over_ranks(sums)
+            loss_sum, tokens = self._micro_batch_sums(batch)
+            sums[0] += loss_sum
+            sums[1] += tokens
+        loss_sum, tokens = sum_over_ranks(sums) / self._copies  # exact for whole numbers
         return loss_sum, tokens
 
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
