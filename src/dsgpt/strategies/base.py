@@ -36,6 +36,25 @@ class ParamState(NamedTuple):
     """Adam's second moment."""
 
 
+class StateTensors(NamedTuple):
+    """The tensors that hold this rank's model state at this moment, by what they are for.
+
+    A storage is counted once, where it comes first, as large as it is: views of a flat buffer may be listed instead of
+    the buffer, and padding counts. A DTensor is listed by its local tensor. What is None or not allocated is left out.
+    """
+
+    parameters: list[Tensor]
+    """What the forward pass computes with, as it is kept between steps."""
+    gradients: list[Tensor]
+    """While the optimizer steps: what it steps on, and other gradients that have not been freed."""
+    optimizer: list[Tensor]
+    """Moments and counters; see ``optimizer_tensors``."""
+    master: list[Tensor]
+    """fp32 weights beside ``parameters``; none where the optimizer changes the parameters themselves."""
+    buffers: list[Tensor]
+    """What is kept from step to step only to move gradients or weights between ranks or devices: buckets, staging."""
+
+
 class Strategy(Protocol):
     """A way to execute the recipe. Methods are collective: every rank calls them, in the same order."""
 
@@ -63,6 +82,13 @@ class Strategy(Protocol):
         """
         ...
 
+    def state_tensors(self) -> StateTensors:
+        """The tensors that hold this rank's model state now; no communication.
+
+        Called after a step, and for the gradients when ``step`` of the torch optimizer begins.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Write this strategy's own state into ``folder``, which exists."""
         ...
@@ -75,3 +101,8 @@ class Strategy(Protocol):
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on ``device``; does not wait for the copy."""
     return Batch(*(part.to(device, non_blocking=True) for part in batch))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every tensor in the state of ``optimizer``: moments and counters."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
