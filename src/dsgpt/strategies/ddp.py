@@ -1,0 +1,88 @@
+"""PyTorch's DistributedDataParallel: every rank holds the whole model, and gradients are averaged over the ranks.
+
+Gradients travel in buckets, each as soon as the backward pass has filled it, in the last micro batch of a step only.
+In bf16 and fp16 they are added up over micro batches and over ranks in fp32, as the baseline adds up its own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from dsgpt.config import RunConfig
+from dsgpt.data.loader import Batch
+from dsgpt.strategies.baseline import whole_model
+from dsgpt.strategies.master_weights import DTYPES, MasterWeights
+from dsgpt.strategies.torch_strategy import TorchStrategy, compile_blocks
+
+_STATE_FILE = "ddp.pt"
+
+
+class Ddp(TorchStrategy):
+    """Whole copies of the model, one per rank, kept equal by averaging their gradients."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        model = whole_model(config, device)
+        weights = MasterWeights(model, DTYPES[config.precision])
+        super().__init__(config, device, model=model, weights=weights)
+        self._writes = config.topology.is_main
+        self._low = list(model.parameters()) if weights.separate else []
+        if config.options.compile:
+            compile_blocks(model)
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=config.recipe.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=config.recipe.ddp.gradient_as_bucket_view,
+            init_sync=False,  # every rank makes the same initial weights, from the seed
+        )
+        if weights.separate:
+            self._ddp.register_comm_hook(weights.by_low_parameter(), average_in_fp32)
+
+    def _training_loss(self, batch: Batch) -> Tensor:
+        return self._ddp(batch.inputs, batch.targets)
+
+    @contextlib.contextmanager
+    def _micro_batch(self, *, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self._ddp.no_sync():
+            yield
+        if last:
+            for parameter in self._low:
+                parameter.grad = None  # its average is in the master's gradient already, and unrounded
+
+    def save(self, folder: Path) -> None:
+        """See ``Strategy``. The ranks hold the same, so one file serves them all."""
+        if self._writes:
+            torch.save(self._state(), folder / _STATE_FILE)
+
+    def load(self, folder: Path) -> None:
+        """See ``Strategy``."""
+        self._take_up(folder / _STATE_FILE, self._device)
+
+
+def average_in_fp32(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.GradBucket) -> Future[Tensor]:
+    """A DDP communication hook: leave the mean over ranks of a bucket's gradients in the masters, in fp32.
+
+    A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. What the hook answers
+    with, DDP writes into the low-precision gradients, which nobody reads.
+
+    Args:
+        masters: from the model's low-precision parameters to the fp32 ones.
+        bucket: gradients of some of the parameters, flat in one buffer, in the order of ``bucket.parameters()``.
+    """
+    low = bucket.buffer()
+    flat = low.float()
+    parameters = bucket.parameters()
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        master = masters[parameter]
+        gradient = part.view_as(master)
+        if master.grad is not None:
+            gradient += master.grad
+        master.grad = gradient  # a part of what is reduced below, in place
+    flat /= dist.get_world_size()
+    return dist.all_reduce(flat, async_op=True).get_future().then(lambda _: low)
