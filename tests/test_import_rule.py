@@ -13,10 +13,21 @@ SOURCES = REPOSITORY / "src"
 PACKAGE = SOURCES / "dsgpt"
 
 LAYERS = [
-    {"errors", "files", "problems", "topology", "options", "recipe_keys", "recipe", "recipe_reader", "batch"},
+    {
+        "errors",
+        "files",
+        "problems",
+        "topology",
+        "options",
+        "cli_reader",
+        "recipe_keys",
+        "recipe",
+        "recipe_reader",
+        "batch",
+    },
     {"model", "data", "optimization", "device", "process_group"},
     {"telemetry"},
-    {"length", "combinations"},
+    {"length", "combinations", "cli_flags"},
     {"config", "cli"},
     {"checkpointing"},
     {"strategies"},

@@ -1,36 +1,14 @@
-"""The flags of ``src/gpt2.py``. Every mistake of a command line is collected, none stops the reading of the rest."""
+"""From the words of a command line to ``Options``. Every mistake is collected, none stops the reading of the rest."""
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, NoReturn
 
-from dsgpt.errors import UserError
-from dsgpt.model.config import PRESETS
-from dsgpt.options import DEVICES, PRECISIONS, RUN_TYPES, Options
+from dsgpt.cli_flags import build_parser
+from dsgpt.cli_reader import Reader
+from dsgpt.options import Options
 from dsgpt.problems import Problems, did_you_mean
-
-DESCRIPTION = """\
-Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup; the
-JSON recipe rules the optimizer, schedule, clipping and global batch of both, so that their results can be compared."""
-
-EXAMPLES = """\
-examples:
-  one device, plain PyTorch:
-    python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \\
-        --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
-  the same training on all GPUs of this machine, under DeepSpeed:
-    deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
-  two devices, also without a GPU:
-    deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
-    torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
-  look before you run:
-    python src/gpt2.py ... --dry_run
-
-A flag beats the JSON, the JSON beats the default. Results go to the folder of --checkpoint_path."""
-
 
 _RECIPE = "it is the recipe's, {} in the JSON of --deepspeed_config"
 _ELSEWHERE = {
@@ -44,229 +22,13 @@ _ELSEWHERE = {
 """Flags that other trainers have, and where to say it here."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
-class _Reader:
-    """Turns words into values; a word that is no value is noted, and the flag counts as not given."""
-
-    def __init__(self) -> None:
-        self.problems = Problems()
-
-    def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
-        """A reader of whole numbers of at least ``low``; thousands may be grouped by ``_`` or ``,``."""
-
-        def read(word: str) -> int | None:
-            try:
-                value = int(word.replace("_", "").replace(",", ""))
-            except ValueError:
-                value = low - 1
-            if value < low:
-                self.problems.add(f"{flag} must be a whole number of at least {low}, not {word}")
-                return None
-            return value
-
-        return read
-
-    def fraction(self, flag: str) -> Callable[[str], float | None]:
-        """A reader of numbers of at least 0 and below 1."""
-
-        def read(word: str) -> float | None:
-            try:
-                value = float(word)
-            except ValueError:
-                value = -1.0
-            if not 0 <= value < 1:
-                self.problems.add(f"{flag} must be a number of at least 0 and below 1, not {word}")
-                return None
-            return value
-
-        return read
-
-    def choice(self, flag: str, allowed: Sequence[str], default: str | None) -> Callable[[str], str | None]:
-        """A reader of the ``allowed`` words; ``default`` stands in for any other."""
-
-        def read(word: str) -> str | None:
-            if word not in allowed:
-                self.problems.add(
-                    f"{flag} must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}"
-                )
-                return default
-            return word
-
-        return read
-
-
-def _size(shape: Any) -> str:
-    return f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}"
-
-
-def build_parser(reader: _Reader) -> argparse.ArgumentParser:
-    """The parser; ``reader`` takes the mistakes."""
-    parser = _Parser(
-        prog="gpt2.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_run_flags(parser, reader)
-    _add_model_flags(parser, reader)
-    _add_batch_flags(parser, reader)
-    _add_length_flags(parser, reader)
-    _add_machine_flags(parser, reader)
-    _add_checkpoint_flags(parser, reader)
-    return parser
-
-
-def _add_run_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
-    group = parser.add_argument_group("what to run")
-    group.add_argument(
-        "--run_type",
-        metavar="TYPE",
-        type=reader.choice("--run_type", RUN_TYPES, None),
-        help="baseline: one process, plain PyTorch. On all ranks launched: ddp and fsdp, PyTorch's data parallelism, "
-        "whole or sharded; optimized, DeepSpeed as the JSON says",
-    )
-    group.add_argument(
-        "--train_data_path", metavar="BIN", type=Path, help="token file to train on; data_prep/ makes it"
-    )
-    group.add_argument("--val_data_path", metavar="BIN", type=Path, help="token file to validate on")
-    group.add_argument(
-        "--checkpoint_path",
-        metavar="DIR",
-        type=Path,
-        help="run folder for records and checkpoints (default: checkpoint/ and the run type)",
-    )
-    group.add_argument(
-        "--deepspeed_config",
-        metavar="JSON",
-        type=Path,
-        help="the recipe, one of ds_configs/ or your own; rules the baseline's optimizer, schedule and batch too",
-    )
-    group.add_argument(
-        "--seed",
-        metavar="N",
-        type=reader.whole("--seed", low=0),
-        help="decides initial weights, data order and dropout (default: 1337)",
-    )
-    group.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
-
-
-def _add_model_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
-    group = parser.add_argument_group("model (a preset, and what to change in it)")
-    sizes = "; ".join(f"{name}: {_size(shape)}" for name, shape in PRESETS.items())
-    group.add_argument(
-        "--model_size",
-        metavar="SIZE",
-        type=reader.choice("--model_size", tuple(PRESETS), "small"),
-        help=f"{sizes} (default: small, the 124M of the paper)",
-    )
-    for flag, text in (
-        ("--num_layers", "transformer blocks"),
-        ("--num_heads", "attention heads; must divide the width"),
-        ("--embedding_size", "width of the residual stream"),
-        ("--max_position_embeddings", "longest sequence the model can read (default: the preset's)"),
-        ("--vocab_size", "ids it can read and predict (default: the tokenizer's, from the data's sidecar)"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=1), help=text)
-    group.add_argument(
-        "--dropout",
-        metavar="P",
-        type=reader.fraction("--dropout"),
-        help="dropout probability; GPT-2 used 0.1 (default: 0)",
-    )
-
-
-def _add_batch_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
-    group = parser.add_argument_group("batch (global = micro x accumulation x ranks; two fix the third)")
-    for flag, text in (
-        ("--global_batch_size", "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)"),
-        ("--micro_batch_size_per_gpu", "sequences per rank and forward pass; lower it when memory runs out"),
-        ("--grad_accum_steps", "passes per optimizer step; alone it changes the micro batch, never the global one"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=1), help=text)
-    group.add_argument(
-        "--enforce_global_batch_size",
-        action="store_true",
-        help="where micro batch and accumulation do not give the global batch on this many ranks, lower the micro "
-        "batch to one that does instead of failing",
-    )
-
-
-def _add_length_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
-    group = parser.add_argument_group("length and rhythm (in optimizer steps)")
-    for flag, low, text in (
-        ("--seq_length", 1, "tokens per sequence (default: all positions of the model)"),
-        ("--epochs", 1, "passes over the training data (default: 1, or as many as --max_train_steps needs)"),
-        ("--max_train_steps", 1, "optimizer steps in the whole run; ends it earlier than --epochs would"),
-        ("--eval_every", 0, "validate every N steps besides every epoch's end (default: 0, epochs only)"),
-        ("--max_val_steps", 1, "validate on the first N global batches only (default: all of the file)"),
-        ("--steps_per_print", 1, "print a line every N steps (default: the JSON's, else 10)"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
-
-
-def _add_machine_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--device",
-        metavar="KIND",
-        type=reader.choice("--device", DEVICES, "auto"),
-        help="auto, cpu or cuda (default: auto, a GPU where there is one)",
-    )
-    group.add_argument(
-        "--precision",
-        metavar="KIND",
-        type=reader.choice("--precision", PRECISIONS, "auto"),
-        help="fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, "
-        "fp16 on others (default: auto)",
-    )
-    for flag, low, text in (
-        ("--threads_per_device", 1, "CPU threads of each process; on CPU they are the device (default: 1 on CPU)"),
-        ("--num_workers", 0, "processes that read data beside each rank (default: 0, the rank itself)"),
-        ("--local_rank", -1, "set by some launchers; the index of this process's GPU"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
-    group.add_argument(
-        "--compile", action="store_true", help="compile the model with torch.compile (needs a C++ compiler)"
-    )
-    group.add_argument(
-        "--activation_checkpointing",
-        action="store_true",
-        help="recompute activations in the backward pass: less memory for about a third more computing",
-    )
-
-
-def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: _Reader) -> None:
-    group = parser.add_argument_group("checkpoints and existing runs")
-    for flag, low, text in (
-        ("--save_every", 0, "save every N steps besides the end; 0 for the end only (default: 500)"),
-        ("--keep_checkpoints", 1, "keep the newest N checkpoints (default: 2)"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
-    group.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint; start fresh where there is none yet"
-    )
-    group.add_argument("--overwrite", action="store_true", help="delete the run that is in the folder and start again")
-    group.add_argument(
-        "--verify_data",
-        action="store_true",
-        help="read the data files whole and compare hash and largest id with their sidecars before training",
-    )
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     """Read a command line; the mistakes found come back beside the options.
 
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
-    reader = _Reader()
+    reader = Reader()
     parser = build_parser(reader)
     namespace, unknown = parser.parse_known_args(_with_values(arguments, parser, reader))
     known = [flag for action in parser._actions for flag in action.option_strings]
@@ -284,7 +46,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     return Options(**given), reader.problems
 
 
-def _with_values(arguments: Sequence[str], parser: argparse.ArgumentParser, reader: _Reader) -> list[str]:
+def _with_values(arguments: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:
     """``arguments`` less the flags whose value is missing, which are noted: argparse would stop at the first."""
     takers = {flag for action in parser._actions if action.nargs is None for flag in action.option_strings}
     kept = []
