@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
-from hub_access import explain_offline
 from hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
 from prep_console import counted, make_parser, progress, run_script, unknown_name, whole_number
 from stdlib_corpus import STDLIB_NAME, stdlib_source
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from dsgpt.errors import UserError
 from dsgpt.files import sync_directory, write_json_atomic
+from dsgpt.hub_access import explain_offline
 
 DESCRIPTION = """\
 Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,

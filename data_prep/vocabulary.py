@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from hub_access import explain_offline
 from splitting import Divided, pieces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.errors import UserError
+from dsgpt.hub_access import explain_offline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,8 @@
 """Reads words of a command line without stopping at the first mistake. Imports no torch."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from dsgpt.errors import UserError
@@ -63,3 +64,43 @@ class Reader:
             return word
 
         return read
+
+
+def read_words(
+    parser: argparse.ArgumentParser, reader: Reader, words: Sequence[str], *, elsewhere: Mapping[str, str]
+) -> argparse.Namespace:
+    """Read a command line to its end; what is wrong goes to ``reader``.
+
+    Args:
+        parser: knows the flags.
+        reader: the one that its types note mistakes in.
+        words: the command line.
+        elsewhere: flags that ``parser`` does not know, and where to say the same.
+
+    Raises:
+        UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
+    """
+    namespace, unknown = parser.parse_known_args(_with_values(words, parser, reader))
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    previous_unknown = False
+    for word in unknown:
+        name = word.split("=")[0]
+        if word.startswith("--"):
+            hint = f": {elsewhere[name]}" if name in elsewhere else did_you_mean(name, known)
+            reader.problems.add(f"{name} is no known flag{hint}")
+        elif not previous_unknown:
+            reader.problems.add(f"{word!r} belongs to no flag")
+        previous_unknown = word.startswith("--")
+    return namespace
+
+
+def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:
+    """``words`` less the flags whose value is missing, which are noted: argparse would stop at the first."""
+    takers = {flag for action in parser._actions if action.nargs is None for flag in action.option_strings}
+    kept = []
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
+        if word in takers and following.startswith("--"):
+            reader.problems.add(f"{word} needs a value")
+        else:
+            kept.append(word)
+    return kept

@@ -144,3 +144,9 @@ class GPT2(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def parameter_shapes(config: GPT2Config) -> dict[str, torch.Size]:
+    """Every parameter's canonical name and shape, in the model's order; no model is made."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in GPT2(config).named_parameters()}
