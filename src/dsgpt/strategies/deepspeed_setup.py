@@ -49,9 +49,21 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         ours["fp16"] = {"enabled": True, "loss_scale": 1}  # a fixed one, which ``Zero._set_loss_scale`` replaces
     if config.precision != "fp32" and recipe.zero_stage > 0:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
+        ours["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
     if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
         ours["zero_force_ds_cpu_optimizer"] = False
     return ours
+
+
+def _autotp_block(size: int) -> dict[str, Any]:
+    """The layers that DeepSpeed shall split over ``size`` tensor ranks, as ``strategies.tensor_layout`` describes."""
+    layers = [
+        {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+        {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.proj\.weight$"], "partition_type": "row"},
+    ]
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": layers}}
 
 
 def _uses_deepspeed_adam(recipe: Recipe) -> bool:

@@ -34,6 +34,7 @@ class Zero:
         self._device = device
         self._ranks = config.topology.data_parallel_size
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
+        self._loss_factor = 1  # on what a rank backpropagates, where DeepSpeed averages over more than the data ranks
         self._accumulation = config.batch.gradient_accumulation_steps
         self._stage = recipe.zero_stage
         self._precision = config.precision
@@ -98,7 +99,7 @@ class Zero:
             batch = to_device(next(batches), self._device)
             loss = self._micro_batch_loss(batch)
             self._engine.backward(
-                loss * own_factor
+                loss * self._loss_factor * own_factor
             )  # divides by the accumulation steps, and reduces over ranks at the last
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
