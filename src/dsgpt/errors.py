@@ -3,7 +3,12 @@
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
+EXIT_NOT_SAVED = 4
+EXIT_STOPPED = 75
+"""Asked to stop and stopped in order: nothing is lost, ``--resume`` goes on. What sysexits.h calls a temporary
+failure, after which the same request may be repeated."""
 EXIT_INTERRUPTED = 130
+"""Ended at once: what was done since the last checkpoint is lost."""
 
 
 class UserError(ValueError):
@@ -19,3 +24,25 @@ class UserError(ValueError):
 
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm became NaN or infinite; nothing of it was saved, exit code 3."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint, or the run's record, could not be written; exit code 4.
+
+    ``alone`` where the other ranks do not know it, so that this one must say it.
+    """
+
+    def __init__(self, message: str, *, alone: bool = False) -> None:
+        super().__init__(message)
+        self.alone = alone
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, by a signal or by the end of its launcher; exit code 75.
+
+    A ``KeyboardInterrupt``, because libraries know not to catch one. ``together`` where all ranks agreed to it.
+    """
+
+    def __init__(self, message: str, *, together: bool = False) -> None:
+        super().__init__(message)
+        self.together = together

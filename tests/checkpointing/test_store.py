@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.random_state import load_random_state, save_random_state
+from dsgpt.checkpointing.run_state import RunState, read_run_state
 from dsgpt.errors import UserError
 
 
@@ -16,7 +18,7 @@ def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") 
     folder = store.begin(run_dir, step, is_main=True)
     (folder / "deep").mkdir()
     (folder / "deep" / "weights.bin").write_bytes(data)
-    state = store.RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[{"epoch_idx": 0}])
+    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[{"epoch_idx": 0}])
     return store.publish(run_dir, folder, state=state, about={"strategy": "test"}, keep=keep)
 
 
@@ -27,7 +29,7 @@ def test_round_trip(tmp_path):
     manifest = store.read_manifest(checkpoint)
     assert (manifest["strategy"], manifest["step"]) == ("test", 200)
     assert set(manifest["files"]) == {"deep/weights.bin", "run_state.json"}
-    state = store.read_run_state(checkpoint)
+    state = read_run_state(checkpoint)
     assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
     assert state.epochs == [{"epoch_idx": 0}]
 
@@ -79,10 +81,10 @@ def test_manifests_that_are_none(tmp_path, text):
 
 def test_random_streams_go_on(tmp_path):
     torch.manual_seed(3)
-    store.save_random_state(tmp_path, rank=2, device=torch.device("cpu"))
+    save_random_state(tmp_path, rank=2, device=torch.device("cpu"))
     drawn = torch.rand(5)
     torch.manual_seed(4)
-    store.load_random_state(tmp_path, rank=2, device=torch.device("cpu"))
+    load_random_state(tmp_path, rank=2, device=torch.device("cpu"))
     assert torch.equal(torch.rand(5), drawn)
 
 

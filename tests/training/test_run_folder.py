@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
 
-from dsgpt.checkpointing import store
+from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.main import train
 from dsgpt.training import checkpoint as checkpoint_module
 from dsgpt.training import finish, journal, run
@@ -235,7 +235,7 @@ def test_a_run_that_goes_on_is_the_same_run(stopped, finished_run):
 
 
 def test_wall_time_of_an_epoch_that_was_interrupted(stopped, finished_run):
-    state = store.read_run_state(stopped / "step-00000009")
+    state = read_run_state(stopped / "step-00000009")
     file = stopped / "step-00000009" / "run_state.json"
     values = json.loads(file.read_text()) | {"wall_time_sec": state.wall_time_sec + 100}
     rewrite(stopped / "step-00000009", file, json.dumps(values).encode())

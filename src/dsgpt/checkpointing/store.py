@@ -8,27 +8,34 @@
         random-00000.safetensors     random state, one file per rank
         tokenizer/                   where the data has one
         manifest.json                every file above with size and sha256; written last
+    latest                           name of the newest
+    best                             name of the one with the lowest validation loss
 
-A checkpoint is written in a hidden folder beside, made durable, and renamed.
+A checkpoint is written in a hidden folder beside, made durable, and renamed. ``latest`` and ``best`` are for people and
+other tools: everything here looks at the folders themselves.
+
+The best is chosen among checkpoints at whose own step a validation ran: a loss measured some steps earlier belongs to
+other weights. The newest are kept, and the best.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
+from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory, write_atomic, write_json_atomic
+from dsgpt.files import sha256_of, sync_directory, write_atomic, write_json_atomic
 from dsgpt.process_group import barrier
 
 LATEST = "latest"
+BEST = "best"
+"""Names the checkpoint with the lowest validation loss."""
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
@@ -36,24 +43,8 @@ TOKENIZER = "tokenizer"
 STEP_FOLDER = re.compile(r"step-\d{8}")
 PARTIAL_FOLDER = re.compile(r"\.partial-step-\d{8}(\.old)?")
 """A checkpoint that is being written or, with ``.old``, removed."""
-_RUN_STATE = "run_state.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Where a run stands; everything else follows from its configuration."""
-
-    step: int
-    """Optimizer steps done."""
-    samples_seen: int
-    """Sequences consumed: ``step`` times the global batch."""
-    best_val_loss: float | None
-    epochs: list[dict[str, Any]]
-    """Records of the finished epochs."""
-    wall_time_sec: float | None = None
-    """Since the run started, stops between processes not counted."""
-    last_train_loss: float | None = None
-    last_val_loss: float | None = None
+DAMAGED_FOLDER = re.compile(r"step-\d{8}\.damaged")
+"""A checkpoint that a resume refused; kept for whoever wants to know why."""
 
 
 def folder_name(step: int) -> str:
@@ -76,46 +67,69 @@ def begin(run_dir: Path, step: int, *, is_main: bool) -> Path:
     return folder
 
 
-def publish(
-    run_dir: Path,
-    folder: Path,
-    *,
-    state: RunState,
-    about: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Turn the complete ``folder`` into the newest checkpoint, and remove the oldest beyond ``keep``; main rank only.
+def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, Any], keep: int) -> Path:
+    """Turn the complete ``folder`` into the newest checkpoint, and remove what is not to be kept; main rank only.
 
     Args:
         run_dir: the run.
         folder: from ``begin``, every file of every rank in it.
         state: where the run stands.
         about: strategy, topology, versions and whatever must agree at a resume.
-        keep: checkpoints to keep, this one included.
+        keep: of the newest checkpoints, this one included; the best is kept besides.
+
+    Raises:
+        OSError: the file system refuses. Earlier checkpoints are as they were.
     """
-    write_json_atomic(folder / _RUN_STATE, asdict(state))
+    write_run_state(folder, state)
+    _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss})
+    final = run_dir / folder_name(state.step)
+    before = set_aside(final)
+    folder.rename(final)
+    sync_directory(run_dir)
+    if before is not None:
+        remove(before)
+    best = name_newest_and_best(run_dir)
+    for old in checkpoints(run_dir)[keep:]:
+        if old != best:
+            discard(old)
+    return final
+
+
+def _seal(folder: Path, about: dict[str, Any]) -> None:
+    """Make everything in ``folder`` durable, and say in the manifest what it is."""
     paths = sorted(folder.rglob("*"))
-    manifest = {
-        **about,
-        "step": state.step,
-        "files": {
-            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
-            for path in paths
-            if path.is_file()
-        },
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
+        for path in paths
+        if path.is_file()
     }
     for path in paths:
         if path.is_dir():
             sync_directory(path)
-    write_json_atomic(folder / MANIFEST, manifest)
-    final = run_dir / folder_name(state.step)
-    discard(final)
-    folder.rename(final)
-    sync_directory(run_dir)
-    write_atomic(run_dir / LATEST, f"{final.name}\n".encode())
-    for old in checkpoints(run_dir)[keep:]:
-        discard(old)
-    return final
+    write_json_atomic(folder / MANIFEST, {**about, "files": files})
+
+
+def name_newest_and_best(run_dir: Path) -> Path | None:
+    """Write ``latest`` and ``best`` as the folders are; the best comes back, None where there is none."""
+    found = checkpoints(run_dir)
+    best = _best(found)
+    for name, checkpoint in ((LATEST, found[0] if found else None), (BEST, best)):
+        if checkpoint is not None:
+            write_atomic(run_dir / name, f"{checkpoint.name}\n".encode())
+        else:
+            remove(run_dir / name)
+    return best
+
+
+def _best(found: list[Path]) -> Path | None:
+    """Of the checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest."""
+    validated = []
+    for checkpoint in found:
+        with contextlib.suppress(UserError):  # a damaged one is neither
+            loss = parse_manifest(checkpoint).get("val_loss")
+            if loss is not None:
+                validated.append((loss, checkpoint.name, checkpoint))
+    return min(validated)[2] if validated else None
 
 
 def remove(path: Path) -> None:
@@ -126,18 +140,28 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Take a checkpoint out of the run in one step; what is left to remove comes back. Links are left as they are."""
+def set_aside(checkpoint: Path) -> Path | None:
+    """Take a checkpoint out of the run in one step; what is left to remove comes back. Of a link nothing is left."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
-        return checkpoint
+        remove(checkpoint)
+        return None
     aside = checkpoint.with_name(f".partial-{checkpoint.name}.old")
     remove(aside)
     return checkpoint.rename(aside)
 
 
+def mark_damaged(checkpoint: Path) -> None:
+    """Take a checkpoint that was refused out of the run: retention must not count it, and its step comes again."""
+    marked = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    remove(marked)
+    checkpoint.rename(marked)
+
+
 def discard(checkpoint: Path) -> None:
     """Remove a checkpoint; a kill in between leaves no folder that has its name but not its files."""
-    remove(set_aside(checkpoint))
+    aside = set_aside(checkpoint)
+    if aside is not None:
+        remove(aside)
 
 
 def _sync_and_hash(path: Path) -> str:
@@ -150,9 +174,23 @@ def _sync_and_hash(path: Path) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, newest first."""
-    found = (path.parent for path in run_dir.glob(f"step-*/{MANIFEST}"))
-    return sorted((path for path in found if STEP_FOLDER.fullmatch(path.name)), reverse=True)
+    """The checkpoints of a run that have a manifest, newest first."""
+    return [path for path in candidates(run_dir) if (path / MANIFEST).is_file()]
+
+
+def candidates(run_dir: Path) -> list[Path]:
+    """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
+    found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    return sorted(found, reverse=True)
+
+
+def size_of(checkpoint: Path) -> int:
+    """Bytes of all of its files, as the manifest says.
+
+    Raises:
+        UserError: it has no readable manifest.
+    """
+    return sum(facts["size"] for facts in parse_manifest(checkpoint)["files"].values())
 
 
 def parse_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -162,6 +200,8 @@ def parse_manifest(checkpoint: Path) -> dict[str, Any]:
         UserError: it cannot be read, or is no manifest.
     """
     path = checkpoint / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{path}: is missing: the checkpoint is incomplete")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         for name, facts in manifest["files"].items():
@@ -173,8 +213,18 @@ def parse_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(
+    checkpoint: Path,
+    *,
+    only: Callable[[str], bool] = lambda _: True,
+    progress: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
     """The manifest, after every file in it was compared with its size and hash.
+
+    Args:
+        checkpoint: the folder.
+        only: whether a file, by its name in the manifest, is to be looked at.
+        progress: is told the bytes read since its last call.
 
     Raises:
         UserError: a file is missing, of another size, or damaged; the message names it.
@@ -182,9 +232,34 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     manifest = parse_manifest(checkpoint)
     for name, facts in manifest["files"].items():
         file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != facts["size"] or _hash(file) != facts["sha256"]:
+        if not only(name):
+            continue
+        if not file.is_file() or file.stat().st_size != facts["size"] or sha256_of(file, progress) != facts["sha256"]:
             raise UserError(f"{file}: is damaged: it is missing or differs from what {MANIFEST} says")
     return manifest
+
+
+def _verify(file: Path, facts: dict[str, Any], progress: Callable[[int], None]) -> None:
+    try:
+        size = file.stat().st_size
+        same = size == facts["size"] and _hash(file, progress) == facts["sha256"]
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: is damaged: it is missing") from error
+    except OSError as error:
+        raise UserError(f"{file}: is damaged: it cannot be read ({error.strerror})") from error
+    if size != facts["size"]:
+        raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts['size']:,}")
+    if not same:
+        raise UserError(f"{file}: is damaged: its contents are not those that {MANIFEST} says")
+
+
+def _hash(path: Path, progress: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
 
 
 def fixed_in(manifest: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
@@ -197,37 +272,3 @@ def fixed_in(manifest: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     if not isinstance(fixed, dict):
         raise UserError(f"{checkpoint / MANIFEST}: is no readable manifest (it does not say what made the checkpoint)")
     return fixed
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_run_state(checkpoint: Path) -> RunState:
-    """Where the run stood."""
-    return RunState(**json.loads((checkpoint / _RUN_STATE).read_text(encoding="utf-8")))
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file with the permissions of any other new file; the library makes it private."""
-    save_file(tensors, path)
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
-
-
-def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
-    """Write this rank's random state, of CPU and GPU."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    save_tensors(state, folder / f"random-{rank:05d}.safetensors")
-
-
-def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
-    """Continue this rank's random streams where ``save_random_state`` saw them."""
-    state = load_file(folder / f"random-{rank:05d}.safetensors")
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.random_state import save_random_state
+from dsgpt.checkpointing.run_state import RunState
+from dsgpt.checkpointing.writing import save_tensors
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError
 from dsgpt.files import write_json_atomic
@@ -22,7 +25,7 @@ def save_checkpoint(
     strategy: Strategy,
     device: torch.device,
     *,
-    state: store.RunState,
+    state: RunState,
     fixed: dict[str, Any],
     run_id: str | None,
 ) -> None:
@@ -34,11 +37,11 @@ def save_checkpoint(
     is_main = config.topology.is_main
     folder = store.begin(config.run_dir, state.step, is_main=is_main)
     strategy.save(folder)
-    store.save_random_state(folder, rank=config.topology.rank, device=device)
+    save_random_state(folder, rank=config.topology.rank, device=device)
     weights = whole_weights(strategy, keep=is_main)
     _refuse_non_finite(weights, folder, step=state.step, is_main=is_main)
     if is_main:
-        store.save_tensors(weights, folder / store.WEIGHTS)
+        save_tensors(weights, folder / store.WEIGHTS)
         write_json_atomic(folder / store.MODEL, config.model.as_dict())
         _copy_tokenizer(config, folder)
     barrier()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.checkpointing.store import RunState
+from dsgpt.checkpointing.run_state import RunState
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError
 from dsgpt.strategies.base import StepResult

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from dsgpt.checkpointing import store
+from dsgpt.checkpointing.random_state import load_random_state
+from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.config import RunConfig
 from dsgpt.device import bring_up
 from dsgpt.errors import UserError
@@ -196,9 +197,9 @@ def _take_up(
     """The steps done before, and the journal; with a checkpoint, the strategy and journal continue it."""
     if checkpoint is None:
         return 0, Journal(config, device, console, facts, first_step=0)
-    state = store.read_run_state(checkpoint)
+    state = read_run_state(checkpoint)
     strategy.load(checkpoint)
-    store.load_random_state(checkpoint, rank=config.topology.rank, device=device)
+    load_random_state(checkpoint, rank=config.topology.rank, device=device)
     steps_file = config.run_dir / STEPS_FILE
     if config.topology.is_main and (damaged := drop_steps_after(steps_file, state.step)):
         console.say(f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}")

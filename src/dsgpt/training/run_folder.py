@@ -135,10 +135,7 @@ def clear_run_folder(run_dir: Path, start: Start) -> None:
     if start.checkpoint is None:
         store.remove(run_dir / COMPLETE_FILE)
         for checkpoint in _folders(run_dir, store.STEP_FOLDER):
-            if checkpoint.is_symlink():
-                checkpoint.unlink()
-            else:
-                store.set_aside(checkpoint)
+            store.set_aside(checkpoint)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         store.remove(path)
     if start.checkpoint is None:

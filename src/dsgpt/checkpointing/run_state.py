@@ -1,0 +1,63 @@
+"""Where a run stands: what a resume needs besides its configuration and the strategy's own files."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsgpt.errors import UserError
+from dsgpt.files import write_json_atomic
+
+_FILE = "run_state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands; everything else follows from its configuration.
+
+    The random state of every rank lies in a file of its own beside this one.
+    """
+
+    step: int
+    """Optimizer steps done."""
+    samples_seen: int
+    """Sequences consumed: ``step`` times the global batch."""
+    best_val_loss: float | None
+    """The lowest of all validations so far."""
+    epochs: list[dict[str, Any]]
+    """Records of the finished epochs."""
+    wall_time_sec: float | None = None
+    """Since the run started, stops between processes not counted."""
+    last_train_loss: float | None = None
+    last_val_loss: float | None = None
+    last_val_step: int | None = None
+    """The step that ``last_val_loss`` was measured at."""
+    loss_scale: dict[str, float | int] | None = None
+    """Of fp16, as ``LossScale.state`` gives it; None in other precisions."""
+    failed_saves: int = 0
+    """Checkpoints that could not be written so far."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """What was changed at resumes with ``--allow_changed``: ``step``, ``name``, ``before``, ``after``."""
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of exactly these weights; None where no validation ran at this step."""
+        return self.last_val_loss if self.last_val_step == self.step else None
+
+
+def write_run_state(checkpoint: Path, state: RunState) -> None:
+    """Add ``state`` to a checkpoint."""
+    write_json_atomic(checkpoint / _FILE, asdict(state))
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """Where the run stood.
+
+    Raises:
+        UserError: the file holds something else, as one of another version of this program may.
+    """
+    path = checkpoint / _FILE
+    try:
+        return RunState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: is no run state of this version ({error})") from error

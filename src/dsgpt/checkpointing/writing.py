@@ -1,0 +1,94 @@
+"""The files of a checkpoint, written so that every failure is an ``OSError`` that names the reason and the file."""
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+_EXPECTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
+"""What a file system answers when it will not take a file."""
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions of any other new file; the library makes it private.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        raise _as_os_error(error, path) from error
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
+def save_object(value: Any, path: Path, *, zipped: bool = True) -> None:
+    """``torch.save``, which hides why a file could not be written behind an assertion of its archive writer.
+
+    Args:
+        value: what to save.
+        path: the new file.
+        zipped: in torch's present format, not in that before 1.6.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        with path.open("wb") as file:  # of a path, torch keeps the reason of a failure to itself
+            torch.save(value, file, _use_new_zipfile_serialization=zipped)
+    except RuntimeError as error:
+        raise _as_os_error(error, path) from error
+
+
+def _as_os_error(error: Exception, path: Path) -> Exception:
+    """The refusal of the file system behind ``error``; ``error`` itself where there is none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return OSError(cause.errno, cause.strerror, str(path))
+        for number in _EXPECTED:
+            if os.strerror(number) in str(cause):
+                return OSError(number, os.strerror(number), str(path))
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def try_to_write(folder: Path, *, rank: int) -> None:
+    """Make and remove a file in ``folder``, as every rank will, before any of them starts what others wait for.
+
+    Raises:
+        OSError: the folder takes none.
+    """
+    probe = folder / f".probe-{rank:05d}"
+    with probe.open("wb") as file:
+        file.write(b"\0")
+        file.flush()
+        os.fsync(file.fileno())
+    probe.unlink()
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Compare the free space of the file system with the bytes that are ``needed``.
+
+    Raises:
+        OSError: there is less.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        reason = f"{os.strerror(errno.ENOSPC)}: the last checkpoint took {needed:,} bytes, and {free:,} are free"
+        raise OSError(errno.ENOSPC, reason, str(folder))
+
+
+def reason_of(error: OSError) -> str:
+    """``No space left on device: /data/run/step...``, for a message."""
+    what = error.strerror or str(error)
+    return f"{error.filename}: {what}" if error.filename else what
