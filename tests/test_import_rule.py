@@ -15,6 +15,8 @@ PACKAGE = SOURCES / "dsgpt"
 LAYERS = [
     {
         "errors",
+        "ancestors",
+        "interruption",
         "files",
         "problems",
         "topology",
