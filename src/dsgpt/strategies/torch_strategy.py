@@ -19,7 +19,7 @@ from dsgpt.optimization.clipping import global_norm
 from dsgpt.optimization.optimizer import STATE_NAMES, build_optimizer, parameter_groups, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
-from dsgpt.strategies.base import ParamState, StepResult, to_device
+from dsgpt.strategies.base import ParamState, StateTensors, StepResult, optimizer_tensors, to_device
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.master_weights import TrainedWeights
 
@@ -120,6 +120,17 @@ class TorchStrategy:
         """See ``Strategy``."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        computed_with, trained = list(self.model.parameters()), list(self._weights.parameters.values())
+        return StateTensors(
+            parameters=[parameter.detach() for parameter in computed_with],
+            gradients=[parameter.grad for parameter in [*trained, *computed_with] if parameter.grad is not None],
+            optimizer=optimizer_tensors(self._optimizer),
+            master=[parameter.detach() for parameter in trained],  # in fp32 the parameters again, which count once
+            buffers=[],
+        )
 
     def _state(self) -> dict[str, Any]:
         weights = {name: parameter.detach() for name, parameter in self._weights.parameters.items()}

@@ -19,8 +19,9 @@ from dsgpt.optimization.clipping import global_norm
 from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
-from dsgpt.strategies.base import ParamState, StepResult, to_device
+from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_device
 from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
+from dsgpt.strategies.deepspeed_state import deepspeed_state
 from dsgpt.strategies.gradient_sum import GradientSum
 from dsgpt.strategies.loss_scale import LossScale
 
@@ -216,6 +217,10 @@ class Zero:
         for name, parameter in self._parameters.items():
             if parameter.shape == self._shape(parameter):
                 yield name, parameter.detach()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        return deepspeed_state(self._optimizer, self._parameters.values())
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The files are DeepSpeed's own, which its ``zero_to_fp32.py`` reads too."""

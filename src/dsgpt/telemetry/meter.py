@@ -72,6 +72,7 @@ class _Pending(NamedTuple):
     started: Any
     ended: Any
     dataload_sec: float
+    watched: bool
 
 
 @dataclass(kw_only=True)
@@ -162,9 +163,14 @@ class StepMeter:
         """Mark the start of a step."""
         return self._clock.mark()
 
-    def stop(self, started: Any, *, step: int, epoch: int, result: Any, dataload_sec: float) -> None:
-        """Mark the end of a step; its values stay on the device until ``flush``."""
-        self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec))
+    def stop(
+        self, started: Any, *, step: int, epoch: int, result: Any, dataload_sec: float, watched: bool = False
+    ) -> None:
+        """Mark the end of a step; its values stay on the device until ``flush``.
+
+        A step that was ``watched`` took longer for it, and is left out of the figures as the warm-up is.
+        """
+        self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec, watched))
 
     def flush(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """The steps since the last call as lines of ``metrics.jsonl``.
@@ -195,7 +201,7 @@ class StepMeter:
             "tokens_per_sec": self._tokens_per_step / seconds,
             "step_time_sec": seconds,
             "dataload_time_sec": item.dataload_sec,
-            "warm_up": self._steps_seen <= WARM_UP_STEPS,
+            "warm_up": self._steps_seen <= WARM_UP_STEPS or item.watched,
             "train_time_sec": None if self.run.train_sec is None else self.run.train_sec + seconds,
             "wall_time_sec": self._earlier_wall_sec + self._clock.seconds_between(self._origin, item.ended),
         }

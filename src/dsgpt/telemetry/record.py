@@ -114,6 +114,7 @@ class RunRecord:
         self.epochs = epochs
         self.summary: dict[str, Any] = {}
         self.inference: dict[str, Any] | None = None
+        self.cost: dict[str, Any] | None = None
         self.status = "running"
 
     def write(self) -> None:
@@ -125,6 +126,7 @@ class RunRecord:
             "epochs": self.epochs,
             "summary": self.summary,
             "inference": self.inference,
+            "cost": self.cost,
             **self._flat_keys(),
         }
         write_json_atomic(self._path, finite(record))

@@ -12,6 +12,7 @@ from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.console import Console, Progress
+from dsgpt.telemetry.cost import cost_line
 from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
@@ -84,12 +85,19 @@ class Journal:
         """Times the steps."""
         return self._meter
 
-    def step_done(self, started: Any, *, step: int, epoch: int, result: StepResult, dataload_sec: float) -> None:
+    def step_done(
+        self, started: Any, *, step: int, epoch: int, result: StepResult, dataload_sec: float, watched: bool
+    ) -> None:
         """Note a finished step without waiting for the device; print at the rhythm that was asked for."""
-        self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec)
+        self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec, watched=watched)
         self._progress.advance()
         if step % self._config.steps_per_print == 0 or step in {1, self._config.total_steps}:
             self.flush(print_last=True)
+
+    def cost_measured(self, cost: dict[str, Any]) -> None:
+        """Note what a step costs a rank, which the next record tells."""
+        self.record.cost = cost
+        self._console.say(f"step {cost['measured_step']:>6}/{self._config.total_steps}  {cost_line(cost)}")
 
     def flush(self, *, print_last: bool = False) -> None:
         """Write the steps since the last call.

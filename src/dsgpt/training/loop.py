@@ -9,6 +9,7 @@ from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Console
+from dsgpt.telemetry.cost import CostMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.training.journal import Journal
 
@@ -31,11 +32,16 @@ def fit(
     """
     options, per_epoch = config.options, config.order.steps_per_epoch
     batches = TimedBatches(training_batches(config, first_step=done))
+    costs = CostMeter(
+        lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=journal.cost_measured
+    )
     for step in range(done + 1, config.total_steps + 1):
         epoch = (step - 1) // per_epoch
         started = journal.meter.start()
-        result = strategy.train_step(batches, step)
-        journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=batches.take_seconds())
+        with costs.watch(step):
+            result = strategy.train_step(batches, step)
+        seconds = batches.take_seconds()
+        journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=seconds, watched=costs.watched)
 
         last = step == config.total_steps
         epoch_ends = last or step % per_epoch == 0

@@ -1,0 +1,179 @@
+"""Counts what a rank communicates: every collective, send and receive between entering and leaving ``Communication``.
+
+All of them pass PyTorch's dispatcher as ``c10d::`` or ``_c10d_functional::`` operators, whoever calls them: this
+package, DeepSpeed, FSDP's hooks in the backward pass, DDP's reducer in C++. Nothing is patched, and an operator that is
+not known here is reported instead of being left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RING_COLLECTIVES = {
+    "all_reduce": (2, 1),
+    "all_gather": (1, 1),
+    "reduce_scatter": (1, 1),
+    "all_to_all": (1, 1),
+    "gather": (1, 1),
+    "scatter": (1, 1),
+    "broadcast": (1, 0),
+    "reduce": (1, 0),
+    "send": (1, 0),
+    "recv": (0, 0),
+    "barrier": (0, 0),
+}
+"""(a, b) of the factor a * (n - b) / n that turns the payload of an operation among n ranks into bytes on a link."""
+
+
+def ring_factor(operation: str, group_size: int) -> float:
+    """Bytes that a rank sends per byte of payload; 0 in a group of one.
+
+    These are the factors of NCCL's tests (``doc/PERFORMANCE.md``, "Bus bandwidth"): 2(n-1)/n for an all-reduce, (n-1)/n
+    for all-gather, reduce-scatter, all-to-all, gather and scatter, 1 for broadcast, reduce and send. What is received
+    was sent by another rank, and is not counted twice.
+    """
+    factor, missing = RING_COLLECTIVES[operation]
+    return 0.0 if group_size == 1 else factor * (group_size - missing) / group_size
+
+
+class _Operator(NamedTuple):
+    operation: str
+    payload: str | None
+    """The argument that holds the payload."""
+    per_rank: bool = False
+    """Whether the payload is that argument once for every rank of the group."""
+
+
+# The payload is what a rank gets of an all-gather, gives to a reduce-scatter or all-to-all, and the tensor of the rest.
+_C10D = {
+    "allreduce_": _Operator("all_reduce", "tensors"),
+    "allreduce_coalesced_": _Operator("all_reduce", "tensors"),
+    "_allgather_base_": _Operator("all_gather", "output_tensor"),
+    "allgather_": _Operator("all_gather", "output_tensors"),
+    "allgather_coalesced_": _Operator("all_gather", "output_lists"),
+    "allgather_into_tensor_coalesced_": _Operator("all_gather", "outputs"),
+    "_reduce_scatter_base_": _Operator("reduce_scatter", "input_tensor"),
+    "reduce_scatter_": _Operator("reduce_scatter", "input_tensors"),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", "inputs"),
+    "alltoall_base_": _Operator("all_to_all", "input"),
+    "alltoall_": _Operator("all_to_all", "input_tensors"),
+    "gather_": _Operator("gather", "input_tensors", per_rank=True),
+    "scatter_": _Operator("scatter", "output_tensors", per_rank=True),
+    "broadcast_": _Operator("broadcast", "tensors"),
+    "reduce_": _Operator("reduce", "tensors"),
+    "send": _Operator("send", "tensors"),
+    "recv_": _Operator("recv", "tensors"),
+    "recv_any_source_": _Operator("recv", "tensors"),
+    "barrier": _Operator("barrier", None),
+    "monitored_barrier_": _Operator("barrier", None),
+}
+_FUNCTIONAL = {
+    "all_reduce": _Operator("all_reduce", "input"),
+    "all_reduce_": _Operator("all_reduce", "input"),
+    "all_reduce_coalesced": _Operator("all_reduce", "inputs"),
+    "all_reduce_coalesced_": _Operator("all_reduce", "inputs"),
+    "all_gather_into_tensor": _Operator("all_gather", "input", per_rank=True),
+    "all_gather_into_tensor_out": _Operator("all_gather", "input", per_rank=True),
+    "all_gather_into_tensor_coalesced": _Operator("all_gather", "inputs", per_rank=True),
+    "reduce_scatter_tensor": _Operator("reduce_scatter", "input"),
+    "reduce_scatter_tensor_out": _Operator("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced": _Operator("reduce_scatter", "inputs"),
+    "all_to_all_single": _Operator("all_to_all", "input"),
+    "broadcast": _Operator("broadcast", "input"),
+    "broadcast_": _Operator("broadcast", "input"),
+    "isend": _Operator("send", "tensor"),
+    "irecv": _Operator("recv", "tensor"),
+}
+_OPERATORS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
+_LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+"""Operators of the same two names that move nothing between ranks."""
+
+
+@dataclass
+class Traffic:
+    """All operations of one kind in one group."""
+
+    operation: str
+    """A key of ``RING_COLLECTIVES``."""
+    group: tuple[int, ...]
+    """The ranks that take part."""
+    calls: int = 0
+    payload_bytes: int = 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """What this rank sends, if the collectives are rings."""
+        return round(self.payload_bytes * ring_factor(self.operation, len(self.group)))
+
+
+class Communication(TorchDispatchMode):
+    """While it is entered, notes what this rank communicates; changes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._traffic: dict[tuple[str, tuple[int, ...]], Traffic] = {}
+        self.unknown: set[str] = set()
+        """Operators that may have communicated and cannot be counted."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Run compiled code as it is; without this it would run eagerly, and round differently, while it is watched."""
+        return True
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """What was seen, in the order in which each kind appeared first."""
+        return list(self._traffic.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count ``func`` and run it; leave what DTensor and its like make of an operator to them, and see that."""
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor for kind in types):
+            return NotImplemented
+        known = _OPERATORS.get(getattr(func, "namespace", None))
+        if known is not None:
+            self._note(func, known, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, known: dict[str, _Operator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name in _LOCAL:
+            return
+        if name not in known:
+            self.unknown.add(func._schema.name)
+            return
+        operator = known[name]
+        # The schema may be longer than the call: what was left out has its default.
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        group = _ranks(given)
+        payload = sum(tensor.nbytes for tensor in _tensors(given[operator.payload])) if operator.payload else 0
+        entry = self._traffic.setdefault((operator.operation, group), Traffic(operator.operation, group))
+        entry.calls += 1
+        entry.payload_bytes += payload * (len(group) if operator.per_rank else 1)
+
+
+def _ranks(given: dict[str, Any]) -> tuple[int, ...]:
+    if "group_name" in given:
+        group = given["group_name"]
+        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+    else:
+        group = given["process_group"]
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in ``value``, a tensor or lists of them."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for inner in value:
+            yield from _tensors(inner)
