@@ -3,21 +3,15 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from dsgpt.cli_reader import Parser
 from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from dsgpt.options import WHICH_CHECKPOINT
 
 EXAMPLES = """\
 examples:
   python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
   python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def main() -> int:
@@ -28,6 +22,7 @@ def main() -> int:
 
         for text in sample(
             options.checkpoint,
+            which=options.which,
             prompt=options.prompt,
             samples=options.num_samples,
             new_tokens=options.max_new_tokens,
@@ -49,13 +44,19 @@ def main() -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         description="Continue a prompt with the model of a run, whichever strategy trained it.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="run folder, or one checkpoint in it"
+    )
+    parser.add_argument(
+        "--which",
+        choices=WHICH_CHECKPOINT,
+        default="latest",
+        help="checkpoint of a run: the newest, or the one with the lowest validation loss (default: latest)",
     )
     parser.add_argument("--prompt", default="", help="text to continue (default: none, the start of a document)")
     parser.add_argument("--max_new_tokens", type=int, default=100, metavar="N", help="tokens to add (default: 100)")

@@ -19,6 +19,7 @@ LAYERS = [
         "interruption",
         "files",
         "problems",
+        "hub_access",
         "topology",
         "options",
         "cli_reader",
@@ -36,6 +37,7 @@ LAYERS = [
     {"inference"},
     {"training"},
     {"main"},
+    {"parity"},
 ]
 """A module imports from its own part of the package and from lower layers; parts of one layer do not know each other,
 except for those of the first."""
@@ -128,7 +130,7 @@ def test_contracts_import_no_torch(module, tmp_path):
     assert not found & {"torch", "deepspeed", "transformers"}
 
 
-@pytest.mark.parametrize("script", ["gpt2.py", "generate.py"])
+@pytest.mark.parametrize("script", ["gpt2.py", "generate.py", "convert.py"])
 def test_help_starts_fast(script, tmp_path):
     found = imported_by(SOURCES / script, "--help", cwd=tmp_path)
     assert "dsgpt" in found

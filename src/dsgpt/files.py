@@ -1,9 +1,23 @@
 """Write beside, then rename: a reader sees the old file or the new one, never half of one."""
 
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+_BLOCK = 1 << 22
+
+
+def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
+    """Of a file's bytes, as lower-case hex; ``progress`` is told the bytes read since its last call."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

@@ -6,6 +6,10 @@ from pathlib import Path
 RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+WHICH_CHECKPOINT = ("latest", "best")
+"""Of a run: the newest, or the one with the lowest validation loss."""
+EXPORT_FORMS = ("hf", "portable")
+EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def texts(path: Path, **changes: Any) -> list[str]:
     flags = {
+        "which": "latest",
         "prompt": "def ma",
         "samples": 1,
         "new_tokens": 8,

@@ -31,7 +31,6 @@ from typing import Any
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
 from dsgpt.files import sha256_of, sync_directory, write_atomic, write_json_atomic
-from dsgpt.process_group import barrier
 
 LATEST = "latest"
 BEST = "best"
@@ -57,13 +56,11 @@ def partial_folder(run_dir: Path, step: int) -> Path:
     return run_dir / f".partial-{folder_name(step)}"
 
 
-def begin(run_dir: Path, step: int, *, is_main: bool) -> Path:
-    """Make the empty folder that all ranks write into; collective."""
+def begin(run_dir: Path, step: int) -> Path:
+    """Make the empty folder that all ranks write into; main rank only."""
     folder = partial_folder(run_dir, step)
-    if is_main:
-        remove(folder)
-        folder.mkdir(parents=True)
-    barrier()
+    remove(folder)
+    folder.mkdir(parents=True)
     return folder
 
 
@@ -231,18 +228,15 @@ def read_manifest(
     """
     manifest = parse_manifest(checkpoint)
     for name, facts in manifest["files"].items():
-        file = checkpoint / name
-        if not only(name):
-            continue
-        if not file.is_file() or file.stat().st_size != facts["size"] or sha256_of(file, progress) != facts["sha256"]:
-            raise UserError(f"{file}: is damaged: it is missing or differs from what {MANIFEST} says")
+        if only(name):
+            _verify(checkpoint / name, facts, progress)
     return manifest
 
 
 def _verify(file: Path, facts: dict[str, Any], progress: Callable[[int], None]) -> None:
     try:
         size = file.stat().st_size
-        same = size == facts["size"] and _hash(file, progress) == facts["sha256"]
+        same = size == facts["size"] and sha256_of(file, progress) == facts["sha256"]
     except FileNotFoundError as error:
         raise UserError(f"{file}: is damaged: it is missing") from error
     except OSError as error:
@@ -251,15 +245,6 @@ def _verify(file: Path, facts: dict[str, Any], progress: Callable[[int], None]) 
         raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts['size']:,}")
     if not same:
         raise UserError(f"{file}: is damaged: its contents are not those that {MANIFEST} says")
-
-
-def _hash(path: Path, progress: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            progress(len(block))
-    return digest.hexdigest()
 
 
 def fixed_in(manifest: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from dsgpt.checkpointing import store
+from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
 from dsgpt.device import cuda_devices
 from dsgpt.errors import UserError
-from dsgpt.inference.checkpoint_model import find_checkpoint, load_model
+from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.inference.decode import generate
 from dsgpt.model.config import GPT2Config
 from dsgpt.problems import Problems
@@ -18,6 +18,7 @@ from dsgpt.problems import Problems
 def sample(
     path: Path,
     *,
+    which: str,
     prompt: str,
     samples: int,
     new_tokens: int,
@@ -27,6 +28,8 @@ def sample(
     device_kind: str,
 ) -> Iterator[str]:
     """Yield ``samples`` texts: the prompt and up to ``new_tokens`` more tokens, or fewer where a document ends.
+
+    ``which``, of the checkpoints of a run folder, is ``latest`` or ``best``.
 
     Raises:
         UserError: no usable checkpoint, no tokenizer in it, or numbers that make no sense.
@@ -39,15 +42,15 @@ def sample(
         seed=seed,
         device_kind=device_kind,
     )
-    checkpoint = find_checkpoint(path)
-    folder = checkpoint / store.TOKENIZER
-    if not folder.is_dir():
+    checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
+    files = open_model_files(checkpoint)
+    if files.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer, because its training data came without one; cannot read text")
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second, and only text needs it
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(files.tokenizer, local_files_only=True)
     device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
-    model = load_model(checkpoint, device)
+    model = load_model(files, device)
     start = _encode(prompt, tokenizer, model.config)
     room = model.config.block_size - len(start)
     generator = torch.Generator(device).manual_seed(seed)

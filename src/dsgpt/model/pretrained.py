@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dsgpt.errors import UserError
+from dsgpt.files import sha256_of
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.hugging_face import HEAD, PREFIX, canonical_value, hugging_face_name, hugging_face_shape
 from dsgpt.model.tensor_files import StoredTensor, open_pickled, open_safetensors
 
-_BLOCK = 1 << 22
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Where a folder keeps its weights: the first that is there, whole or in the parts that ``NAME.index.json`` lists."""
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -81,7 +81,7 @@ class PretrainedWeights:
 
     def sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
         """Of the file; of several, that of their lines ``sha256  name`` as ``sha256sum`` prints them."""
-        hashes = {file.name: _hash(file, progress) for file in self.files}
+        hashes = {file.name: sha256_of(file, progress) for file in self.files}
         if len(hashes) == 1:
             return hashes[self.files[0].name]
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(hashes.items()))
@@ -149,12 +149,3 @@ def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], confi
     ]
     if problems:
         raise UserError(*problems[:4])
-
-
-def _hash(file: Path, progress: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-            progress(len(block))
-    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""Weights that others can use: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsgpt.cli_reader import Parser, Reader, read_words
+from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+
+DESCRIPTION = """\
+Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
+than its largest tensor; the run is only read.
+
+  hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, where the
+             training data had one, the tokenizer; the vocabulary's padding is cut off
+  portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
+             with their hashes; generate.py takes it as --checkpoint. Weights alone: training does not go on from it"""
+
+EXAMPLES = """\
+examples:
+  the newest checkpoint of a run, for transformers:
+    python src/convert.py --from checkpoint/demo-zero1 --to hf exported/demo
+  the one with the lowest validation loss, at half the size:
+    python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
+  one checkpoint of a run:
+    python src/convert.py --from checkpoint/demo-zero1/step-00000200 --to portable exported/demo-200
+  published weights, to ask them for text with generate.py:
+    python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
+
+In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py."""
+
+FORMS = ("hf", "portable")
+DTYPES = ("fp32", "bf16", "fp16")
+WHICH = ("latest", "best")
+
+
+def main(words: Sequence[str]) -> int:
+    """Read the flags, convert, say what was done."""
+    try:
+        reader = Reader()
+        options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
+        for flag, value, what in (
+            ("--from", options.source, "a run folder such as checkpoint/demo-zero1"),
+            ("--to", options.form, f"one of {', '.join(FORMS)}"),
+            ("OUT", options.out, "the folder to make"),
+        ):
+            if value is None and not reader.problems.mention(flag):
+                reader.problems.add(f"{flag} is missing: give {what}")
+        reader.problems.raise_if_any()
+        from dsgpt.checkpointing.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
+        from dsgpt.telemetry.console import Console  # noqa: PLC0415
+
+        export(
+            options.source,
+            options.out,
+            form=options.form,
+            dtype=options.dtype,
+            which=options.which,
+            console=Console(speaks=True),
+        )
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return EXIT_DONE
+
+
+def _build_parser(reader: Reader) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="convert.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "out", nargs="?", type=Path, metavar="OUT", help="the folder to make; must not exist, or be empty"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="DIR",
+        help="run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2",
+    )
+    for flag, name, allowed, default, text in (
+        ("--to", "form", FORMS, None, "hf or portable, see above"),
+        ("--dtype", "dtype", DTYPES, "fp32", "of the weights: fp32, bf16 or fp16 (default: fp32, as trained)"),
+        (
+            "--which",
+            "which",
+            WHICH,
+            "latest",
+            "checkpoint of a run: latest, or best by validation loss (default: latest)",
+        ),
+    ):
+        parser.add_argument(
+            flag,
+            dest=name,
+            default=default,
+            metavar=name.upper(),
+            type=reader.choice(flag, allowed, default),
+            help=text,
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,274 @@
+"""The model of a checkpoint as a folder that others can use: Hugging Face's layout, or this project's own.
+
+Tensors go from file to file one at a time, on the CPU, without a network. The folder appears whole or not at all.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgpt.checkpointing import store
+from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files
+from dsgpt.errors import UserError
+from dsgpt.files import sha256_of, sync_directory, write_json_atomic
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.model.hugging_face import (
+    hugging_face_config,
+    hugging_face_name,
+    hugging_face_shape,
+    hugging_face_value,
+    published_shape,
+)
+from dsgpt.model.pretrained import PretrainedWeights, read_json
+from dsgpt.model.tensor_files import DTYPES, StoredTensor, open_safetensors, write_safetensors
+from dsgpt.model.vocabulary_files import end_of_text_id
+from dsgpt.problems import Problems
+from dsgpt.telemetry.console import Console
+
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
+_TOKENIZER_FILES = ("tokenizer.json", _TOKENIZER_SETTINGS, "special_tokens_map.json", "vocab.json", "merges.txt")
+_ABOUT = ("step", "strategy", "run_id")
+"""What a portable folder's manifest keeps of the checkpoint's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that lies in files."""
+
+    name: str
+    """Where it comes from, for people."""
+    config: GPT2Config
+    tensors: dict[str, StoredTensor]
+    """By canonical name, not read yet."""
+    tokenizer: list[Path]
+    """Its files, empty where there are none."""
+    about: dict[str, Any]
+    """Where it comes from, for the manifest."""
+
+
+def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
+    """Write the model of ``source`` into the new folder ``out``.
+
+    Args:
+        source: a run folder, a checkpoint, an exported folder of either form, or a Hugging Face folder of a GPT-2.
+        out: must not exist, or be empty.
+        form: one of ``options.EXPORT_FORMS``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
+        which: the ``latest`` or the ``best`` checkpoint of a run.
+        console: told what is read and written.
+
+    Raises:
+        UserError: no usable model, no place for it, or values that the dtype cannot hold.
+    """
+    problems = Problems()
+    with _collected(problems):
+        check_out(out)
+    with _collected(problems):
+        model = open_model(source, which=which, console=console)
+    problems.raise_if_any()
+    tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
+    size = sum(tensor.bytes for tensor in tensors.values())
+    _check_room(out, size)
+    console.say(f"from        {model.name}: {model.config.parameter_count():,} parameters")
+    progress = console.progress(total=size, what="writing", unit="B")
+    with _new_folder(out) as folder:
+        write = _write_hugging_face if form == "hf" else _write_portable
+        write(folder, replace(model, tensors=tensors), dtype=dtype, progress=progress.advance)
+    progress.close()
+    layout = "Hugging Face" if form == "hf" else "portable"
+    console.say(f"to          {out}: {layout}, {dtype}, {size / 1e6:,.1f} MB")
+    console.say(_tokenizer_line(model, out, form=form))
+
+
+@contextlib.contextmanager
+def _collected(problems: Problems) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        problems.add(*error.problems)
+
+
+def check_out(out: Path) -> None:
+    """Require a place for a new folder.
+
+    Raises:
+        UserError: something is there, or its parent cannot be written.
+    """
+    if out.is_dir() and not out.is_symlink():
+        if any(out.iterdir()):
+            raise UserError(f"{out}: is not empty: name a folder that does not exist yet")
+    elif os.path.lexists(out):
+        raise UserError(f"{out}: exists and is no folder: name one that does not exist yet")
+    place = out.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"{out}: {place} is a file, not a folder: name another folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: no permission to write in {place}: name another folder")
+
+
+def open_model(source: Path, *, which: str, console: Console) -> Model:
+    """Find and verify the model in ``source``; see ``export``.
+
+    Raises:
+        UserError: there is none.
+    """
+    if _is_hugging_face(source):
+        if which == "best":
+            raise UserError(f"--from {source}: is a Hugging Face folder, --which best chooses among those of a run")
+        return _open_hugging_face(source)
+    checkpoint = find_checkpoint(source, which=which, flag="--from")
+    named = store.parse_manifest(checkpoint)["files"]
+    size = sum(facts["size"] for name, facts in named.items() if is_model_file(name))
+    progress = console.progress(total=size, what="verifying", unit="B")
+    files = open_model_files(checkpoint, progress=progress.advance)
+    progress.close()
+    tensors = open_safetensors(files.weights)
+    shapes = parameter_shapes(files.config)
+    if {name: tensor.shape for name, tensor in tensors.items()} != {name: tuple(s) for name, s in shapes.items()}:
+        raise UserError(f"{files.weights}: its tensors are not those of {checkpoint / store.MODEL}")
+    about = {key: files.manifest.get(key) for key in _ABOUT}
+    return Model(
+        name=f"{checkpoint} ({about['strategy']}, step {about['step']})" if about["strategy"] else str(checkpoint),
+        config=files.config,
+        tensors={name: tensors[name] for name in shapes},
+        tokenizer=sorted(path for path in files.tokenizer.iterdir() if path.is_file()) if files.tokenizer else [],
+        about=about,
+    )
+
+
+def _is_hugging_face(source: Path) -> bool:
+    """A run folder has a ``config.json`` too, which says nothing of a ``model_type``."""
+    try:
+        return not (source / store.MANIFEST).exists() and "model_type" in read_json(source / "config.json")
+    except UserError:
+        return False
+
+
+def _open_hugging_face(folder: Path) -> Model:
+    problems = Problems()
+    values = read_json(folder / "config.json")
+    shape = published_shape(values, place=str(folder / "config.json"), problems=problems)
+    problems.raise_if_any()
+    config = GPT2Config(**shape)
+    weights = PretrainedWeights(folder, config)
+    return Model(
+        name=f"{folder} (Hugging Face)",
+        config=config,
+        tensors=weights.tensors(),
+        tokenizer=[folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()],
+        about=dict.fromkeys(_ABOUT) | {"source": folder.name, "source_sha256": weights.sha256()},
+    )
+
+
+def _in_dtype(name: str, stored: StoredTensor, dtype: str) -> StoredTensor:
+    return replace(stored, dtype=DTYPES[dtype], read=partial(_converted, name, stored, DTYPES[dtype]))
+
+
+def _converted(name: str, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+    value = stored.read()
+    converted = value.to(dtype)
+    if not torch.isfinite(converted).all():
+        if torch.isfinite(value).all():
+            raise UserError(
+                f"{_name(dtype)} cannot hold {name}, which reaches {value.abs().max():.3g}: take --dtype fp32"
+            )
+        raise UserError(f"{name} holds values that are NaN or infinite: these weights are of no use")
+    return converted
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def _check_room(out: Path, size: int) -> None:
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise UserError(f"{out}: needs {size / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free")
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside ``out`` that becomes it at the end, or is removed when something fails."""
+    target = out.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be made ({error.strerror}): name another folder") from error
+    try:
+        yield folder
+        umask = os.umask(0)
+        os.umask(umask)
+        folder.chmod(0o777 & ~umask)  # mkdtemp's is private
+        sync_directory(folder)
+        folder.rename(target)  # takes the place of an empty folder
+        sync_directory(target.parent)
+    except OSError as error:
+        raise UserError(f"{out}: could not be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:
+    for path in model.tokenizer:
+        shutil.copyfile(path, folder / path.name)
+    end_of_text = end_of_text_id(folder)
+    if end_of_text is not None and end_of_text >= model.config.vocab_size:
+        end_of_text = None
+    settings = folder / _TOKENIZER_SETTINGS
+    if settings.is_file():  # the tokenizer does not know what it was trained with, the user of both must
+        write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
+    tensors = {hugging_face_name(name): _laid_out(name, tensor, model.config) for name, tensor in model.tensors.items()}
+    write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
+    write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
+    generation = {"_from_model_config": True, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    write_json_atomic(folder / "generation_config.json", generation)
+
+
+def _laid_out(name: str, stored: StoredTensor, config: GPT2Config) -> StoredTensor:
+    return replace(
+        stored,
+        shape=hugging_face_shape(name, stored.shape, config),
+        read=lambda: hugging_face_value(name, stored.read(), config),
+    )
+
+
+def _write_portable(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:
+    if model.tokenizer:
+        (folder / store.TOKENIZER).mkdir()
+    for path in model.tokenizer:
+        shutil.copyfile(path, folder / store.TOKENIZER / path.name)
+    write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
+    write_json_atomic(folder / store.MODEL, model.config.as_dict())
+    manifest = {"portable": "weights", "dtype": dtype, **model.about, "files": _facts(folder)}
+    write_json_atomic(folder / store.MANIFEST, manifest)
+
+
+def _facts(folder: Path) -> Mapping[str, Any]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths
+    }
+
+
+def _tokenizer_line(model: Model, out: Path, *, form: str) -> str:
+    if not model.tokenizer:
+        return "tokenizer   none: the training data came without one, so that only ids go in and come out"
+    if form == "hf":
+        return f'use it      AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")'
+    return f"use it      python src/generate.py --checkpoint {out} --prompt ..."

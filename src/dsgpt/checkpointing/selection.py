@@ -1,0 +1,94 @@
+"""Which checkpoint of a run is meant, and what of it is needed to use its model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.checkpointing import store
+from dsgpt.errors import UserError
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.pretrained import read_json
+
+
+def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
+    """``path`` itself if it is a checkpoint, else the newest or the best one of the run folder ``path``.
+
+    Args:
+        path: a checkpoint, a folder that ``convert.py --to portable`` made, or a run folder.
+        which: one of ``options.WHICH_CHECKPOINT``.
+        flag: that named ``path``, for messages.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / store.MANIFEST).exists():
+        if which == "best":
+            raise UserError(
+                f"{flag} {path}: is one checkpoint, and --which best chooses among those of a run: name its run folder"
+            )
+        return path
+    found = store.checkpoints(path) if path.is_dir() else []
+    if not found:
+        raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
+    return _best(path, found) if which == "best" else found[0]
+
+
+def _best(run_dir: Path, found: list[Path]) -> Path:
+    try:
+        name = (run_dir / store.BEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
+            "a validation: take --which latest"
+        ) from error
+    for checkpoint in found:
+        if checkpoint.name == name:
+            return checkpoint
+    raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """What of a checkpoint makes its model, verified."""
+
+    checkpoint: Path
+    manifest: dict[str, Any]
+    config: GPT2Config
+    tokenizer: Path | None
+    """Its folder; None where the training data came without one."""
+
+    @property
+    def weights(self) -> Path:
+        """The safetensors file, canonical names."""
+        return self.checkpoint / store.WEIGHTS
+
+
+def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lambda _: None) -> ModelFiles:
+    """Hold weights, shape and tokenizer against the manifest; what only a resume needs is not read.
+
+    Args:
+        checkpoint: the folder.
+        progress: is told the bytes read since its last call.
+
+    Raises:
+        UserError: one of them is missing or damaged.
+    """
+    manifest = store.read_manifest(checkpoint, only=is_model_file, progress=progress)
+    missing = [name for name in (store.WEIGHTS, store.MODEL) if name not in manifest["files"]]
+    if missing:
+        raise UserError(f"{checkpoint / store.MANIFEST}: names no {' and no '.join(missing)}: it holds no model")
+    values = read_json(checkpoint / store.MODEL)
+    try:
+        config = GPT2Config(**values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint / store.MODEL}: is no shape of a model ({error})") from error
+    tokenizer = checkpoint / store.TOKENIZER
+    return ModelFiles(
+        checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer if tokenizer.is_dir() else None
+    )
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file of a checkpoint, by its name in the manifest, is needed to use the model."""
+    return name in (store.WEIGHTS, store.MODEL) or name.startswith(f"{store.TOKENIZER}/")
