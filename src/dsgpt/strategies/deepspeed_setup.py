@@ -43,6 +43,8 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
         steps_per_print=None,
     )
+    if config.topology.sizes.pipeline > 1 and recipe.zero_stage == 0:
+        ours["gradient_clipping"] = 0.0  # ``Pipeline`` clips, by the norm of all stages
     if config.precision == "bf16":
         ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
     if config.precision == "fp16":
