@@ -143,8 +143,9 @@ def _fill(model: GPT2, config: RunConfig, home: torch.device) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in filled:
             whole = initial_value(name, parameter.shape, config=config.model, seed=config.options.seed)
+            rows = _own_rows(whole, config.topology.rank, config.topology.world_size)
             shard = torch.empty_like(parameter, device=home)
-            shard.to_local().copy_(_own_rows(whole, config.topology.rank, config.topology.world_size))
+            shard.to_local().copy_(rows.to(DTYPES[config.precision]))  # master weights start rounded, as everywhere
             filled[parameter] = nn.Parameter(shard)
         shards[name] = filled[parameter]
     model.load_state_dict(shards, assign=True)
