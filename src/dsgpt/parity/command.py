@@ -1,0 +1,130 @@
+"""``python src/benchmark.py parity``: run the suite, show its progress, keep its record."""
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.errors import UserError
+from dsgpt.files import write_atomic
+from dsgpt.parity.matrix import Cell, select, whole_matrix
+from dsgpt.parity.page import failure_words, parity_page, summary_lines
+from dsgpt.problems import Problems
+from dsgpt.telemetry.console import Console, Progress
+
+EXIT_FAILED = 1
+"""A training was not the reference's, or a planted bug passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions:
+    """What the command line asked for."""
+
+    ranks: Sequence[int]
+    """Numbers of processes; empty for all."""
+    only: Sequence[str]
+    """Strategies; empty for all."""
+    output: Path
+    """The record to write."""
+    page: Path
+    """The page to write."""
+    keep: Path | None
+    """Where to leave recipes, logs and measurements of every cell; None to remove them."""
+    device: str
+    """``cpu`` or ``cuda``."""
+
+
+def make_page(record_file: Path, page: Path) -> None:
+    """Write ``page`` from a record.
+
+    Raises:
+        UserError: there is no such record.
+    """
+    try:
+        record = json.loads(record_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--table-from {record_file}: cannot be read as a record of the suite: {error}") from error
+    _write_page(page, record, record_file)
+
+
+def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, parity_page(record, source=record_file.as_posix()).encode())
+
+
+def run_parity(options: ParityOptions, *, repository: Path) -> int:
+    """Run the suite; 0 where everything is as it should be.
+
+    Raises:
+        UserError: nothing to run, or the text could not be prepared.
+    """
+    from dsgpt.parity.record import suite_record, write_record  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.parity.suite import Suite  # noqa: PLC0415
+
+    console = Console(speaks=True)
+    cells = _choose(options, console)
+    started, results = time.perf_counter(), []
+    with ExitStack() as held:
+        folder = _work_folder(options.keep, held)
+        suite = Suite(folder, repository=repository, device=options.device)
+        console.say(f"{len(cells)} trainings; the text and the references come first")
+        progress = console.progress(total=len(cells), what="parity", unit="training")
+        held.callback(progress.close)
+        for result in suite.run(cells, started=lambda launch: console.say(_announce(launch))):
+            results.append(result)
+            progress.advance()
+            console.say(_line(result, done=len(results), total=len(cells), progress=progress))
+        record = suite_record(suite, results, seconds=time.perf_counter() - started, device=options.device)
+    write_record(options.output, record)
+    _write_page(options.page, record, options.output)
+    for line in ["", *summary_lines(record), "", f"record {options.output}, page {options.page}"]:
+        console.say(line)
+    bad = [result.cell.name for result in results if not result.as_expected]
+    for name in bad:
+        console.say(f"not as it should be: {name}")
+    return EXIT_FAILED if bad else 0
+
+
+def _choose(options: ParityOptions, console: Console) -> list[Cell]:
+    from dsgpt.device import cuda_devices  # noqa: PLC0415
+    from dsgpt.parity.planted import BUGS  # noqa: PLC0415
+
+    problems = Problems()
+    everything = [*whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())]
+    cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
+    if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
+        console.say(f"this machine has {gpus} GPUs: what takes more ranks is left out")
+        cells = [cell for cell in cells if cell.ranks <= gpus]
+        if not cells:
+            problems.add(f"--device cuda: no training is left for {gpus} GPUs; take --device cpu")
+    problems.raise_if_any()
+    return cells
+
+
+def _work_folder(keep: Path | None, held: ExitStack) -> Path:
+    if keep is None:
+        return Path(held.enter_context(tempfile.TemporaryDirectory(prefix="dsgpt-parity-")))
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UserError(f"--keep {keep}: exists already: give a new folder") from error
+    return keep.resolve()
+
+
+def _announce(launch: Any) -> str:
+    ranks = f"{launch.ranks} rank{'s' * (launch.ranks > 1)}"
+    return f"{launch.launcher} starts {ranks} for {launch.cells} training{'s' * (launch.cells > 1)}"
+
+
+def _line(result: Any, *, done: int, total: int, progress: Progress) -> str:
+    said = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
+    if result.cell.bug:
+        said = "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
+    reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()
+    because = f": {reasons[0]}" if reasons else ""
+    left = f"; {progress.time_left()} left" if done < total else ""
+    return f"[{done:>3}/{total}] {result.cell.name}: {said} ({result.seconds:.1f} s{left}){because}"

@@ -1,0 +1,118 @@
+"""Starts the ranks of a job with the launcher that users take, and tells which cells are done as they finish."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dsgpt.files import write_json_atomic
+from dsgpt.parity.measurement import rank_file
+from dsgpt.topology import free_port
+
+WORKER = "dsgpt.parity.worker"
+POLL_SEC = 0.05
+IMPORTS = {
+    "python": ["torch._dynamo"],
+    "torchrun": ["torch._dynamo", "torch.distributed.fsdp"],
+    "deepspeed": ["torch._dynamo", "deepspeed"],
+}
+"""What takes seconds to import and would otherwise be imported in every cell; torch's optimizers need its compiler."""
+LEAVE_SEC = 20
+"""How long a launcher gets to leave after it was asked to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """One cell as a rank gets it."""
+
+    folder: str
+    """Exists and is empty but for the recipe."""
+    flags: list[str]
+    bug: str = ""
+    reference: bool = False
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """One start of a launcher, for the record."""
+
+    launcher: str
+    ranks: int
+    cells: int
+    seconds: float = 0.0
+    """From the launcher's start to its end."""
+    start_seconds: float | None = None
+    """From the launcher's start to the first rank ready for work: imports, mostly."""
+
+
+def launch_command(launcher: str, ranks: int) -> list[str]:
+    """The command in front of the job file."""
+    beside = Path(sys.executable).parent
+    if launcher == "python":
+        return [sys.executable, "-m", WORKER]
+    if launcher == "torchrun":
+        command = [str(beside / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+        return [*command, "-m", WORKER]
+    command = [str(beside / "deepspeed"), "--quiet", "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return [*command, "--module", WORKER]
+
+
+def run_job(
+    launch: Launch, assignments: Sequence[Assignment], *, job_file: Path, device: str
+) -> Iterator[tuple[int, float]]:
+    """Run ``assignments`` one after the other; the index and seconds of each come as soon as all its ranks are done.
+
+    What does not come was lost with its launch; ``job_file`` with the suffix ``.log`` holds what was said.
+    """
+    job = {
+        "device": device,
+        "imports": IMPORTS[launch.launcher],
+        "cells": [asdict(assignment) for assignment in assignments],
+    }
+    write_json_atomic(job_file, job)
+    command = [*launch_command(launch.launcher, launch.ranks), str(job_file)]
+    # What a machine sets for its own jobs must change nothing here; DeepSpeed's launcher would look for GPUs.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
+    environment |= {"OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
+    started = time.perf_counter()
+    with job_file.with_suffix(".log").open("wb") as log, _process(command, environment, log) as process:
+        done, since = 0, started
+        while done < len(assignments):
+            ended = process.poll() is not None  # asked first: a file may appear just before the end
+            folder = Path(assignments[done].folder)
+            if launch.start_seconds is None and (folder / "port").exists():
+                since = time.perf_counter()
+                launch.start_seconds = since - started
+            if all(rank_file(folder, rank).exists() for rank in range(launch.ranks)):
+                now = time.perf_counter()
+                yield done, now - since
+                done, since = done + 1, now
+            elif ended:
+                break
+            else:
+                time.sleep(POLL_SEC)
+        process.wait()
+    launch.seconds = time.perf_counter() - started
+
+
+@contextmanager
+def _process(command: list[str], environment: dict[str, str], log) -> Iterator[subprocess.Popen]:
+    """A launcher in a session of its own, which ends with the context: its workers notice, and end too."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(LEAVE_SEC)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

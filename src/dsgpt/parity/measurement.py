@@ -1,0 +1,116 @@
+"""What one rank saw of one training: numbers per step, the samples it took, and on rank 0 gradient and weights.
+
+The reference and every strategy leave the same files, so that one comparison serves all.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsgpt.data.loader import Batch
+from dsgpt.files import write_json_atomic
+from dsgpt.telemetry.record import finite
+
+STATE_FILE = "state.safetensors"
+GRADIENT, WEIGHT = "gradient/", "weight/"
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """What rank ``rank`` leaves when it is done, whatever the end."""
+    return folder / f"rank-{rank}.json"
+
+
+class Measurement:
+    """Grows step by step, and is written at the end."""
+
+    def __init__(self, *, data_rank: int, strategy: str) -> None:
+        self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy}
+        self._steps: list[dict[str, Any]] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._replicas: dict[str, tuple[str, float]] = {}
+
+    def step(self, *, loss: float, grad_norm: float, lr: float, skipped: bool, samples: list[str]) -> None:
+        """Note one optimizer step and the hashes of the samples that this rank took for it."""
+        self._steps.append(
+            {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped": skipped, "samples": sorted(samples)}
+        )
+
+    def gradient(self, name: str, value: Tensor) -> None:
+        """Note one parameter's gradient in the first step, before clipping."""
+        self._tensors[GRADIENT + name] = value.detach().to("cpu", torch.float32, copy=True)
+
+    def weight(self, name: str, value: Tensor) -> None:
+        """Note one parameter after the last step."""
+        self._tensors[WEIGHT + name] = value.detach().to("cpu", torch.float32, copy=True)
+
+    def replica(self, name: str, value: Tensor) -> None:
+        """Note a weight that this rank holds whole: a hash to compare with other ranks', and a norm to show."""
+        value = value.detach().cpu().contiguous()
+        self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
+
+    def write(self, folder: Path, *, rank: int) -> None:
+        """Write the rank's file, and the tensors beside it where there are any."""
+        if self._tensors:
+            save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
+        end = {"status": "done", **self._facts, "steps": self._steps, "replicas": self._replicas}
+        write_json_atomic(rank_file(folder, rank), finite(end))
+
+
+def digest(value: Tensor) -> str:
+    """A hash of a tensor's bytes."""
+    return hashlib.blake2b(value.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def sample_hash(inputs: Tensor, targets: Tensor) -> str:
+    """A hash of one sample: its ids, (T,), and the ids to predict, (T,)."""
+    return digest(torch.cat([inputs, targets]).cpu())
+
+
+class WatchedBatches:
+    """Hands micro batches on, and remembers the hashes of their samples."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = iter(batches)
+        self._samples: list[str] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._samples += [sample_hash(*sample) for sample in zip(batch.inputs, batch.targets, strict=True)]
+        return batch
+
+    def take(self) -> list[str]:
+        """The hashes since the last call."""
+        samples, self._samples = self._samples, []
+        return samples
+
+
+def full_gradient(exp_avg: Tensor, *, beta1: float, grad_norm: float, clipping: float) -> Tensor:
+    """The gradient of the first step, from Adam's first moment after it.
+
+    ``exp_avg`` is then (1 - beta1) times the clipped gradient (Kingma and Ba 2015, algorithm 1), and clipping divided
+    by ``(norm + 1e-6) / clipping`` where that exceeds 1, in torch's ``clip_grad_norm_`` and in DeepSpeed alike.
+    """
+    shrunk = max(1.0, (grad_norm + 1e-6) / clipping) if clipping > 0 else 1.0
+    return exp_avg / (1 - beta1) * shrunk
+
+
+def read_rank(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank left, None as long as it has not."""
+    path = rank_file(folder, rank)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Gradients or weights by canonical name; empty where none were taken."""
+    path = folder / STATE_FILE
+    tensors = load_file(path) if path.exists() else {}
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,245 @@
+"""``docs/parity.md`` from a record of the suite. Every figure on the page is the record's."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+FACTS = ("loss", "gradient norm", "first gradient", "weights")
+STATUS_WORDS = {"passed": "passed", "failed": "**FAILED**", "refused": "refused", "error": "**ERROR**"}
+
+Record = dict[str, Any]
+Cells = list[dict[str, Any]]
+
+
+def parity_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.parity.record`` makes it.
+        source: the record's path, for the reader.
+    """
+    cells = [cell for cell in record["cells"] if not cell["bug"]]
+    bugs = [cell for cell in record["cells"] if cell["bug"]]
+    parts = [
+        _head(record, cells, bugs, source),
+        _strategies(cells),
+        _bugs(bugs),
+        _refusals(cells),
+        _troubles(record),
+        _how(record),
+        _all_cells(cells),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The table of strategies and of planted bugs, for a console."""
+    cells = [cell for cell in record["cells"] if not cell["bug"]]
+    bugs = [cell for cell in record["cells"] if cell["bug"]]
+    return [*_strategies(cells).splitlines(), "", *_bugs(bugs).splitlines()]
+
+
+def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
+    count = {status: sum(cell["status"] == status for cell in cells) for status in STATUS_WORDS}
+    hardware, env = record["hardware"], record["env"]
+    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
+    return f"""# Every strategy trains the same model
+
+Generated from `{source}` by `python src/benchmark.py parity --table-from {source} --page docs/parity.md`; `make parity`
+runs the whole suite on your machine.
+
+{len(cells)} trainings were compared with plain PyTorch: **{count["passed"]} passed,
+{count["failed"] + count["error"]} failed**, {count["refused"]} were refused by the product before they started (the
+reasons are below). Of {len(bugs)} bugs planted into the strategies,
+{sum(cell["status"] == "failed" for cell in bugs)} were reported.
+
+Machine: {machine}; {hardware["device"]}. Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed
+{env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. The suite took
+{record["seconds"] / 60:.0f} minutes."""
+
+
+def _strategies(cells: Cells) -> str:
+    header = ["strategy", "ranks", "passed", *(f"{fact}, fp32" for fact in FACTS), "loss, bf16", "samples", "replicas"]
+    rows = []
+    for (strategy, ranks), group in _grouped(cells, lambda cell: (cell["strategy"], cell["ranks"])):
+        ran = [cell for cell in group if cell["status"] != "refused"]
+        if not ran:
+            continue
+        fp32 = [cell for cell in ran if cell["precision"] == "fp32"]
+        bf16 = [cell for cell in ran if cell["precision"] == "bf16"]
+        passed = sum(cell["status"] == "passed" for cell in ran)
+        verdict = f"{passed} of {len(ran)}" if passed == len(ran) else f"**{passed} of {len(ran)}**"
+        worst = [*(_worst(fp32, fact) for fact in FACTS), _worst(bf16, "loss")]
+        rows.append([strategy, ranks, verdict, *worst, _equal(ran, "samples"), _equal(ran, "replicated weights")])
+    return f"## Strategies\n\n{_table(header, rows)}"
+
+
+def _worst(cells: Cells, fact: str) -> str:
+    found = [cell["measured"][fact] for cell in cells if fact in cell["measured"]]
+    if not found:
+        return "-"
+    values = [fact["difference"] for fact in found if "difference" in fact]
+    return "not finite" if None in values else f"{max(values):.1e}"
+
+
+def _equal(cells: Cells, fact: str) -> str:
+    found = [cell["measured"][fact]["equal"] for cell in cells if fact in cell["measured"]]
+    return "equal" if found and all(found) else ("-" if not found else "**different**")
+
+
+def _bugs(bugs: Cells) -> str:
+    if not bugs:
+        return ""
+    rows = []
+    for cell in bugs:
+        where = f"{cell['strategy']}, {cell['ranks']} ranks, {cell['optimizer']}"
+        caught = "; ".join(map(failure_words, cell["failures"][:2])) or STATUS_WORDS[cell["status"]]
+        rows.append([cell["bug_description"], where, "yes" if cell["status"] == "failed" else "**NO**", caught])
+    return f"## Planted bugs\n\n{_table(['bug', 'planted in', 'caught', 'by (first two facts)'], rows)}"
+
+
+def failure_words(failure: dict[str, Any]) -> str:
+    """``gradient norm at step 1: 5.1 instead of 2.5 (allowed: 0.0001)``."""
+    expected, actual = (_value(failure[key]) for key in ("expected", "actual"))
+    text = f"{failure['fact']} at {failure['where']}: {actual} instead of {expected}"
+    if "bound" not in failure:
+        return text
+    difference = failure["difference"]
+    off = "not finite" if difference is None else f"{difference:.1e}"
+    return f"{text} (off by {off}, allowed {failure['bound']:g})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _refusals(cells: Cells) -> str:
+    refused = [cell for cell in cells if cell["status"] == "refused"]
+    if not refused:
+        return ""
+    rows = []
+    for message, group in _grouped(refused, lambda cell: cell["message"]):
+        names = dict.fromkeys(f"{cell['strategy']} {_setting(cell)}".strip() for cell in group)
+        rows.append([", ".join(names), "<br>".join(message.splitlines())])
+    return f"## Refused\n\nNothing of these was started.\n\n{_table(['what', 'message'], rows)}"
+
+
+def _setting(cell: dict[str, Any]) -> str:
+    return cell["option"] or (cell["precision"] if cell["precision"] == "fp16" else "")
+
+
+def _troubles(record: Record) -> str:
+    """Every cell that is not as it should be, with what is wrong."""
+    lines = []
+    for cell in record["cells"]:
+        if not cell["as_expected"]:
+            reasons = [cell["message"]] if cell["message"] else list(map(failure_words, cell["failures"]))
+            lines += [f"* {_cell_name(cell)}: {reason}" for reason in reasons or ["the planted bug was not noticed"]]
+    return "## Failures\n\n" + "\n".join(lines) if lines else ""
+
+
+def _cell_name(cell: dict[str, Any]) -> str:
+    words = [cell["strategy"], f"{cell['ranks']} ranks", f"accumulation {cell['accumulation']}", cell["optimizer"]]
+    return ", ".join(filter(None, [*words, cell["precision"], cell["option"], cell["bug"]]))
+
+
+def _how(record: Record) -> str:
+    work, bounds = record["work"], record["bounds"]
+    shape = work["model"]
+    table = _table(
+        ["fact", "fp32", "bf16, fp16"],
+        [
+            ["loss, every step", f"{bounds['fp32']['loss']:g}", f"{bounds['bf16']['loss']:g}"],
+            ["gradient norm, every step, relative", f"{bounds['fp32']['norm']:g}", f"{bounds['bf16']['norm']:g}"],
+            ["learning rate, every step", "equal", "equal"],
+            [
+                "first step's gradient, every parameter, relative L2",
+                f"{bounds['fp32']['gradient']:g}",
+                f"{bounds['bf16']['gradient']:g}",
+            ],
+            [
+                f"weights after {work['steps']} steps, relative L2",
+                f"{bounds['fp32']['weights']:g}, every parameter",
+                f"{bounds['bf16']['weights']:g}, all together",
+            ],
+            ["samples that the data ranks took, every step", "equal", "equal"],
+            ["weights that ranks hold whole", "equal bits", "equal bits"],
+        ],
+    )
+    references = _table(
+        ["reference", "loss, first step", "loss, last step", "smallest gradient norm", "clipped at"],
+        [
+            [
+                f"{item['optimizer']}, {item['precision']}",
+                f"{item['first_loss']:.4f}",
+                f"{item['last_loss']:.4f}",
+                f"{item['smallest_grad_norm']:.3f}",
+                item["clipping"],
+            ]
+            for item in record["references"]
+        ],
+    )
+    launches = _table(
+        ["launcher", "ranks", "cells", "seconds until the ranks work", "seconds in all"],
+        [
+            [item["launcher"], item["ranks"], item["cells"], item["start_seconds"], item["seconds"]]
+            for item in record["launches"]
+        ],
+    )
+    return f"""## How it is measured
+
+Every training takes {work["steps"]} optimizer steps of {work["global_batch_size"]} sequences of
+{work["seq_len"]} tokens of real text, in real processes started by `deepspeed`, `torchrun` or `python`, through the
+code behind `src/gpt2.py` and the shipped recipes. The model has {shape["num_layers"]} layers, {shape["num_heads"]}
+heads and width {shape["embedding_size"]}; buckets and thresholds are so small that it fills several. Warm-up is 2
+steps, dropout 0. The reference is one process of plain PyTorch (`src/dsgpt/parity/reference.py`): the model,
+`torch.optim`, `clip_grad_norm_` and the whole global batch at once. It knows nothing of strategies, ranks or
+accumulation.
+
+{table}
+
+In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch, so that biases whose
+gradient almost cancels differ by several percent. The keys' biases have no gradient but rounding (softmax ignores what
+all keys share), and Adam makes full steps of that: in bf16 the weights are therefore measured together. AdamW's first
+moment after one step gives the first gradient. SGD keeps no such state, but shows a wrong scale in the loss, which Adam
+hides.
+
+{references}
+
+{launches}
+
+A launch imports everything once; every cell is then trained in processes forked from it, with a process group of its
+own."""
+
+
+def _all_cells(cells: Cells) -> str:
+    header = ["strategy", "ranks", "acc.", "optimizer", "precision", "option", "result", *FACTS, "s"]
+    rows = [
+        [
+            cell["strategy"],
+            cell["ranks"],
+            cell["accumulation"],
+            cell["optimizer"],
+            cell["precision"],
+            cell["option"],
+            STATUS_WORDS[cell["status"]],
+            *(_worst([cell], fact) for fact in FACTS),
+            f"{cell['seconds']:.1f}",
+        ]
+        for cell in cells
+    ]
+    return f"## Every training\n\nThe largest difference of each fact.\n\n{_table(header, rows)}"
+
+
+def _grouped(cells: Cells, key: Callable[[dict[str, Any]], Any]) -> Iterable[tuple[Any, Cells]]:
+    groups: dict[Any, Cells] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return groups.items()
+
+
+def _table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)

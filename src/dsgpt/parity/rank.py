@@ -1,0 +1,80 @@
+"""One cell in one rank: the way of ``src/gpt2.py`` from flags to steps, watched."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from dsgpt.cli import parse_arguments
+from dsgpt.config import RunConfig, resolve
+from dsgpt.device import bring_up
+from dsgpt.parity.measurement import Measurement, WatchedBatches, full_gradient
+from dsgpt.parity.planted import plant
+from dsgpt.parity.reference import train_reference
+from dsgpt.process_group import barrier, joined
+from dsgpt.strategies.base import StepResult, Strategy
+from dsgpt.strategies.build import build_strategy
+from dsgpt.topology import read_topology
+from dsgpt.training.loop import training_batches
+
+
+def run_cell(flags: list[str], folder: Path, *, bug: str = "", reference: bool = False) -> None:
+    """Train what ``flags`` say, and leave this rank's measurements in ``folder``.
+
+    Args:
+        flags: of ``src/gpt2.py``.
+        folder: exists.
+        bug: what to plant in the strategy; see ``dsgpt.parity.planted``.
+        reference: train in plain PyTorch instead of the strategy.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    options, problems = parse_arguments(flags)
+    config = resolve(options, topology=read_topology(), problems=problems)
+    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    if reference:
+        train_reference(config, device).write(folder, rank=0)
+        return
+    with contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device):
+        torch.manual_seed(config.options.seed)
+        with plant(bug):
+            _train(config, device).write(folder, rank=config.topology.rank)
+        barrier()
+
+
+def _train(config: RunConfig, device: torch.device) -> Measurement:
+    measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
+    strategy = build_strategy(config, device)
+    batches = WatchedBatches(training_batches(config, first_step=0))
+    for step in range(1, config.total_steps + 1):
+        result = strategy.train_step(batches, step)
+        measurement.step(
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
+            lr=result.lr,
+            skipped=bool(result.skipped),
+            samples=batches.take(),
+        )
+        if step == 1 and config.recipe.optimizer.type == "AdamW":
+            _take_gradient(config, strategy, result, measurement)
+    for name, value in strategy.replicated_weights():
+        measurement.replica(name, value)
+    for name, state in strategy.iter_state():
+        if config.topology.is_main:
+            measurement.weight(name, state.weight)
+    return measurement
+
+
+def _take_gradient(config: RunConfig, strategy: Strategy, result: StepResult, measurement: Measurement) -> None:
+    """Note the first step's gradient; every rank walks through the state, because that is collective."""
+    recipe = config.recipe
+    for name, state in strategy.iter_state():
+        if config.topology.is_main and state.exp_avg is not None:
+            gradient = full_gradient(
+                state.exp_avg.float(),
+                beta1=recipe.optimizer.betas[0],
+                grad_norm=float(result.grad_norm),
+                clipping=recipe.gradient_clipping,
+            )
+            measurement.gradient(name, gradient)
