@@ -19,6 +19,7 @@ from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initial_value
+from dsgpt.strategies.base import StateTensors, optimizer_tensors
 from dsgpt.strategies.master_weights import DTYPES
 from dsgpt.strategies.torch_strategy import TorchStrategy, compile_blocks
 
@@ -65,6 +66,17 @@ class Fsdp(TorchStrategy):
         if self._ranks == 1:
             for name, parameter in self._weights.parameters.items():
                 yield name, parameter.detach()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``; the fp32 shards are both what is gathered and what the optimizer changes."""
+        shards = list(self._weights.parameters.values())
+        return StateTensors(
+            parameters=[shard.detach() for shard in shards],
+            gradients=[shard.grad for shard in shards if shard.grad is not None],
+            optimizer=optimizer_tensors(self._optimizer),
+            master=[],
+            buffers=[],
+        )
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. A file per rank, with its shards."""
