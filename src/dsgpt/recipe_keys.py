@@ -116,11 +116,16 @@ ZERO_KEYS = {
     "stage3_gather_16bit_weights_on_model_save": "boolean",
     "stage3_allgather_sequential": "boolean",
     "ignore_unused_parameters": "boolean",
-    "round_robin_gradients": "boolean",
     "memory_efficient_linear": "boolean",
     "log_trace_cache_warnings": "boolean",
 }
 """Keys of ``zero_optimization`` and the kinds of their values; "" where the reader checks more than the kind."""
+
+REFUSED_ZERO_KEYS = {
+    "round_robin_gradients": "DeepSpeed then no longer knows which parameter lies where, and would save wrong weights; "
+    "leave it out",
+}
+"""``_link_all_hp_params`` of stages 1 and 2 looks for the parameters in the order that they had before."""
 
 OFFLOAD_OPTIMIZER_KEYS = {
     "device": "",

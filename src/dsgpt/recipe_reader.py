@@ -198,7 +198,7 @@ def _read_zero(top: Section) -> tuple[int, str, str]:
     block = top.section("zero_optimization")
     if block is None:
         return 0, "none", "none"
-    block.check_keys(keys.ZERO_KEYS)
+    block.check_keys(keys.ZERO_KEYS, refused=keys.REFUSED_ZERO_KEYS)
     block.check_kinds(keys.ZERO_KEYS)
     stage = block.whole("stage", 0, low=0, high=3)
     devices = []
