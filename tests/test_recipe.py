@@ -120,7 +120,7 @@ MISTAKES = [
     ((*ADAM, "learning_rate"), 1, "optimizer: params: learning_rate is no known key"),
     ((*ADAM, "momentum"), 0.9, "optimizer: params: momentum is no known key"),
     (("scheduler", "params", "warmup_steps"), 1, "scheduler: params: warmup_steps is no known key (did you mean "),
-    (("zero_optimization", "round_robin_gradients"), True, "zero_optimization: round_robin_gradients is not supported: "),
+    (("zero_optimization", "round_robin_gradients"), True, "zero_optimization: round_robin_gradients is not supp"),
     (("zero_optimization", "overlap_com"), True, "zero_optimization: overlap_com is no known key (did you mean "),
     (("bf16", "enable"), True, "bf16: enable is no known key (did you mean enabled?)"),
     (("dsgpt", "bucket"), 1, "dsgpt: bucket is no known key"),
