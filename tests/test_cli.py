@@ -41,6 +41,7 @@ EVERY_FLAG = {
     "checkpoint_path": "run",
     "deepspeed_config": "c.json",
     "model_size": "tiny",
+    "init_from": "gpt2",
     "num_layers": "1",
     "num_heads": "2",
     "embedding_size": "4",
@@ -65,8 +66,10 @@ EVERY_FLAG = {
     "eval_every": "15",
     "save_every": "17",
     "keep_checkpoints": "18",
+    "on_save_failure": "continue",
     "seed": "19",
     "resume": None,
+    "allow_changed": "data,recipe",
     "overwrite": None,
     "verify_data": None,
     "dry_run": None,
@@ -80,7 +83,8 @@ def test_every_option_has_a_flag_that_is_read():
     found = options(*words)
     for name, value in EVERY_FLAG.items():
         read = getattr(found, name)
-        assert read is True if value is None else str(read) == value, name
+        said = ",".join(read) if isinstance(read, tuple) else str(read)
+        assert read is True if value is None else said == value, name
         assert read != getattr(Options(), name), name
 
 
@@ -113,6 +117,18 @@ def test_a_value_may_stand_behind_an_equals_sign():
             "--run_type must be one of baseline, ddp, fsdp, optimized, not base (did you mean baseline?)",
         ),
         (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not gpu"),
+        (
+            ["--on_save_failure", "stopp"],
+            "--on_save_failure must be one of stop, continue, not stopp (did you mean stop?)",
+        ),
+        (
+            ["--allow_changed", "dat"],
+            "--allow_changed must be data or recipe, or several with commas between them, not dat",
+        ),
+        (
+            ["--allow_changed", "data,"],
+            "--allow_changed must be data or recipe, or several with commas between them, not ",
+        ),
         (["--precision", "fp8"], "--precision must be one of auto, fp32, bf16, fp16, not fp8"),
         (
             ["--model_size", "smal"],

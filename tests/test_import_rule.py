@@ -30,7 +30,7 @@ LAYERS = [
     },
     {"model", "data", "optimization", "device", "process_group"},
     {"telemetry"},
-    {"length", "combinations", "cli_flags"},
+    {"length", "combinations", "cli_flags", "init_from"},
     {"config", "cli"},
     {"checkpointing"},
     {"strategies"},

@@ -90,8 +90,14 @@ def _add_model_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     group.add_argument(
         "--model_size",
         metavar="SIZE",
-        type=reader.choice("--model_size", tuple(PRESETS), "small"),
+        type=reader.choice("--model_size", tuple(PRESETS), None),
         help=f"{sizes} (default: small, the 124M of the paper)",
+    )
+    group.add_argument(
+        "--init_from",
+        metavar="MODEL",
+        help="train published GPT-2 weights on: a Hugging Face folder (src/convert.py makes one of a run), or a name "
+        "on the hub, as gpt2, gpt2-medium or distilgpt2; the shape is theirs, and the data must be in their vocabulary",
     )
     for flag, text in (
         ("--num_layers", "transformer blocks"),

@@ -11,6 +11,7 @@ from dsgpt.batch import BatchPlan, BatchRequest, plan_batch
 from dsgpt.combinations import Request, check_combinations
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.init_from import InitFrom, read_init_from
 from dsgpt.length import plan_length
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.options import RUN_TYPES, Options
@@ -20,6 +21,7 @@ from dsgpt.recipe_reader import read_recipe
 from dsgpt.topology import Topology
 
 DEFAULT_STEPS_PER_PRINT = 10
+DEFAULT_MODEL_SIZE = "small"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class RunConfig:
     topology: Topology
     recipe: Recipe
     model: GPT2Config
+    init_from: InitFrom | None
+    """Where the initial weights come from; None for random ones."""
     batch: BatchPlan
     train: TokenFile
     val: TokenFile
@@ -58,6 +62,11 @@ class RunConfig:
     def run_type(self) -> str:
         """``baseline``, ``ddp``, ``fsdp`` or ``optimized``."""
         return self.options.run_type or ""
+
+    @property
+    def model_size(self) -> str:
+        """What to call the model's size: a preset, or what the initial weights came from."""
+        return self.init_from.size_name if self.init_from else self.options.model_size or DEFAULT_MODEL_SIZE
 
     @property
     def strategy_name(self) -> str:
@@ -99,10 +108,12 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
     train = _open(options.train_data_path, problems)
     val = _open(options.val_data_path, problems)
-    model = _resolve_model(options, train, problems)
+    run_dir = options.checkpoint_path or Path("checkpoint") / (options.run_type or "")
+    init_from = read_init_from(options, run_dir=run_dir, problems=problems, quiet=not topology.is_main)
+    model = _resolve_model(options, train, init_from, problems)
     seq_length = _resolve_seq_length(options, model, problems)
     device, precision = _resolve_device(options, recipe, topology, problems)
-    _check_vocabulary(model, (train, val), topology, problems, notices)
+    _check_vocabulary(model, (train, val), options, topology, problems, notices)
     if recipe is not None:
         request = Request(
             options=options,
@@ -119,6 +130,8 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     batch = _resolve_batch(options, recipe, topology, problems, notices)
     length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=notices)
     problems.raise_if_any()
+    if init_from and init_from.sha256 is None:
+        init_from.weights(model, quiet=not topology.is_main)  # may be no GPT-2's
     if recipe.scheduler and length.total_steps <= recipe.scheduler.warmup_num_steps:
         warm_up = recipe.scheduler.warmup_num_steps
         notices.append(
@@ -129,10 +142,11 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         topology=topology,
         recipe=recipe,
         model=model,
+        init_from=init_from,
         batch=batch,
         train=train,
         val=val,
-        run_dir=options.checkpoint_path or Path("checkpoint") / options.run_type,
+        run_dir=run_dir,
         seq_length=seq_length,
         epochs=length.epochs,
         total_steps=length.total_steps,
@@ -170,11 +184,16 @@ def _open(path: Path | None, problems: Problems) -> TokenFile | None:
         return None
 
 
-def _resolve_model(options: Options, train: TokenFile | None, problems: Problems) -> GPT2Config | None:
+def _resolve_model(
+    options: Options, train: TokenFile | None, init_from: InitFrom | None, problems: Problems
+) -> GPT2Config | None:
+    if options.init_from and not init_from:
+        return None
     data_vocabulary = train.sidecar.vocab_size if train else None
-    shape: dict[str, Any] = PRESETS[options.model_size].as_dict()
+    shape: dict[str, Any] = PRESETS[options.model_size or DEFAULT_MODEL_SIZE].as_dict()
     shape["vocab_size"] = data_vocabulary or GPT2_VOCAB_SIZE
     shape.update(options.model_overrides())
+    shape.update(init_from.shape if init_from else {})
     found = shape_problems(shape)
     problems.add(*found)
     return None if found else GPT2Config(**shape)
@@ -242,6 +261,7 @@ def _resolve_batch(
 def _check_vocabulary(
     model: GPT2Config | None,
     files: tuple[TokenFile | None, TokenFile | None],
+    options: Options,
     topology: Topology,
     problems: Problems,
     notices: list[str],
@@ -262,9 +282,11 @@ def _check_vocabulary(
             continue
         largest = file.largest_id()
         if largest >= model.vocab_size:
+            cure = f"give --vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
+            if options.init_from:
+                cure = f"prepare the text with its tokenizer (data_prep/preprocess.py --tokenizer {options.init_from})"
             problems.add(
-                f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: give "
-                f"--vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
+                f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
             )
 
 

@@ -21,7 +21,8 @@ class Options:
     val_data_path: Path | None = None
     checkpoint_path: Path | None = None
     deepspeed_config: Path | None = None
-    model_size: str = "small"
+    model_size: str | None = None
+    init_from: str | None = None
     num_layers: int | None = None
     num_heads: int | None = None
     embedding_size: int | None = None

@@ -7,16 +7,21 @@ VOCAB_MULTIPLE = 64
 """The embedding's rows are padded to a multiple of this: matrix units want it, and data never contains the padding."""
 
 
+SHAPE_FLAGS = {
+    "n_layer": "--num_layers",
+    "n_head": "--num_heads",
+    "n_embd": "--embedding_size",
+    "block_size": "--max_position_embeddings",
+    "vocab_size": "--vocab_size",
+}
+"""The flag that gives each whole number of a shape."""
+
+
 def shape_problems(shape: dict[str, Any]) -> list[str]:
     """What makes ``shape``, the fields of a ``GPT2Config``, no possible model: a line each, named by the flag."""
-    flags = {
-        "--num_layers": shape["n_layer"],
-        "--num_heads": shape["n_head"],
-        "--embedding_size": shape["n_embd"],
-        "--max_position_embeddings": shape["block_size"],
-        "--vocab_size": shape["vocab_size"],
-    }
-    found = [f"{flag} must be at least 1, not {value}" for flag, value in flags.items() if value < 1]
+    found = [
+        f"{flag} must be at least 1, not {shape[field]}" for field, flag in SHAPE_FLAGS.items() if shape[field] < 1
+    ]
     width, heads = shape["n_embd"], shape["n_head"]
     if not found and width % heads:
         below = next(n for n in range(min(heads, width), 0, -1) if width % n == 0)

@@ -102,20 +102,38 @@ def weight_files(folder: Path) -> list[Path]:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return [folder / name]
-        if (folder / f"{name}.index.json").is_file():
-            return _parts(folder / f"{name}.index.json")
+        if (folder / index_file(name)).is_file():
+            return _parts(folder / index_file(name))
     raise UserError(f"{folder}: holds neither {' nor '.join(WEIGHT_FILES)}")
 
 
-def _parts(index: Path) -> list[Path]:
+def index_file(name: str) -> str:
+    """The file that lists the parts of the weight file ``name``."""
+    return f"{name}.index.json"
+
+
+def parts_of(index: Path) -> list[str]:
+    """The names of the files beside ``index`` that it says hold the weights.
+
+    Raises:
+        UserError: it does not say so, or names a file elsewhere.
+    """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
         raise UserError(f"{index}: does not say which file holds which weight")
     parts = sorted(set(names.values()))
     for part in parts:
-        if Path(part).name != part or not (index.parent / part).is_file():
+        if Path(part).name != part:
             raise UserError(f"{index}: names {part}, which is no file beside it")
-    return [index.parent / part for part in parts]
+    return parts
+
+
+def _parts(index: Path) -> list[Path]:
+    parts = [index.parent / name for name in parts_of(index)]
+    for part in parts:
+        if not part.is_file():
+            raise UserError(f"{part}: is missing, and {index.name} names it")
+    return parts
 
 
 def _stored_name(name: str) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from dsgpt.config import RunConfig
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
+from dsgpt.strategies.initial_weights import initialize_whole
 from dsgpt.strategies.master_weights import DTYPES, MasterWeights
 from dsgpt.strategies.torch_strategy import TorchStrategy
 
@@ -34,5 +34,5 @@ class Baseline(TorchStrategy):
 def whole_model(config: RunConfig, device: torch.device) -> GPT2:
     """The whole model on ``device`` in fp32, with its initial weights."""
     model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-    initialize(model, config=config.model, seed=config.options.seed)
+    initialize_whole(model, config)
     return model.to(device)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initial_value
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
+from dsgpt.strategies.initial_weights import initial_values
 from dsgpt.strategies.master_weights import DTYPES
 from dsgpt.strategies.torch_strategy import TorchStrategy, compile_blocks
 
@@ -150,11 +150,12 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
 @torch.no_grad()
 def _fill(model: GPT2, config: RunConfig, home: torch.device) -> None:
     """Give this rank's shards storage on ``home`` and their initial values; a tied parameter stays one."""
+    values = initial_values(config)
     filled: dict[nn.Parameter, nn.Parameter] = {}
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in filled:
-            whole = initial_value(name, parameter.shape, config=config.model, seed=config.options.seed)
+            whole = values(name, parameter.shape)
             rows = _own_rows(whole, config.topology.rank, config.topology.world_size)
             shard = torch.empty_like(parameter, device=home)
             shard.to_local().copy_(rows.to(DTYPES[config.precision]))  # master weights start rounded, as everywhere

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dsgpt.config import RunConfig
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, Block
-from dsgpt.model.initialization import initial_value
+from dsgpt.strategies.initial_weights import initial_values
 from dsgpt.strategies.tensor_layers import split_block, take_part
 from dsgpt.topology import Topology
 
@@ -124,8 +124,9 @@ class StageModule(PipelineModule):
             self.shapes = {name: value.shape for name, value in GPT2(config.model).named_parameters()}
             """Canonical name to shape of every parameter of the whole model."""
         rank, size = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
+        values = initial_values(config)
         for name, parameter in self.canonical_parameters().items():
-            value = initial_value(name, self.shapes[name], config=config.model, seed=config.options.seed)
+            value = values(name, self.shapes[name])
             parameter.copy_(take_part(name, value, rank=rank, size=size))
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:

@@ -26,7 +26,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"topology    {topology.world_size} x {config.device}{threads}, {_split(config)}; precision {config.precision}",
         f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
         f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, noun)}",
-        f"model       {config.options.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
+        f"model       {config.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
         "with padding)",
         f"optimizer   {config.recipe.optimizer.type}, lr {config.recipe.optimizer.lr:g}, "
@@ -99,7 +99,7 @@ def _training_config(config: RunConfig) -> dict[str, Any]:
         "run_type": config.run_type,
         "strategy": config.strategy_name,
         "model_name": "gpt2",
-        "model_size": options.model_size,
+        "model_size": config.model_size,
         "model": config.model.as_dict(),
         "parameters": config.model.parameter_count(),
         "seq_len": config.seq_length,

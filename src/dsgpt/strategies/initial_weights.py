@@ -1,0 +1,32 @@
+"""What every parameter starts from, whoever holds it: a value from the seed and its name, or a published one."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dsgpt.config import RunConfig
+from dsgpt.model.initialization import initial_value
+
+InitialValues = Callable[[str, torch.Size], Tensor]
+"""(canonical name, whole shape) to the whole initial value, fp32 on the CPU; the same on every rank."""
+
+
+def initial_values(config: RunConfig) -> InitialValues:
+    """Where the strategies of this run take their initial weights from, whole, before they slice them.
+
+    Raises:
+        UserError: the source that ``--init_from`` names is gone.
+    """
+    if config.init_from is not None:
+        return config.init_from.weights(config.model)
+    return partial(initial_value, config=config.model, seed=config.options.seed)
+
+
+@torch.no_grad()
+def initialize_whole(model: nn.Module, config: RunConfig) -> None:
+    """Give every parameter of a whole, unsharded ``model`` its initial value, in place."""
+    values = initial_values(config)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values(name, parameter.shape))
