@@ -6,7 +6,7 @@ from typing import Any
 
 from dsgpt.cli_reader import Parser, Reader
 from dsgpt.model.config import PRESETS
-from dsgpt.options import DEVICES, PRECISIONS, RUN_TYPES
+from dsgpt.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES
 
 DESCRIPTION = """\
 Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup; the
@@ -179,11 +179,31 @@ def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> No
     group = parser.add_argument_group("checkpoints and existing runs")
     for flag, low, text in (
         ("--save_every", 0, "save every N steps besides the end; 0 for the end only (default: 500)"),
-        ("--keep_checkpoints", 1, "keep the newest N checkpoints (default: 2)"),
+        (
+            "--keep_checkpoints",
+            1,
+            "keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after "
+            "a validation (default: 2)",
+        ),
     ):
         group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
     group.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint; start fresh where there is none yet"
+        "--on_save_failure",
+        metavar="WHAT",
+        type=reader.choice("--on_save_failure", ON_SAVE_FAILURE, "stop"),
+        help="stop or continue when a checkpoint cannot be written: a full disk, for example (default: stop)",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint that is whole; start fresh where there is none yet",
+    )
+    group.add_argument(
+        "--allow_changed",
+        metavar="WHAT",
+        type=reader.choices("--allow_changed", ALLOW_CHANGED),
+        help="go on with other data (data: training or validation file), with another optimizer setting, schedule, "
+        "clipping or length (recipe), or both (data,recipe)",
     )
     group.add_argument("--overwrite", action="store_true", help="delete the run that is in the folder and start again")
     group.add_argument(

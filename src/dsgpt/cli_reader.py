@@ -65,6 +65,22 @@ class Reader:
 
         return read
 
+    def choices(self, flag: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...] | None]:
+        """A reader of one or several of the ``allowed`` words, with commas between them."""
+
+        def read(text: str) -> tuple[str, ...] | None:
+            words = tuple(text.split(","))
+            for word in words:
+                if word not in allowed:
+                    self.problems.add(
+                        f"{flag} must be {' or '.join(allowed)}, or several with commas between them, not {word}"
+                        f"{did_you_mean(word, allowed)}"
+                    )
+                    return None
+            return words
+
+        return read
+
 
 def read_words(
     parser: argparse.ArgumentParser, reader: Reader, words: Sequence[str], *, elsewhere: Mapping[str, str]

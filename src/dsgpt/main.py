@@ -1,5 +1,6 @@
 """What happens around every training process: reading the request, and turning its end into an exit code."""
 
+import errno
 import logging
 import os
 import sys
@@ -8,12 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dsgpt.ancestors import Launcher
 from dsgpt.cli import parse_arguments
 from dsgpt.config import resolve
 from dsgpt.data.token_file import TokenFileError
-from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NON_FINITE, EXIT_USER_ERROR, NonFiniteError, UserError
+from dsgpt.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_SAVED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    Interrupted,
+    NonFiniteError,
+    SaveError,
+    UserError,
+)
+from dsgpt.interruption import Interruption
 from dsgpt.topology import read_topology
 
+WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
+"""Whose end ends the run; a process that a shell started alone may well outlive the shell."""
+_DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
 PATIENCE_SEC = 10
 """How long another rank leaves the word to rank 0, whose launcher usually ends it meanwhile."""
 
@@ -23,28 +39,35 @@ def train(arguments: Sequence[str]) -> int:
     _find_tools_beside_interpreter()
     speaks = True
     try:
-        speaks = read_topology().is_main
-        options, problems = parse_arguments(arguments)
-        topology = read_topology(local_rank_flag=options.local_rank)
-        config = resolve(options, topology=topology, problems=problems)
-        from dsgpt.telemetry.console import Console  # noqa: PLC0415 - torch and tqdm take seconds; --help should not
-        from dsgpt.training.run import run  # noqa: PLC0415
-
-        console = Console(speaks=speaks)
-        run(config, console)
+        topology = read_topology()
+        speaks = topology.is_main
+        launcher = Launcher() if topology.launcher in WATCHED_LAUNCHERS else None
+        with Interruption(launcher, speaks=speaks) as interruption:
+            _train(arguments, speaks, interruption)
     except UserError as error:
-        _complain(error.problems, speaks=speaks)
-        return EXIT_USER_ERROR
+        return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
     except TokenFileError as error:  # found while reading; a worker process puts its traceback before the message
-        _complain([str(error).rsplit("TokenFileError: ", 1)[-1].strip()], speaks=True)
-        return EXIT_USER_ERROR
-    except NonFiniteError as error:
-        _complain([str(error)], speaks=speaks)
-        return EXIT_NON_FINITE
-    except KeyboardInterrupt:
-        _complain(["interrupted; continue with --resume"], speaks=speaks)
-        return EXIT_INTERRUPTED
+        line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
+        return _complain([line], EXIT_USER_ERROR, speaks=True)
+    except (NonFiniteError, SaveError) as error:
+        return _complain([str(error)], error.exit_code, speaks=speaks or error.alone)
+    except OSError as error:
+        if error.errno not in _DISK_IS_FULL:
+            raise
+        return _complain([f"{error}: make room, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
+    except KeyboardInterrupt as error:
+        return _interrupted(error, speaks=speaks)
     return EXIT_DONE
+
+
+def _train(arguments: Sequence[str], speaks: bool, interruption: Interruption) -> None:
+    options, problems = parse_arguments(arguments)
+    topology = read_topology(local_rank_flag=options.local_rank)
+    config = resolve(options, topology=topology, problems=problems)
+    from dsgpt.telemetry.console import Console  # noqa: PLC0415 - torch and tqdm take seconds; --help should not
+    from dsgpt.training.run import run  # noqa: PLC0415
+
+    run(config, Console(speaks=speaks), interruption)
 
 
 def leave(code: int) -> NoReturn:
@@ -67,9 +90,21 @@ def _find_tools_beside_interpreter() -> None:
         os.environ["PATH"] = os.pathsep.join([beside, *folders])
 
 
-def _complain(lines: Sequence[str], *, speaks: bool) -> None:
-    """Print each line once. Ranks see the same mistake together, so the others speak only if rank 0 does not."""
+def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
+    """Print each line once; ``code`` comes back.
+
+    Ranks see the same mistake together, so the others speak only if rank 0 does not.
+    """
     if not speaks:
         time.sleep(PATIENCE_SEC)
     for line in lines:
         print(f"error: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
+    if not isinstance(error, Interrupted):
+        return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
+    if speaks and not error.together:  # what ranks agreed to, the run has told and logged
+        print(f"{error}; continue with --resume", file=sys.stderr, flush=True)
+    return EXIT_STOPPED

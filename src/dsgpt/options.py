@@ -6,6 +6,8 @@ from pathlib import Path
 RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+ON_SAVE_FAILURE = ("stop", "continue")
+ALLOW_CHANGED = ("data", "recipe")
 WHICH_CHECKPOINT = ("latest", "best")
 """Of a run: the newest, or the one with the lowest validation loss."""
 EXPORT_FORMS = ("hf", "portable")
@@ -47,8 +49,10 @@ class Options:
     eval_every: int = 0
     save_every: int = 500
     keep_checkpoints: int = 2
+    on_save_failure: str = "stop"
     seed: int = 1337
     resume: bool = False
+    allow_changed: tuple[str, ...] = ()
     overwrite: bool = False
     verify_data: bool = False
     dry_run: bool = False

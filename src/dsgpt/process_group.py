@@ -40,6 +40,22 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class HostGroup:
+    """All ranks, meeting in host memory whatever the device: nothing here waits for a GPU. Made by all together."""
+
+    def __init__(self) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if several else None
+
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of any rank, on every rank."""
+        if self._group is None:
+            return value
+        box = torch.tensor(value)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        return int(box)
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if dist.is_initialized():

@@ -15,7 +15,7 @@ from dsgpt.errors import UserError
 
 
 def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") -> Path:
-    folder = store.begin(run_dir, step, is_main=True)
+    folder = store.begin(run_dir, step)
     (folder / "deep").mkdir()
     (folder / "deep" / "weights.bin").write_bytes(data)
     state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[{"epoch_idx": 0}])
@@ -50,7 +50,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 def test_an_unfinished_save_is_no_checkpoint_and_no_hindrance(tmp_path):
     saved(tmp_path, 5)
-    (store.begin(tmp_path, 6, is_main=True) / "half").write_bytes(b"...")
+    (store.begin(tmp_path, 6) / "half").write_bytes(b"...")
     (tmp_path / "step-00000007").mkdir()  # no manifest
     assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000005"]
     assert not (saved(tmp_path, 6) / "half").exists()

@@ -90,5 +90,7 @@ def require_room(folder: Path, needed: int) -> None:
 
 def reason_of(error: OSError) -> str:
     """``No space left on device: /data/run/step...``, for a message."""
+    if isinstance(error, shutil.Error):  # of a copied folder: a source, a target and a reason for each file
+        return "; ".join(str(reason) for _, _, reason in error.args[0])
     what = error.strerror or str(error)
     return f"{error.filename}: {what}" if error.filename else what

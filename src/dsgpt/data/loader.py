@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError
+from dsgpt.interruption import leave_to_the_rank
 
 PADDING_WINDOW = -1
 """Stands for no window: fills up the last validation batch so that every rank runs equally many micro batches."""
@@ -119,6 +120,7 @@ def _loader(
         collate_fn=_whole_batch,
         num_workers=workers,
         pin_memory=pin_memory,
+        worker_init_fn=leave_to_the_rank,
         generator=torch.Generator(),
     )
 

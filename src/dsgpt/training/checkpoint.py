@@ -1,6 +1,13 @@
-"""One checkpoint of a run: the strategy's state, the whole weights, the random states and the tokenizer together."""
+"""One checkpoint of a run: the strategy's state, the whole weights, the random states and the tokenizer together.
 
+Ranks write at the same time and then compare notes, so that a failure of one is the failure of all, with its reason,
+and nobody waits for a rank that has given up. This holds as long as none gives up where others wait for it: a strategy
+raises an ``OSError`` only after the last collective of its ``save``.
+"""
+
+import contextlib
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +17,11 @@ import torch
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
-from dsgpt.checkpointing.writing import save_tensors
+from dsgpt.checkpointing.writing import reason_of, require_room, save_tensors, try_to_write
 from dsgpt.config import RunConfig
-from dsgpt.errors import NonFiniteError
+from dsgpt.errors import NonFiniteError, SaveError, UserError
 from dsgpt.files import write_json_atomic
-from dsgpt.process_group import barrier, from_main
+from dsgpt.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
 from dsgpt.training.data_check import data_tokenizer
@@ -28,42 +35,89 @@ def save_checkpoint(
     state: RunState,
     fixed: dict[str, Any],
     run_id: str | None,
+    prepare: Callable[[], None],
 ) -> None:
     """Write the checkpoint of ``state``; collective. It appears whole, or not at all.
 
+    Args:
+        config: the run.
+        strategy: writes its own files.
+        device: of this rank.
+        state: where the run stands.
+        fixed: what must agree when it is resumed.
+        run_id: of the record.
+        prepare: makes durable what the checkpoint counts on, on every rank.
+
     Raises:
+        SaveError: on every rank, where one could not write; nothing is left of the attempt.
         NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
     """
-    is_main = config.topology.is_main
-    folder = store.begin(config.run_dir, state.step, is_main=is_main)
-    strategy.save(folder)
-    save_random_state(folder, rank=config.topology.rank, device=device)
-    weights = whole_weights(strategy, keep=is_main)
-    _refuse_non_finite(weights, folder, step=state.step, is_main=is_main)
-    if is_main:
-        save_tensors(weights, folder / store.WEIGHTS)
-        write_json_atomic(folder / store.MODEL, config.model.as_dict())
-        _copy_tokenizer(config, folder)
-    barrier()
-    if is_main:
-        about = {
-            "strategy": config.strategy_name,
-            "topology": asdict(config.topology),
-            "versions": software_versions(),
-            "precision": config.precision,
-            "run_id": run_id,
-            "fixed": fixed,
-        }
-        store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
-    barrier()
+    folder, is_main = store.partial_folder(config.run_dir, state.step), config.topology.is_main
+
+    def open_folder() -> None:
+        prepare()
+        if is_main:
+            store.begin(config.run_dir, state.step)
+            _require_room_for_another(config.run_dir)
+
+    def write_own_part() -> None:
+        strategy.save(folder)
+        save_random_state(folder, rank=config.topology.rank, device=device)
+
+    def complete() -> None:
+        if is_main:
+            _write_model(config, weights, folder)
+            about = _about(config, fixed=fixed, run_id=run_id)
+            store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
+
+    with _removed_after_failure(folder, is_main=is_main):
+        _together(open_folder)
+        _together(lambda: try_to_write(folder, rank=config.topology.rank))
+        _together(write_own_part)
+        weights = whole_weights(strategy, keep=is_main)
+        _refuse_non_finite(weights, step=state.step)
+        _together(complete)
 
 
-def _refuse_non_finite(weights: dict[str, torch.Tensor], folder: Path, *, step: int, is_main: bool) -> None:
+def _together(action: Callable[[], None]) -> None:
+    """Do ``action`` on this rank, and hear how it went on the others.
+
+    Raises:
+        SaveError: on every rank, with the reason of each that could not write.
+    """
+    reason = None
+    try:
+        action()
+    except OSError as error:
+        reason = reason_of(error)
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
+    if failures:
+        raise SaveError("; ".join(failures))
+
+
+@contextlib.contextmanager
+def _removed_after_failure(folder: Path, *, is_main: bool) -> Iterator[None]:
+    try:
+        yield
+    except (SaveError, NonFiniteError) as error:
+        alone = isinstance(error, SaveError) and error.alone  # then the others still write
+        if is_main and not alone:
+            with contextlib.suppress(OSError):  # the reason of the failure may forbid this too; the next start does it
+                store.remove(folder)
+        raise
+
+
+def _require_room_for_another(run_dir: Path) -> None:
+    """Before the first byte: the next checkpoint will be about as large as the last."""
+    found = store.checkpoints(run_dir)
+    with contextlib.suppress(UserError):  # nothing is known of its size
+        require_room(run_dir, store.size_of(found[0]) if found else 0)
+
+
+def _refuse_non_finite(weights: dict[str, torch.Tensor], *, step: int) -> None:
     """The last update may have spoiled weights whose loss nobody has seen yet."""
     spoiled = from_main([name for name, value in weights.items() if not torch.isfinite(value).all()])
     if spoiled:
-        if is_main:
-            shutil.rmtree(folder)
         raise NonFiniteError(
             f"step {step}: {', '.join(spoiled[:3])} became NaN or infinite: training stopped, and this state is not "
             "saved; lower the learning rate or lengthen the warm-up"
@@ -79,6 +133,12 @@ def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
+def _write_model(config: RunConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    save_tensors(weights, folder / store.WEIGHTS)
+    write_json_atomic(folder / store.MODEL, config.model.as_dict())
+    _copy_tokenizer(config, folder)
+
+
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
     """Take the tokenizer along where data preparation left one; training itself needs none."""
     source, _ = data_tokenizer(config.train)
@@ -88,3 +148,14 @@ def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
     shutil.copytree(source, copy, copy_function=shutil.copyfile)
     for place in (copy, *(path for path in copy.rglob("*") if path.is_dir())):
         place.chmod(0o755)  # of a read-only folder the copy could never be removed
+
+
+def _about(config: RunConfig, *, fixed: dict[str, Any], run_id: str | None) -> dict[str, Any]:
+    return {
+        "strategy": config.strategy_name,
+        "topology": asdict(config.topology),
+        "versions": software_versions(),
+        "precision": config.precision,
+        "run_id": run_id,
+        "fixed": fixed,
+    }

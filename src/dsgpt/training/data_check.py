@@ -1,9 +1,13 @@
-"""What a run knows of its data files before it trusts them."""
+"""What a run knows of its data files, and of published weights to start from, before it trusts them."""
 
 import hashlib
 from pathlib import Path
 
+from dsgpt.config import RunConfig
 from dsgpt.data.token_file import TokenFile
+from dsgpt.errors import UserError
+from dsgpt.model.hub_models import model_folder
+from dsgpt.model.vocabulary_files import token_ids
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
 
@@ -49,3 +53,42 @@ def data_hash(file: TokenFile, *, verify: bool, console: Console, problems: Prob
     if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
         problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
     return computed
+
+
+def initial_weights_hash(config: RunConfig, console: Console) -> str | None:
+    """The sha256 of the published weights that the run starts or started from; None for random ones."""
+    if config.init_from is None or config.init_from.sha256:
+        return config.init_from and config.init_from.sha256
+    weights = config.init_from.weights(config.model)
+    progress = console.progress(total=weights.bytes, what="hashing the initial weights", unit="B")
+    computed = weights.sha256(progress.advance)
+    progress.close()
+    return computed
+
+
+def check_tokenizer(config: RunConfig, problems: Problems) -> str:
+    """Hold the data's tokenizer against that of the published weights, to which every id has a meaning already.
+
+    Returns:
+        What could not be checked, else no words.
+    """
+    source = config.init_from
+    if source is None or source.sha256:
+        return ""
+    data, _ = data_tokenizer(config.train)
+    try:
+        theirs = token_ids(model_folder(source.given, weights=False))
+        ours = token_ids(data) if data else None
+    except UserError as error:
+        problems.add(*error.problems)
+        return ""
+    if theirs is None or ours is None:
+        silent = source.given if theirs is None else config.train.path
+        return f"--init_from: {silent} comes without a tokenizer, so nobody can tell whether ids mean the same to both"
+    different = next((text for text, number in ours.items() if theirs.get(text) != number), None)
+    if different is not None:
+        problems.add(
+            f"--init_from {source.given}: its tokenizer did not make {config.train.path}, where id {ours[different]} "
+            f"is {different!r}: prepare the text with it (data_prep/preprocess.py --tokenizer {source.given})"
+        )
+    return ""

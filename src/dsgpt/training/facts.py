@@ -3,6 +3,7 @@
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -37,6 +38,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
         f"run folder  {config.run_dir}",
+        *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
         *(f"note        {notice}" for notice in config.notices),
     ]
 
@@ -54,13 +56,27 @@ def _counted(number: int, noun: str) -> str:
 
 
 def record_facts(
-    config: RunConfig, *, hashes: dict[str, str], resumed_from: str | None, run_id: str | None
+    config: RunConfig,
+    *,
+    hashes: dict[str, str | None],
+    resumed_from: str | None,
+    changes: Sequence[dict[str, Any]],
+    run_id: str | None,
 ) -> dict[str, Any]:
-    """The part of the record that does not change while the run goes on; ``run_id`` is that of a run to go on with."""
+    """The part of the record that does not change while the run goes on.
+
+    Args:
+        config: the run.
+        hashes: sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none.
+        resumed_from: name of a checkpoint.
+        changes: what ``--allow_changed`` let through.
+        run_id: that of a run to go on with.
+    """
     return {
         "run_id": run_id or uuid.uuid4().hex,
         "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
+        CHANGES_KEY: list(changes),
         "git_commit": git_commit(),
         "command_line": shlex.join(sys.argv),
         "env": software_versions(),
@@ -73,7 +89,7 @@ def record_facts(
             "launcher": config.topology.launcher,
         },
         "data": {**_data_facts("train", config.train, hashes), **_data_facts("val", config.val, hashes)},
-        "training_config": _training_config(config),
+        "training_config": _training_config(config, hashes),
         "deepspeed_config": {
             "path": str(config.recipe.path),
             "sha256": config.recipe.sha256,
@@ -83,7 +99,7 @@ def record_facts(
     }
 
 
-def _data_facts(name: str, file: TokenFile, hashes: dict[str, str]) -> dict[str, Any]:
+def _data_facts(name: str, file: TokenFile, hashes: dict[str, str | None]) -> dict[str, Any]:
     return {
         f"{name}_path": str(file.path),
         f"{name}_sha256": hashes[name],
@@ -93,7 +109,7 @@ def _data_facts(name: str, file: TokenFile, hashes: dict[str, str]) -> dict[str,
     }
 
 
-def _training_config(config: RunConfig) -> dict[str, Any]:
+def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[str, Any]:
     options, recipe, batch = config.options, config.recipe, config.batch
     return {
         "run_type": config.run_type,
@@ -102,6 +118,9 @@ def _training_config(config: RunConfig) -> dict[str, Any]:
         "model_size": config.model_size,
         "model": config.model.as_dict(),
         "parameters": config.model.parameter_count(),
+        "init_from": {"source": config.init_from.given, "sha256": hashes["initial weights"]}
+        if config.init_from
+        else None,
         "seq_len": config.seq_length,
         "epochs": config.epochs,
         "max_train_steps": options.max_train_steps,
@@ -132,20 +151,36 @@ def _training_config(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def fixed_facts(config: RunConfig, *, hashes: dict[str, str]) -> dict[str, Any]:
+CHANGES_KEY = "changed_at_resume"
+"""Of the record: what ``--allow_changed`` let through, as ``RunState.changes``."""
+
+CHANGEABLE = {
+    "data": ("train data", "validation data", "validation windows"),
+    "recipe": ("optimizer", "schedule", "gradient clipping", "total steps"),
+}
+"""What ``--allow_changed`` may name, and which of ``fixed_facts`` it lets through.
+
+Nothing lets through another model, seed, sequence length or global batch, with which a step would be other samples, nor
+another type of optimizer or another precision, which the strategy's own files are made for.
+"""
+
+
+def fixed_facts(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str, Any]:
     """What must be the same when a run goes on, by the name that an error message gives it."""
     recipe = config.recipe
+    settings = {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)}
     return {
         "model": config.model.as_dict(),
+        "initial weights": hashes.get("initial weights"),
         "train data": hashes["train"],
         "validation data": hashes["val"],
         "seed": config.options.seed,
         "sequence length": config.seq_length,
         "global batch": config.batch.global_batch_size,
-        "accumulation": config.batch.gradient_accumulation_steps,
         "validation windows": config.val_windows,
         "total steps": config.total_steps,
-        "optimizer": {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)},
+        "optimizer type": settings.pop("type"),
+        "optimizer": settings,
         "schedule": asdict(recipe.scheduler) if recipe.scheduler else None,
         "gradient clipping": recipe.gradient_clipping,
         "precision": config.precision,

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from dsgpt.config import RunConfig
+from dsgpt.errors import Interrupted
 from dsgpt.files import write_atomic
 from dsgpt.inference.latency import measure_latency
+from dsgpt.interruption import Interruption
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.master_weights import DTYPES
@@ -18,18 +20,26 @@ from dsgpt.training.journal import Journal
 
 
 def measure_inference(
-    config: RunConfig, console: Console, device: torch.device, strategy: Strategy, journal: Journal
+    config: RunConfig,
+    console: Console,
+    device: torch.device,
+    strategy: Strategy,
+    journal: Journal,
+    interruption: Interruption,
 ) -> None:
     """Time the trained model on the main rank while the others wait; the same plain model for every strategy.
 
     A GPU that training fills may have no room for it: then inference stays unknown, and the run is complete all the
-    same.
+    same. A request to stop ends it at once: nothing of it would be saved.
     """
     weights = whole_weights(strategy, keep=config.topology.is_main)
-    if not config.topology.is_main:
+    if not config.topology.is_main or interruption.reason:
         return
     try:
-        journal.record.inference = _latency(config, device, weights)
+        with interruption.patience(False):
+            journal.record.inference = _latency(config, device, weights)
+    except Interrupted:
+        return
     except torch.OutOfMemoryError:
         console.say("inference   not measured: the GPU has no memory left for a second copy of the model")
     if journal.record.inference is not None:

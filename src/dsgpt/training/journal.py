@@ -16,6 +16,7 @@ from dsgpt.telemetry.cost import cost_line
 from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
+from dsgpt.training.facts import CHANGES_KEY
 
 
 class Journal:
@@ -35,24 +36,29 @@ class Journal:
             total=config.total_steps, done=first_step, what="training", unit="step"
         )
         self.last_val_loss: float | None = None
+        self.last_val_step: int | None = None
         self.best_val_loss: float | None = None
+        self._failed_saves = 0
+        self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
 
-    def take_up(self, state: RunState, steps_file: Path, *, epoch_start: int) -> None:
-        """Go on where an earlier process of this run stopped; ``epoch_start`` steps belong to finished epochs.
+    def take_up(self, state: RunState, steps_file: Path, *, failed_saves: int) -> None:
+        """Go on where an earlier process of this run stopped.
 
-        ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown.
+        ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown. ``failed_saves``
+        counts those that the record knows of.
         """
         self.record.epochs = state.epochs
         self.best_val_loss = state.best_val_loss
+        self._failed_saves = max(state.failed_saves, failed_saves)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
         self._meter.take_up(
             lines,
             done=state.step,
-            epoch_start=epoch_start,
+            epoch_start=sum(epoch["steps"] for epoch in state.epochs),
             wall_sec=state.wall_time_sec,
             last_loss=state.last_train_loss,
         )
-        self.last_val_loss = state.last_val_loss
+        self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
         if self.last_val_loss is None:
             self.last_val_loss = next((line["val_loss"] for line in reversed(lines) if "val_loss" in line), None)
         if self._meter.run.train_sec is None:
@@ -68,7 +74,14 @@ class Journal:
             wall_time_sec=self._meter.wall_seconds(),
             last_train_loss=self._meter.last_loss,
             last_val_loss=self.last_val_loss,
+            last_val_step=self.last_val_step,
+            failed_saves=self._failed_saves,
+            changes=self._changes,
         )
+
+    def save_failed(self) -> None:
+        """Count a checkpoint that could not be written."""
+        self._failed_saves += 1
 
     def before_save(self) -> None:
         """Make durable what a checkpoint counts on, and the record of a run that may be killed while it saves."""
@@ -79,6 +92,11 @@ class Journal:
     def after_save(self) -> None:
         """Keep what a save allocated out of the figures of training."""
         self._peaks.forget()
+
+    @property
+    def epoch_is_open(self) -> bool:
+        """Whether steps were taken since the last record of an epoch."""
+        return self._meter.epoch.steps > 0
 
     @property
     def meter(self) -> StepMeter:
@@ -136,7 +154,7 @@ class Journal:
         Raises:
             NonFiniteError: it is NaN or infinite.
         """
-        self.last_val_loss = val_loss
+        self.last_val_loss, self.last_val_step = val_loss, step
         entry = {
             "step": step,
             "val_loss": val_loss,
@@ -195,6 +213,7 @@ class Journal:
             "final_train_loss": self._meter.last_loss,
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
+            "failed_saves": self._failed_saves,
             "mean_tokens_per_sec_global": throughput(run),
             **self._peaks.figures(),
         }

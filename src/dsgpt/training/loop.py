@@ -12,10 +12,18 @@ from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.cost import CostMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.training.journal import Journal
+from dsgpt.training.stopping import Stopping
 
 
 def fit(
-    config: RunConfig, strategy: Strategy, journal: Journal, console: Console, *, done: int, save: Callable[[int], None]
+    config: RunConfig,
+    strategy: Strategy,
+    journal: Journal,
+    console: Console,
+    stopping: Stopping,
+    *,
+    done: int,
+    save: Callable[[int, bool], None],
 ) -> None:
     """Train from step ``done`` to the end.
 
@@ -24,55 +32,91 @@ def fit(
         strategy: executes steps.
         journal: takes what happened.
         console: shows the progress of validations.
+        stopping: says whether to end early.
         done: optimizer steps that a resumed run has behind it.
-        save: writes a checkpoint of the step it is given.
+        save: writes a checkpoint of the step it is given; the second argument says that it is needed.
 
     Raises:
         NonFiniteError: the loss or gradient norm was NaN or infinite; no state of it was saved.
+        SaveError: a checkpoint could not be written.
+        Interrupted: on every rank together; the state is saved.
     """
-    options, per_epoch = config.options, config.order.steps_per_epoch
+    if stopping.agreed():
+        raise stopping.stop("before it took a step")
     batches = TimedBatches(training_batches(config, first_step=done))
     costs = CostMeter(
         lambda: strategy.state_tensors()._asdict(), last_step=config.total_steps, report=journal.cost_measured
     )
+    if done:
+        validated = journal.last_val_step
+        if not _look_back(config, strategy, journal, console, stopping, step=done):
+            raise stopping.stop(f"after step {done}, which is saved")
+        if done == config.total_steps and journal.last_val_step != validated:
+            save(done, True)  # the last checkpoint may be the best
     for step in range(done + 1, config.total_steps + 1):
-        epoch = (step - 1) // per_epoch
+        epoch = (step - 1) // config.order.steps_per_epoch
         started = journal.meter.start()
         with costs.watch(step):
             result = strategy.train_step(batches, step)
         seconds = batches.take_seconds()
         journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=seconds, watched=costs.watched)
 
+        stop = stopping.agreed() or not _look_back(config, strategy, journal, console, stopping, step=step)
         last = step == config.total_steps
-        epoch_ends = last or step % per_epoch == 0
-        save_now = last or _due(step, options.save_every)
-        if epoch_ends or save_now or _due(step, options.eval_every):
+        if stop or last or _due(step, config.options.save_every):
             journal.flush()
-        if epoch_ends or _due(step, options.eval_every):
-            validate(config, strategy, journal, console, step=step)
-        if epoch_ends:
-            journal.epoch_done(epoch)
-        if save_now:
-            save(step)
+            save(step, stop or last)
+        if stop:
+            raise stopping.stop(f"after step {step}, which is saved")
+
+
+def _look_back(
+    config: RunConfig, strategy: Strategy, journal: Journal, console: Console, stopping: Stopping, *, step: int
+) -> bool:
+    """Do what ``step``, the last one taken, calls for: a validation, the end of an epoch.
+
+    A run that was stopped before it had done so does it when it is resumed.
+
+    Returns:
+        Whether nobody asked to stop meanwhile.
+    """
+    epoch_ends = step == config.total_steps or step % config.order.steps_per_epoch == 0
+    if epoch_ends or _due(step, config.options.eval_every):
+        journal.flush()
+        if journal.last_val_step != step and not validate(config, strategy, journal, console, stopping, step=step):
+            return False
+    if epoch_ends and journal.epoch_is_open:
+        journal.epoch_done((step - 1) // config.order.steps_per_epoch)
+    return True
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(config: RunConfig, strategy: Strategy, journal: Journal, console: Console, *, step: int) -> None:
-    """Measure the mean loss over the validation windows, the same ones in the same order on every strategy."""
+def validate(
+    config: RunConfig, strategy: Strategy, journal: Journal, console: Console, stopping: Stopping, *, step: int
+) -> bool:
+    """Measure the mean loss over the validation windows, the same ones in the same order on every strategy.
+
+    Returns:
+        Whether it was measured; nothing is noted of a validation that was stopped on its way.
+    """
     started = time.perf_counter()
     steps = -(-config.val_windows // config.batch.global_batch_size)
     batches = validation_batches(config)
     progress = console.progress(total=steps, what="validating", unit="batch")
     sums = []
     for _ in range(steps):
+        if stopping.agreed():
+            progress.close()
+            return False
         sums.append(torch.stack(strategy.eval_step(batches)))
         progress.advance()
     progress.close()
     loss_sum, tokens = torch.stack(sums).sum(dim=0).tolist()
     journal.validated(step=step, val_loss=loss_sum / tokens, tokens=int(tokens), seconds=time.perf_counter() - started)
+    return True
 
 
 def _share(config: RunConfig) -> RankShare:

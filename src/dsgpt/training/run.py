@@ -1,9 +1,7 @@
 """One run from its configuration to its record: everything around the loop."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +11,34 @@ from dsgpt.checkpointing.random_state import load_random_state
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.config import RunConfig
 from dsgpt.device import bring_up
-from dsgpt.errors import UserError
+from dsgpt.errors import Interrupted, UserError
 from dsgpt.files import write_json_atomic
+from dsgpt.interruption import Interruption
 from dsgpt.problems import Problems
-from dsgpt.process_group import barrier, from_main, joined
+from dsgpt.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after
-from dsgpt.training.checkpoint import save_checkpoint
-from dsgpt.training.data_check import data_hash, data_tokenizer
+from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
 from dsgpt.training.facts import fixed_facts, plan_lines, record_facts
 from dsgpt.training.finish import mark_complete, measure_inference
 from dsgpt.training.journal import Journal
 from dsgpt.training.loop import fit
+from dsgpt.training.resume import Start, plan_resume
 from dsgpt.training.run_folder import (
     CONFIG_FILE,
     LOG_FILE,
-    Start,
-    check_resumable,
     clear_run_folder,
+    contents,
+    failed_saves_of,
     holds_own_config,
     make_run_folder,
-    plan_start,
+    may_go_on,
 )
-from dsgpt.training.run_lock import refuse_if_locked, run_lock
+from dsgpt.training.run_lock import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
+from dsgpt.training.saving import saver
+from dsgpt.training.stopping import Stopping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,133 +46,152 @@ class _Prepared:
     """What the main rank found out before the others needed it."""
 
     start: Start
-    hashes: dict[str, str]
-    run_id: str | None
-    """Of the run to go on with."""
-    notice: str
-    """What to tell the user of the data's tokenizer; empty where there is nothing."""
+    hashes: dict[str, str | None]
+    """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
+    found: list[str]
+    """What the run folder held."""
+    failed_saves: int
+    """That the record of the run to go on with knows of."""
+    notices: tuple[str, ...]
+    """What to tell the user of the tokenizers."""
 
 
-def run(config: RunConfig, console: Console) -> None:
+def run(config: RunConfig, console: Console, interruption: Interruption) -> None:
     """Train as ``config`` says, or stop after the plan with ``--dry_run``.
 
     Raises:
         UserError: the data or the run folder forbid it.
         NonFiniteError: the loss became NaN or infinite.
+        SaveError: a checkpoint could not be written.
+        Interrupted: the run was asked to stop.
     """
-    prepared = _prepare(config, console) if config.topology.is_main else None
-    for line in plan_lines(config):
-        console.say(line)
-    if config.options.dry_run:
-        console.say("dry run: everything checked, nothing started")
-        return
-    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
-    group = contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device)
-    with group:
-        prepared = from_main(prepared)
-        for line in filter(None, (prepared.notice, prepared.start.message)):
+    patience = PATIENCE_SEC if config.options.resume else 0
+    with RunLock(config.run_dir, patience_sec=patience, say=console.say) as lock:
+        prepared = _prepare(config, console, lock) if config.topology.is_main else None
+        for line in plan_lines(config):
             console.say(line)
-        if not prepared.start.finished:
-            _train(config, console, device, prepared)
+        if config.options.dry_run:
+            console.say("dry run: everything checked, nothing started")
+            return
+        device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+        group = contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device)
+        with group:
+            prepared = from_main(prepared)
+            for line in (*prepared.notices, *prepared.start.messages):
+                console.say(line)
+            if not prepared.start.finished:
+                _train(config, console, device, prepared, interruption, lock)
 
 
-def _prepare(config: RunConfig, console: Console) -> _Prepared:
-    """Check what only one rank should read: the data's contents, the run folder and its checkpoint."""
-    problems = Problems()
-    refuse_if_locked(config.run_dir)
-    start = plan_start(config, problems)
+def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
+    """Check what only one rank should read: the data's contents, the run folder and its checkpoints.
+
+    A folder that a run was started in is locked from here on.
+    """
+    problems, run_dir = Problems(), config.run_dir
+    if config.options.dry_run:
+        refuse_if_locked(run_dir)
+    elif is_guarded(run_dir):
+        lock.take()
+    goes_on = may_go_on(config, problems)
     problems.raise_if_any()
     verify = config.options.verify_data
     hashes = {
         name: data_hash(file, verify=verify, console=console, problems=problems)
         for name, file in (("train", config.train), ("val", config.val))
     }
-    run_id = check_resumable(config, start, fixed=fixed_facts(config, hashes=hashes), problems=problems)
+    hashes["initial weights"] = initial_weights_hash(config, console)
+    start = Start()
+    if goes_on:
+        start = plan_resume(config, fixed=fixed_facts(config, hashes=hashes), problems=problems)
+    notices = (data_tokenizer(config.train)[1], check_tokenizer(config, problems))
     problems.raise_if_any()
-    _, notice = data_tokenizer(config.train)
-    return _Prepared(start=start, hashes=hashes, run_id=run_id, notice=notice)
+    return _Prepared(
+        start=start,
+        hashes=hashes,
+        found=contents(run_dir),
+        failed_saves=failed_saves_of(run_dir) if start.checkpoint else 0,
+        notices=tuple(filter(None, notices)),
+    )
 
 
-def _train(config: RunConfig, console: Console, device: torch.device, prepared: _Prepared) -> None:
+def _train(
+    config: RunConfig,
+    console: Console,
+    device: torch.device,
+    prepared: _Prepared,
+    interruption: Interruption,
+    lock: RunLock,
+) -> None:
     torch.manual_seed(_dropout_seed(config))
-    strategy = build_strategy(config, device)  # may still refuse the recipe, so nothing is written before
-    with _opened_folder(config, console, prepared) as facts:
-        done, journal = _take_up(config, console, device, strategy, prepared.start.checkpoint, facts)
-        save = _saver(config, console, device, strategy, journal, facts, prepared)
+    stopping = Stopping(interruption, HostGroup())
+    # A checkpoint holds all that a run needs to go on: where its initial weights came from may be gone.
+    initial = replace(config, init_from=None) if prepared.start.checkpoint else config
+    strategy = build_strategy(initial, device)  # may still refuse the recipe, so nothing is written before
+    facts = _open_folder(config, console, prepared, lock)
+    done, journal = _take_up(config, console, device, strategy, prepared, facts)
+    fixed, run_id = fixed_facts(config, hashes=prepared.hashes), facts.get("run_id")
+    save = saver(config, console, device, strategy, journal, fixed=fixed, run_id=run_id)
+    with interruption.patience():
         try:
             journal.write()
-            fit(config, strategy, journal, console, done=done, save=save)
-            measure_inference(config, console, device, strategy, journal)
+            fit(config, strategy, journal, console, stopping, done=done, save=save)
+            measure_inference(config, console, device, strategy, journal, interruption)
+            if stopping.agreed():
+                raise stopping.stop("when all steps were done and saved, before the end of the run")
+            journal.write("completed")
+            if config.topology.is_main:
+                mark_complete(config, journal, console)
+            barrier()
         except BaseException as error:
-            journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            _end_early(journal, console, error)
             raise
         finally:
             journal.close()
-        journal.write("completed")
-        if config.topology.is_main:
-            mark_complete(config, journal, console)
-        barrier()
 
 
-@contextlib.contextmanager
-def _opened_folder(config: RunConfig, console: Console, prepared: _Prepared) -> Iterator[dict[str, Any]]:
+def _end_early(journal: Journal, console: Console, error: BaseException) -> None:
+    journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+    if isinstance(error, Interrupted) and error.together:
+        console.say(f"{error}; continue with --resume")
+        barrier()  # the first rank to leave makes the launcher end the others, and rank 0 had this to write
+
+
+def _open_folder(config: RunConfig, console: Console, prepared: _Prepared, lock: RunLock) -> dict[str, Any]:
     """Rank 0 takes the run folder for as long as the run lasts, while the others wait; the facts of its record.
 
     Raises:
         UserError: on every rank, where rank 0 may not have the folder.
     """
     facts, problems = {}, ()
-    with contextlib.ExitStack() as held:
-        if config.topology.is_main:
-            try:
-                make_run_folder(config.run_dir)
-                held.enter_context(run_lock(config.run_dir))
-                facts = _begin_files(config, console, prepared)
-            except UserError as error:
-                problems = error.problems
-        if problems := from_main(problems):
-            raise UserError(*problems)
-        yield facts
+    if config.topology.is_main:
+        try:
+            facts = _begin_files(config, console, prepared, lock)
+        except UserError as error:
+            problems = error.problems
+    if problems := from_main(problems):
+        raise UserError(*problems)
+    return facts
 
 
-def _begin_files(config: RunConfig, console: Console, prepared: _Prepared) -> dict[str, Any]:
-    start, run_dir, problems = prepared.start, config.run_dir, Problems()
-    found = plan_start(config, problems)
-    problems.raise_if_any()
-    if found != start:
+def _begin_files(config: RunConfig, console: Console, prepared: _Prepared, lock: RunLock) -> dict[str, Any]:
+    start, run_dir = prepared.start, config.run_dir
+    make_run_folder(run_dir)
+    lock.take()
+    if contents(run_dir) != prepared.found:
         raise UserError(f"--checkpoint_path {run_dir}: another process changed it meanwhile: start again")
     clear_run_folder(run_dir, start)
     facts = record_facts(
         config,
         hashes=prepared.hashes,
         resumed_from=start.checkpoint.name if start.checkpoint is not None else None,
-        run_id=prepared.run_id,
+        changes=start.changes,
+        run_id=start.run_id,
     )
     if not holds_own_config(run_dir):  # a resumed run keeps what it was started with
         _write_config(config, facts)
     console.log_to(run_dir / LOG_FILE)
     return facts
-
-
-def _saver(
-    config: RunConfig,
-    console: Console,
-    device: torch.device,
-    strategy: Strategy,
-    journal: Journal,
-    facts: dict[str, Any],
-    prepared: _Prepared,
-) -> Callable[[int], None]:
-    fixed = fixed_facts(config, hashes=prepared.hashes)
-
-    def save(step: int) -> None:
-        started = time.perf_counter()
-        journal.before_save()
-        save_checkpoint(config, strategy, device, state=journal.state(step), fixed=fixed, run_id=facts.get("run_id"))
-        journal.after_save()
-        console.say(f"step {step:>6}/{config.total_steps}  saved in {time.perf_counter() - started:.1f} s")
-
-    return save
 
 
 def _dropout_seed(config: RunConfig) -> int:
@@ -191,10 +211,11 @@ def _take_up(
     console: Console,
     device: torch.device,
     strategy: Strategy,
-    checkpoint: Path | None,
+    prepared: _Prepared,
     facts: dict[str, Any],
 ) -> tuple[int, Journal]:
     """The steps done before, and the journal; with a checkpoint, the strategy and journal continue it."""
+    checkpoint = prepared.start.checkpoint
     if checkpoint is None:
         return 0, Journal(config, device, console, facts, first_step=0)
     state = read_run_state(checkpoint)
@@ -205,5 +226,5 @@ def _take_up(
         console.say(f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}")
     barrier()
     journal = Journal(config, device, console, facts, first_step=state.step)
-    journal.take_up(state, steps_file, epoch_start=state.step - state.step % config.order.steps_per_epoch)
+    journal.take_up(state, steps_file, failed_saves=prepared.failed_saves)
     return state.step, journal

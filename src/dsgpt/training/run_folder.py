@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ from dsgpt.config import RunConfig
 from dsgpt.errors import UserError
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
+from dsgpt.training.resume import Start
 
 CONFIG_FILE = "config.json"
 LOG_FILE = "train.log"
 _FILES = (
     COMPLETE_FILE,
     store.LATEST,
+    store.BEST,
     LOG_FILE,
     "zero_to_fp32.py",
     "zero_to_torch.py",
@@ -26,90 +27,36 @@ _FILES = (
     STEPS_FILE,
 )
 """What a run writes beside its checkpoints, in the order of removal: what proves that it is a run goes last."""
+_OWN_FOLDERS = (store.STEP_FOLDER, store.PARTIAL_FOLDER, store.DAMAGED_FOLDER)
 _OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"options", "training_config"}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """How a run begins."""
+def may_go_on(config: RunConfig, problems: Problems) -> bool:
+    """Whether the folder holds a run that this one is to go on with; changes nothing.
 
-    checkpoint: Path | None
-    """Where it goes on from; None for a fresh start."""
-    finished: bool
-    """Nothing is left to do."""
-    message: str
-    """The same in words; empty for an ordinary fresh start."""
-
-
-def plan_start(config: RunConfig, problems: Problems) -> Start:
-    """Look at the folder, change nothing; what forbids the run goes to ``problems``."""
+    What forbids this run goes to ``problems``.
+    """
     run_dir, options = config.run_dir, config.options
     _check_writable(run_dir, problems)
-    fresh = Start(checkpoint=None, finished=False, message="")
     if not run_dir.is_dir() or not os.access(run_dir, os.R_OK | os.X_OK):
-        return fresh
+        return False
     found = _existing(run_dir)
     if foreign := _foreign(run_dir, found):
         problems.add(f"--checkpoint_path {run_dir}: holds a {foreign.name} that no run here wrote: name another folder")
-        return fresh
+        return False
     if not found or options.overwrite:
-        return fresh
+        return False
     if not options.resume:
         problems.add(
             f"--checkpoint_path {run_dir}: holds a run already ({_proof(run_dir).name}): add --resume to go on with "
             "it, --overwrite to delete it, or name another folder"
         )
-        return fresh
-    return _plan_resume(run_dir)
+    return options.resume
 
 
-def _plan_resume(run_dir: Path) -> Start:
-    available = store.checkpoints(run_dir)
-    if (run_dir / COMPLETE_FILE).exists():
-        return Start(
-            checkpoint=available[0] if available else None,
-            finished=True,
-            message=f"{run_dir} holds a finished run; nothing to do",
-        )
-    if not available:
-        message = f"--resume: {run_dir} holds no checkpoint yet; starting fresh"
-        return Start(checkpoint=None, finished=False, message=message)
-    return Start(checkpoint=available[0], finished=False, message=f"resuming from {available[0]}")
-
-
-def check_resumable(config: RunConfig, start: Start, *, fixed: dict[str, Any], problems: Problems) -> str | None:
-    """Hold the checkpoint's files against its manifest, and what it was trained with against this run.
-
-    Of a finished run, of which nothing will be loaded, only the second.
-
-    Returns:
-        The ``run_id`` of the run to go on with.
-
-    Raises:
-        UserError: a file of the checkpoint is damaged.
-    """
-    if start.checkpoint is None:
-        return None
-    manifest = store.parse_manifest(start.checkpoint) if start.finished else _verified(start.checkpoint)
-    saved = store.fixed_in(manifest, start.checkpoint)
-    for name, value in fixed.items():
-        if saved.get(name) != value:
-            made = "the finished run" if start.finished else "the checkpoint"
-            problems.add(
-                f"--resume: {name} is {value} but {made} in {config.run_dir} was made with {saved.get(name)}: "
-                "repeat the original command, or start a new run in another folder"
-            )
-    return manifest.get("run_id") or _read_object(config.run_dir / RECORD_FILE).get("run_id")
-
-
-def _verified(checkpoint: Path) -> dict[str, Any]:
-    try:
-        return store.read_manifest(checkpoint)
-    except UserError as error:
-        older = [path for path in store.checkpoints(checkpoint.parent) if path.name < checkpoint.name]
-        if not older:
-            raise
-        raise UserError(f"{error}; delete the folder {checkpoint} to go on from {older[0].name}") from error
+def contents(run_dir: Path) -> list[str]:
+    """The names of everything there that a run writes, to notice that another process has been there."""
+    return [path.name for path in _existing(run_dir)] if run_dir.is_dir() else []
 
 
 def make_run_folder(run_dir: Path) -> None:
@@ -127,20 +74,24 @@ def make_run_folder(run_dir: Path) -> None:
 
 
 def clear_run_folder(run_dir: Path, start: Start) -> None:
-    """Remove what an earlier process left: for a fresh start its run, else half a save.
+    """Remove what an earlier process left: for a fresh start its run, else half a save and what was refused.
 
     A kill in between leaves a folder that is a run's but has neither an end nor a checkpoint, so that ``--resume``
     starts fresh.
     """
+    store.remove(run_dir / COMPLETE_FILE)
     if start.checkpoint is None:
-        store.remove(run_dir / COMPLETE_FILE)
         for checkpoint in _folders(run_dir, store.STEP_FOLDER):
             store.set_aside(checkpoint)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         store.remove(path)
     if start.checkpoint is None:
-        for name in _FILES:
-            store.remove(run_dir / name)
+        for path in (*_folders(run_dir, store.DAMAGED_FOLDER), *(run_dir / name for name in _FILES)):
+            store.remove(path)
+    else:
+        for checkpoint in start.refused:
+            store.mark_damaged(checkpoint)
+        store.name_newest_and_best(run_dir)
 
 
 def holds_own_config(run_dir: Path) -> bool:
@@ -151,7 +102,7 @@ def holds_own_config(run_dir: Path) -> bool:
 def _existing(run_dir: Path) -> list[Path]:
     """Everything in ``run_dir`` that has the name of something a run writes, links too."""
     files = [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
-    return files + _folders(run_dir, store.STEP_FOLDER) + _folders(run_dir, store.PARTIAL_FOLDER)
+    return files + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
@@ -174,13 +125,19 @@ def _proof(run_dir: Path) -> Path | None:
     own = [path for path in named if _is_ours(path)]
     if (run_dir / STEPS_FILE).is_file():
         own.append(run_dir / STEPS_FILE)
-    folders = _folders(run_dir, store.STEP_FOLDER) + _folders(run_dir, store.PARTIAL_FOLDER)
+    folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
     return own[0] if own else None
 
 
 def _is_ours(path: Path) -> bool:
     return _read_object(path).keys() >= _OWN_KEYS[path.name]
+
+
+def failed_saves_of(run_dir: Path) -> int:
+    """How many saves failed so far, as the record there says; 0 where it does not."""
+    count = _read_object(run_dir / RECORD_FILE).get("summary", {}).get("failed_saves")
+    return count if isinstance(count, int) else 0
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,36 +1,84 @@
 """One writer per run folder: whoever trains in it holds a lock that the system releases with the process."""
 
-import contextlib
 import errno
 import fcntl
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TextIO
 
 from dsgpt.errors import UserError
 
 LOCK_FILE = ".lock"
+PATIENCE_SEC = 60
+"""How long ``--resume`` waits: longer than ranks that lost their launcher may go on."""
+_POLL_SEC = 0.5
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """What a network file system without locks answers; a run on it goes on unguarded."""
 
 
-@contextlib.contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold ``run_dir``, which exists, for this process.
+class RunLock:
+    """The right to write in ``run_dir``. A context: it lets go at its end of what was taken inside.
 
-    The file stays: removing it would let two processes hold two files of the same name.
-
-    Raises:
-        UserError: another process holds it, or the lock file cannot be made.
+    Args:
+        run_dir: the folder.
+        patience_sec: how long to wait for another process to let go of it.
+        say: is told that it waits.
     """
-    path = run_dir / LOCK_FILE
-    try:
-        file = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
-    with file:
-        _take(file, run_dir)
-        yield
+
+    def __init__(self, run_dir: Path, *, patience_sec: float = 0, say: Callable[[str], None] = print) -> None:
+        self._run_dir, self._patience_sec, self._say = run_dir, patience_sec, say
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def take(self) -> None:
+        """Hold the folder, which exists, for this process, if it does not yet.
+
+        The file stays: removing it would let two processes hold two files of the same name.
+
+        Raises:
+            UserError: another process holds it, or the lock file cannot be made.
+        """
+        if self._file is not None:
+            return
+        path = self._run_dir / LOCK_FILE
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
+        if not (_take(self._file) or self._wait()):
+            waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
+            raise UserError(
+                f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
+                "or name another"
+            )
+
+    def _wait(self) -> bool:
+        end = time.monotonic() + self._patience_sec
+        if self._patience_sec:
+            self._say(
+                f"another process is still training in {self._run_dir}; waiting up to {self._patience_sec:.0f} s for "
+                "it to end"
+            )
+        while time.monotonic() < end:
+            time.sleep(_POLL_SEC)
+            if _take(self._file):
+                return True
+        return False
+
+
+def is_guarded(run_dir: Path) -> bool:
+    """Whether a run was ever started in ``run_dir``, so that a process may hold it."""
+    return (run_dir / LOCK_FILE).is_file()
 
 
 def refuse_if_locked(run_dir: Path) -> None:
@@ -39,18 +87,17 @@ def refuse_if_locked(run_dir: Path) -> None:
     Raises:
         UserError: one does.
     """
-    if (run_dir / LOCK_FILE).is_file():
-        with run_lock(run_dir):
-            pass
+    if is_guarded(run_dir):
+        with RunLock(run_dir) as lock:
+            lock.take()
 
 
-def _take(file: TextIO, run_dir: Path) -> None:
+def _take(file: TextIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"--checkpoint_path {run_dir}: another process is training in this folder: wait for it, or name another"
-        ) from error
+    except BlockingIOError:
+        return False
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
+    return True

@@ -1,0 +1,33 @@
+"""A run that was finished once, for tests that copy it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from run_folders import LONG
+from small_run import command_line, write_data, write_recipe
+
+from dsgpt.main import train
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a recipe, and a finished run in ``run``; nobody changes it."""
+    folder = write_data(tmp_path_factory.mktemp("finished"))
+    write_recipe(folder / "recipe.json")
+    assert train(command_line(folder, **LONG)) == 0
+    return folder
+
+
+@pytest.fixture
+def copied_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return shutil.copytree(finished_run / "run", tmp_path / "copy")
+
+
+@pytest.fixture
+def stopped(copied_run: Path) -> Path:
+    """A copy of the finished run as a kill after step 9 would have left it."""
+    (copied_run / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(copied_run / "step-00000012")
+    return copied_run

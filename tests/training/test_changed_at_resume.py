@@ -1,0 +1,107 @@
+"""What may change between a save and a resume, and what must be named to change."""
+
+import json
+
+import pytest
+from run_folders import errors, go_on, record
+from small_run import RECIPE, TOKENS, random_ids, write_recipe, write_tokens
+
+from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.training.facts import CHANGEABLE, CHANGES_KEY
+
+
+@pytest.fixture
+def faster(tmp_path):
+    """The recipe with three times the learning rate and other betas."""
+    params = RECIPE["optimizer"]["params"] | {"lr": 0.003, "betas": [0.8, 0.9]}
+    return write_recipe(tmp_path / "faster.json", optimizer={"type": "AdamW", "params": params})
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_the_split_of_the_batch_is_free(stopped, finished_run):
+    assert go_on(stopped, finished_run, micro_batch_size_per_gpu=2) == 0
+    expected, found = losses(finished_run / "run"), losses(stopped)
+    assert found.keys() == expected.keys()
+    assert all(abs(found[step] - expected[step]) <= 2e-4 for step in expected)
+    assert record(stopped)[CHANGES_KEY] == []
+
+
+def test_a_changed_recipe_is_refused_with_the_way_out(stopped, finished_run, faster, capsys):
+    assert go_on(stopped, finished_run, deepspeed_config=faster) == 2
+    (line,) = errors(capsys)
+    assert line.startswith("error: --resume: optimizer is {'lr': 0.003, 'betas': [0.8, 0.9]")
+    assert "was made with {'lr': 0.001, 'betas': [0.9, 0.95]" in line
+    assert "add --allow_changed recipe to go on all the same" in line
+
+
+def test_a_changed_recipe_that_was_named_acts_and_is_recorded(stopped, finished_run, faster, capsys):
+    assert go_on(stopped, finished_run, deepspeed_config=faster, allow_changed="data,recipe") == 0
+    assert "--allow_changed: optimizer was {'lr': 0.001, " in capsys.readouterr().out
+    (change,) = record(stopped)[CHANGES_KEY]
+    assert (change["step"], change["name"]) == (9, "optimizer")
+    assert (change["before"]["lr"], change["after"]["lr"]) == (0.001, 0.003)
+    assert change["after"]["betas"] == [0.8, 0.9]
+    rates = [json.loads(line).get("lr") for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+    before, after = (next(rate for rate in order if rate is not None) for order in (rates[::-1], rates[1:]))
+    assert before != after
+    state = read_run_state(stopped / "step-00000012")
+    assert state.changes == [change]
+
+
+def test_a_change_stays_in_the_record_when_the_run_goes_on_once_more(stopped, finished_run, faster):
+    changed = {"deepspeed_config": faster, "allow_changed": "recipe"}
+    assert go_on(stopped, finished_run, **changed) == 0
+    (stopped / "RUN_COMPLETE.txt").unlink()
+    (change,) = record(stopped)[CHANGES_KEY]
+    assert go_on(stopped, finished_run, deepspeed_config=faster) == 0
+    assert record(stopped)[CHANGES_KEY] == [change]
+
+
+def test_other_data_needs_its_name(stopped, finished_run, tmp_path, capsys):
+    other = write_tokens(tmp_path / "other.bin", random_ids(TOKENS, seed=9))
+    assert go_on(stopped, finished_run, train_data_path=other, allow_changed="recipe") == 2
+    assert "add --allow_changed data" in errors(capsys)[0]
+    assert go_on(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
+    assert [change["name"] for change in record(stopped)[CHANGES_KEY]] == ["train data"]
+
+
+def test_data_of_another_length_keeps_the_sums(stopped, finished_run, tmp_path):
+    """Epochs of 5 steps before, of 7 afterwards: every step belongs to one record of an epoch."""
+    other = write_tokens(tmp_path / "other.bin", random_ids(7 * 8 * 16 + 1, seed=9))
+    assert go_on(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
+    found = record(stopped)
+    assert sum(epoch["steps"] for epoch in found["epochs"]) == found["summary"]["optimizer_steps"] == 12
+
+
+def test_a_finished_run_may_be_made_longer(copied_run, finished_run, capsys):
+    assert go_on(copied_run, finished_run, max_train_steps=15) == 2
+    assert "total steps is 15 but the finished run" in errors(capsys)[0]
+    assert go_on(copied_run, finished_run, max_train_steps=15, allow_changed="recipe") == 0
+    assert record(copied_run)["summary"]["optimizer_steps"] == 15
+    assert sorted(losses(copied_run)) == list(range(1, 16))
+    assert record(copied_run)["status"] == "completed"
+
+
+def test_a_run_cannot_end_before_its_checkpoint(stopped, finished_run, capsys):
+    assert go_on(stopped, finished_run, max_train_steps=7, allow_changed="recipe") == 2
+    assert "is 9 steps on, and this run ends after 7" in errors(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"seed": 7}, "seed"),
+        ({"seq_length": 8, "global_batch_size": 16}, "sequence length"),
+        ({"global_batch_size": 4}, "global batch"),
+        ({"dropout": 0.1}, "model"),
+        ({"precision": "bf16"}, "precision"),
+    ],
+)
+def test_some_things_never_change(stopped, finished_run, capsys, changes, name):
+    assert go_on(stopped, finished_run, allow_changed="data,recipe", **changes) == 2
+    assert any(line.startswith(f"error: --resume: {name} is ") for line in errors(capsys))
+    assert not any(name in names for names in CHANGEABLE.values())

@@ -1,0 +1,159 @@
+"""A run that goes on is the same run; what it cannot go on with is refused or told."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from run_folders import checkpoints, damage, errors, go_on, record
+
+from dsgpt.checkpointing import store
+from dsgpt.checkpointing.run_state import read_run_state
+
+
+def test_a_run_that_goes_on_is_the_same_run(stopped, finished_run):
+    old, config = record(stopped), (stopped / "config.json").read_bytes()
+    assert go_on(stopped, finished_run) == 0
+    assert record(stopped)["run_id"] == old["run_id"]
+    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert (stopped / "config.json").read_bytes() == config
+
+
+def test_wall_time_of_an_epoch_that_was_interrupted(stopped, finished_run):
+    state = read_run_state(stopped / "step-00000009")
+    file = stopped / "step-00000009" / "run_state.json"
+    values = json.loads(file.read_text()) | {"wall_time_sec": state.wall_time_sec + 100}
+    rewrite(stopped / "step-00000009", file, json.dumps(values).encode())
+    assert go_on(stopped, finished_run) == 0
+    found = record(stopped)
+    walls = [epoch["epoch_wall_time_sec"] for epoch in found["epochs"]]
+    assert walls[1] > 100
+    assert sum(walls) <= found["summary"]["total_wall_time_sec"] < sum(walls) + 30
+
+
+def rewrite(checkpoint: Path, file: Path, data: bytes) -> None:
+    """Change a file of a checkpoint as if it had been saved so."""
+    file.write_bytes(data)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest["files"][file.relative_to(checkpoint).as_posix()] = facts
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("checkpoint", ["step-00000009", "step-00000012"])
+def test_a_lost_log_makes_sums_unknown(finished_run, copied_run, checkpoint):
+    copy = copied_run
+    (copy / "RUN_COMPLETE.txt").unlink()
+    (copy / "metrics.jsonl").unlink()
+    if checkpoint == "step-00000009":
+        shutil.rmtree(copy / "step-00000012")
+    losses = record(copy)["summary"]["final_train_loss"], record(copy)["summary"]["final_val_loss"]
+    assert go_on(copy, finished_run) == 0
+    summary = record(copy)["summary"]
+    assert (summary["final_train_loss"], summary["final_val_loss"]) == losses
+    assert (summary["optimizer_steps"], summary["train_time_sec"]) == (12, None)
+
+
+def test_damaged_lines_are_dropped_and_told(stopped, finished_run, capsys):
+    log = (stopped / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    log[2] = b"\0" * 40 + b"\n"
+    log[4] = b"{oops\xff}\n"
+    (stopped / "metrics.jsonl").write_bytes(b"".join(log))
+    assert go_on(stopped, finished_run) == 0
+    assert capsys.readouterr().out.count("2 damaged lines were dropped, the first of them line 3") == 1
+    assert record(stopped)["status"] == "completed"
+
+
+def lose_a_file(checkpoint: Path) -> None:
+    (checkpoint / "baseline.pt").unlink()
+
+
+def cut_a_file(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"...")
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    damage(checkpoint / "baseline.pt")
+
+
+def lose_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def lose_the_facts(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "fixed"}))
+
+
+def garble_the_state(checkpoint: Path) -> None:
+    rewrite(checkpoint, checkpoint / "run_state.json", b'{"step": 9}')
+
+
+HARMS = {
+    lose_a_file: "baseline.pt: is damaged: it is missing",
+    cut_a_file: "model.safetensors: is damaged: it has 3 bytes instead of ",
+    flip_a_bit: "baseline.pt: is damaged: its contents are not those that manifest.json says",
+    lose_the_manifest: "manifest.json: is missing: the checkpoint is incomplete",
+    lose_the_facts: "manifest.json: is no readable manifest",
+    garble_the_state: "run_state.json: is no run state of this version",
+}
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_the_checkpoint_before_a_damaged_one_is_taken(stopped, finished_run, capsys, harm):
+    harm(stopped / "step-00000009")
+    assert go_on(stopped, finished_run) == 0
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in said if "is refused" in line]
+    assert line.startswith("--resume: step-00000009 is refused: ")
+    assert HARMS[harm] in line
+    assert f"resuming from {stopped / 'step-00000006'}" in said
+    assert record(stopped)["resumed_from"] == "step-00000006"
+    assert (stopped / "step-00000009.damaged").is_dir()
+    assert checkpoints(stopped) == [3, 6, 9, 12]
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(stopped, finished_run):
+    damage(stopped / "step-00000009" / "model.safetensors")
+    assert go_on(stopped, finished_run, keep_checkpoints=2, max_train_steps=12) == 0
+    assert checkpoints(stopped) == [9, 12]
+    for step in (9, 12):
+        store.read_manifest(stopped / f"step-{step:08d}")
+
+
+def test_no_whole_checkpoint_is_an_error_that_lists_them(stopped, finished_run, capsys):
+    for step in (3, 6, 9):
+        flip_a_bit(stopped / f"step-{step:08d}")
+    assert go_on(stopped, finished_run) == 2
+    first, *reasons = errors(capsys)
+    assert "none of the checkpoints" in first
+    assert "--overwrite" in first
+    assert [line.split()[2] for line in reasons] == ["step-00000009", "step-00000006", "step-00000003"]
+    assert checkpoints(stopped) == [3, 6, 9]
+
+
+def test_a_lost_latest_and_stale_folders_do_not_matter(stopped, finished_run):
+    (stopped / "latest").unlink()
+    for name in (".partial-step-00000010", ".partial-step-00000003.old"):
+        (stopped / name).mkdir()
+        (stopped / name / "half").write_bytes(b"...")
+    assert go_on(stopped, finished_run) == 0
+    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert (stopped / "latest").read_text() == "step-00000012\n"
+    assert not list(stopped.glob(".partial-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"seed": 7}, "seed"),
+        ({"max_train_steps": 10}, "total steps"),
+        ({"max_val_steps": 1}, "validation windows"),
+    ],
+)
+def test_a_finished_run_is_not_another(finished_run, capsys, changes, name):
+    assert go_on(finished_run / "run", finished_run) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert go_on(finished_run / "run", finished_run, **changes) == 2
+    assert any(line.startswith(f"error: --resume: {name} is ") for line in errors(capsys))

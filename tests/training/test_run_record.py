@@ -1,0 +1,99 @@
+"""What the record says while a run goes on, and after it ended early."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from run_folders import LONG, Killed, record
+from small_run import command_line
+
+from dsgpt.main import train
+from dsgpt.training import checkpoint as checkpoint_module
+from dsgpt.training import finish, journal, run, saving
+from dsgpt.training.journal import Journal
+
+
+@pytest.mark.parametrize("where", ["train_step", "save_checkpoint"])
+def test_a_killed_run_leaves_its_record(finished_run, tmp_path, monkeypatch, where):
+    if where == "train_step":
+        monkeypatch.setattr(run, "fit", Killed.now)
+    else:
+        monkeypatch.setattr(checkpoint_module, "try_to_write", Killed.now)
+    monkeypatch.setattr(Journal, "end_early", lambda self, status: None)  # a kill gives no time for it
+    with pytest.raises(Killed):
+        train(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run"))
+    found = record(tmp_path / "run")
+    assert found["status"] == "running"
+    assert found["summary"]["optimizer_steps"] == (0 if where == "train_step" else 3)
+
+
+def test_a_validation_is_in_the_record_at_once(finished_run, tmp_path, monkeypatch):
+    seen = []
+    original = Journal.validated
+
+    def validated(self: Journal, **values: Any) -> None:
+        original(self, **values)
+        seen.append((values["step"], record(tmp_path / "run")["summary"]["final_val_loss"] == values["val_loss"]))
+
+    monkeypatch.setattr(Journal, "validated", validated)
+    assert train(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
+    assert seen == [(4, True), (5, True), (8, True), (10, True), (12, True)]
+
+
+def test_an_interrupt_keeps_the_steps(finished_run, tmp_path, monkeypatch):
+    original = Journal.step_done
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        original(self, *args, step=step, **values)
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    flags = LONG | {"save_every": 0, "eval_every": 0}
+    assert train(command_line(finished_run, **flags, checkpoint_path=tmp_path / "run")) == 130
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["summary"]["optimizer_steps"]) == (
+        "interrupted",
+        3,
+    )
+
+
+def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
+    """The counter stands in for a save and a generation that take more than training."""
+    peak = [1000]
+    monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: peak[0])
+    monkeypatch.setattr(saving, "save_checkpoint", lambda *args, **values: peak.__setitem__(0, 9000))
+    flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
+    assert train(command_line(finished_run, **flags)) == 0
+    assert record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000
+
+
+def test_no_memory_for_inference_is_no_failure(finished_run, tmp_path, monkeypatch, capsys):
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(finish, "measure_latency", full)
+    assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
+    assert "inference   not measured" in capsys.readouterr().out
+    assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["inference"]) == ("completed", None)
+
+
+def test_the_log_is_durable_before_the_checkpoint_is_published(finished_run, tmp_path, monkeypatch):
+    order: list[str] = []
+    noted(monkeypatch, journal.StepLog, "sync", order)
+    noted(monkeypatch, checkpoint_module.store, "publish", order)
+    assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
+    assert order == ["sync", "publish"]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, order: list[str]) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **values: Any) -> Any:
+        order.append(name)
+        return original(*args, **values)
+
+    monkeypatch.setattr(owner, name, call)
