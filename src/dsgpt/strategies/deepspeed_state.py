@@ -71,17 +71,22 @@ def _buffers(optimizer: Any) -> Iterator[Tensor]:
     )
 
 
+def pipeline_buffers(engine: Any) -> list[Tensor]:
+    """What a pipeline engine keeps from step to step: where it receives, and activations of its last micro batches."""
+    return [*_tensors(engine.pipe_buffers), *_present(engine, "pipe_recv_buf", "grad_layer")]
+
+
 def _present(owner: Any, *names: str) -> Iterator[Tensor]:
     for name in names:
         yield from _tensors(getattr(owner, name, None))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a tensor, or in lists and dictionaries of them; None holds none."""
+    """The tensors in a tensor, or in lists and dictionaries of them; anything else holds none."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-    elif value is not None:
+    elif isinstance(value, list | tuple):
         for inner in value:
             yield from _tensors(inner)

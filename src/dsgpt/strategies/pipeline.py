@@ -21,7 +21,7 @@ from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
 from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_device
 from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
-from dsgpt.strategies.deepspeed_state import deepspeed_state
+from dsgpt.strategies.deepspeed_state import deepspeed_state, pipeline_buffers
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.tensor_layers import is_split, join_parts
 
@@ -180,8 +180,9 @@ class Pipeline:
                 yield name, parameter.detach()
 
     def state_tensors(self) -> StateTensors:
-        """See ``Strategy``."""
-        return deepspeed_state(self._optimizer, self._parameters.values())
+        """See ``Strategy``; the engine keeps what it receives, and the last stage's logits until they are replaced."""
+        state = deepspeed_state(self._optimizer, self._parameters.values())
+        return state._replace(buffers=[*state.buffers, *pipeline_buffers(self._engine)])
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The files are DeepSpeed's own, one per layer and one per rank's optimizer state."""
