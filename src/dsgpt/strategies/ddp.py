@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch
+from dsgpt.strategies.base import StateTensors
 from dsgpt.strategies.baseline import whole_model
 from dsgpt.strategies.master_weights import DTYPES, MasterWeights
 from dsgpt.strategies.torch_strategy import TorchStrategy, compile_blocks
@@ -32,6 +34,8 @@ class Ddp(TorchStrategy):
         super().__init__(config, device, model=model, weights=weights)
         self._writes = config.topology.is_main
         self._low = list(model.parameters()) if weights.separate else []
+        self._masters = weights.by_low_parameter() if weights.separate else {}
+        self._buckets: list[Tensor] = []
         if config.options.compile:
             compile_blocks(model)
         self._ddp = DistributedDataParallel(
@@ -41,19 +45,28 @@ class Ddp(TorchStrategy):
             gradient_as_bucket_view=config.recipe.ddp.gradient_as_bucket_view,
             init_sync=False,  # every rank makes the same initial weights, from the seed
         )
-        if weights.separate:
-            self._ddp.register_comm_hook(weights.by_low_parameter(), average_in_fp32)
+        self._ddp.register_comm_hook(self, Ddp._average)
+
+    def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: called with every bucket as soon as it is full, in a step's last micro batch."""
+        self._buckets.append(bucket.buffer())
+        return average_in_fp32(self._masters, bucket) if self._masters else allreduce_hook(None, bucket)
 
     def _training_loss(self, batch: Batch) -> Tensor:
         return self._ddp(batch.inputs, batch.targets)
 
     @contextlib.contextmanager
     def _micro_batch(self, *, last: bool) -> Iterator[None]:
+        self._buckets.clear()  # those of the step before; DDP makes new ones after the first
         with contextlib.nullcontext() if last else self._ddp.no_sync():
             yield
         if last:
             for parameter in self._low:
                 parameter.grad = None  # its average is in the master's gradient already, and unrounded
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        return super().state_tensors()._replace(buffers=list(self._buckets))
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The ranks hold the same, so one file serves them all."""
@@ -66,7 +79,7 @@ class Ddp(TorchStrategy):
 
 
 def average_in_fp32(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.GradBucket) -> Future[Tensor]:
-    """A DDP communication hook: leave the mean over ranks of a bucket's gradients in the masters, in fp32.
+    """Leave the mean over ranks of a bucket's gradients in the masters, in fp32.
 
     A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. What the hook answers
     with, DDP writes into the low-precision gradients, which nobody reads.
