@@ -23,7 +23,7 @@ from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_devic
 from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
 from dsgpt.strategies.deepspeed_state import deepspeed_state, pipeline_buffers
 from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.tensor_layers import is_split, join_parts
+from dsgpt.strategies.tensor_layout import is_split, join_parts
 
 TRAIN_BATCH_TIMER = "train_batch"
 

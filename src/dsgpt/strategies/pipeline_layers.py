@@ -21,7 +21,8 @@ from dsgpt.config import RunConfig
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, Block
 from dsgpt.strategies.initial_weights import initial_values
-from dsgpt.strategies.tensor_layers import split_block, take_part
+from dsgpt.strategies.tensor_layers import split_block
+from dsgpt.strategies.tensor_layout import take_part
 from dsgpt.topology import Topology
 
 _TIED = "wte"

@@ -5,54 +5,13 @@ exchanged between them: one all-reduce of activations in the forward pass and on
 The rows of a ``Linear``'s weight are the columns of the product. Embeddings and LayerNorms stay whole on every peer.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsgpt.model.gpt2 import Attend, Block
-
-_SPLIT = {
-    "attn.qkv.weight": (3, 0),
-    "attn.qkv.bias": (3, 0),
-    "attn.proj.weight": (1, 1),
-    "mlp.fc.weight": (1, 0),
-    "mlp.fc.bias": (1, 0),
-    "mlp.proj.weight": (1, 1),
-}
-"""Name inside a block to how many matrices are fused along the first dimension, and the dimension that is split in
-each of them: every peer has whole heads, with the query, key and value of each."""
-
-
-def _rule(name: str) -> tuple[int, int] | None:
-    """The entry of ``_SPLIT`` for a canonical name; None for a parameter that every peer holds whole."""
-    if not name.startswith("blocks."):
-        return None
-    return _SPLIT.get(name.split(".", 2)[2])
-
-
-def is_split(name: str) -> bool:
-    """Whether tensor peers hold different parts of the parameter with this canonical name."""
-    return _rule(name) is not None
-
-
-def take_part(name: str, whole: Tensor, *, rank: int, size: int) -> Tensor:
-    """What peer ``rank`` of ``size`` holds of the parameter with this canonical name: all of it, if it is not split."""
-    rule = _rule(name)
-    if rule is None or size == 1:
-        return whole
-    fused, dimension = rule
-    matrices = [matrix.chunk(size, dimension)[rank] for matrix in whole.chunk(fused)]
-    return torch.cat(matrices)
-
-
-def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole of a split parameter from every peer's part, by rank: undoes ``take_part``."""
-    fused, dimension = _rule(name)
-    matrices = zip(*(part.chunk(fused) for part in parts), strict=True)
-    return torch.cat([torch.cat(pieces, dimension) for pieces in matrices])
+from dsgpt.model.gpt2 import Block
+from dsgpt.strategies.tensor_layout import SPLIT, attend_with_own_dropout
 
 
 def split_block(block: Block, group: dist.ProcessGroup) -> None:
@@ -66,12 +25,12 @@ def split_block(block: Block, group: dist.ProcessGroup) -> None:
     attention, mlp = block.attn, block.mlp
     attention.qkv = ColumnParallelLinear(attention.qkv.in_features, attention.qkv.out_features // size, group)
     attention.proj = RowParallelLinear(attention.proj.in_features // size, attention.proj.out_features, group)
-    attention.attend = _attend_with_own_dropout(attention.attend, dist.get_rank(group))
+    attention.attend = attend_with_own_dropout(attention.attend, rank=dist.get_rank(group))
     mlp.fc = ColumnParallelLinear(mlp.fc.in_features, mlp.fc.out_features // size, group)
     mlp.proj = RowParallelLinear(mlp.proj.in_features // size, mlp.proj.out_features, group)
     for name, parameter in block.named_parameters():
         # How DeepSpeed's gradient norms know that peers hold different values, of which none may be left out.
-        parameter.tensor_model_parallel = parameter.model_parallel = name in _SPLIT
+        parameter.tensor_model_parallel = parameter.model_parallel = name in SPLIT
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -126,22 +85,3 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(_context: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _attend_with_own_dropout(attend: Attend, rank: int) -> Attend:
-    """``attend`` whose dropout differs between peers, although their random streams are the same.
-
-    The streams are the same so that peers drop the same of the activations that all of them hold. Their heads are
-    different ones, which would otherwise share their masks. The seed is drawn from the common stream, so that a
-    recomputed forward pass draws the same one.
-    """
-
-    def attend_with_own_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-        if dropout == 0:
-            return attend(q, k, v, dropout, causal)
-        seed = int(torch.randint(2**62, ()))
-        with torch.random.fork_rng(devices=[q.device] if q.device.type == "cuda" else []):
-            torch.manual_seed(seed + rank)
-            return attend(q, k, v, dropout, causal)
-
-    return attend_with_own_dropout
