@@ -34,6 +34,10 @@ REFUSED = {
         {"ranks": 2, "recipe": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}},
         "take stage 0 or 1 (ds_configs/pipeline.json)",
     ),
+    "a pipeline with ZeRO-0 in bf16": (
+        {"ranks": 2, "recipe": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 0}}, "precision": "bf16"},
+        "a pipeline at ZeRO stage 0 does not go with bf16",
+    ),
     "tensor parallelism with ZeRO-3": (
         {"ranks": 2, "recipe": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}}},
         "take stage 0, 1 or 2 (ds_configs/tensor.json)",

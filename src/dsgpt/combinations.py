@@ -71,6 +71,11 @@ def _check_strategies(request: Request, problems: Problems) -> None:
             f"{recipe.path}: a pipeline does not go with ZeRO stage {stage}, which frees gradients that the pipeline "
             "still adds to: take stage 0 or 1 (ds_configs/pipeline.json)"
         )
+    if sizes.pipeline > 1 and stage == 0 and request.precision != "fp32":
+        problems.add(
+            f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
+            "micro batches: take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32"
+        )
     if sizes.tensor > 1 and sizes.pipeline == 1 and stage > 2:
         problems.add(
             f"{recipe.path}: tensor parallelism does not go with ZeRO stage {stage}, which would split the same "
