@@ -27,9 +27,7 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists() or not _HUB_NAME.fullmatch(given):
-        raise UserError(
-            f"--init_from {given}: is no folder: give one, or a name on the Hugging Face hub"
-        )
+        raise UserError(f"--init_from {given}: is no folder: give one, or a name on the Hugging Face hub")
     return _HubModel(given, quiet=quiet).fetch(weights=weights)
 
 
