@@ -37,6 +37,9 @@ class Ddp(TorchStrategy):
         self._masters = weights.by_low_parameter() if weights.separate else {}
         self._buckets: list[Tensor] = []
         if config.options.compile:
+            # PyTorch would cut each block's graph into pieces of a bucket, and fails on buckets under 1 MiB; between
+            # compiled blocks a bucket leaves soon enough.
+            torch._dynamo.config.optimize_ddp = False
             compile_blocks(model)
         self._ddp = DistributedDataParallel(
             model,
