@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
 from dsgpt.optimization.clipping import global_norm
 from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
@@ -23,7 +22,9 @@ from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_devic
 from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
 from dsgpt.strategies.deepspeed_state import deepspeed_state
 from dsgpt.strategies.gradient_sum import GradientSum
+from dsgpt.strategies.initial_weights import initialize_whole
 from dsgpt.strategies.loss_scale import LossScale
+from dsgpt.strategies.sharded_model import build_sharded
 
 
 class Zero:
@@ -40,14 +41,13 @@ class Zero:
         self._stage = recipe.zero_stage
         self._precision = config.precision
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
-        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-        initialize(model, config=config.model, seed=config.options.seed)
-        model.to(device)
+        ours = engine_config(config)
+        model = build_sharded(config, ours) if self._stage == 3 else _build_whole(config, device)
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=build_deepspeed_optimizer(self._parameters, recipe),
-            config=engine_config(config),
+            config=ours,
             mpu=self._spread(model, config),
         )
         self._gradient_sum: GradientSum | None = None
@@ -237,3 +237,9 @@ class Zero:
         if loaded is None:
             raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of {self._ranks} ranks")
         self._scale.take_up(ours["loss_scale"])
+
+
+def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
+    model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+    initialize_whole(model, config)
+    return model.to(device)
