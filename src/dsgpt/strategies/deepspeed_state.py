@@ -56,6 +56,7 @@ def _gradients(optimizer: Any, inner: Any, parameters: list[Tensor]) -> Iterator
     for parameter in [*_stepped(optimizer, inner), *parameters]:
         yield from _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
     yield from _present(optimizer, "averaged_gradients", "all_grad_tensors")  # stages 1 and 2
+    yield from _present(optimizer, "accumulated_grads_in_cpu")  # the same with offload
     yield from _present(optimizer, "grad_partitions_flat_buffer")  # stage 3
     yield from _present(optimizer, "fp32_groups_gradients_flat")  # stage 1 in bf16
 

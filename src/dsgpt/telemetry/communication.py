@@ -15,32 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RING_COLLECTIVES = {
-    "all_reduce": (2, 1),
-    "all_gather": (1, 1),
-    "reduce_scatter": (1, 1),
-    "all_to_all": (1, 1),
-    "gather": (1, 1),
-    "scatter": (1, 1),
-    "broadcast": (1, 0),
-    "reduce": (1, 0),
-    "send": (1, 0),
-    "recv": (0, 0),
-    "barrier": (0, 0),
-}
-"""(a, b) of the factor a * (n - b) / n that turns the payload of an operation among n ranks into bytes on a link."""
-
-
-def ring_factor(operation: str, group_size: int) -> float:
-    """Bytes that a rank sends per byte of payload; 0 in a group of one.
-
-    These are the factors of NCCL's tests (``doc/PERFORMANCE.md``, "Bus bandwidth"): 2(n-1)/n for an all-reduce, (n-1)/n
-    for all-gather, reduce-scatter, all-to-all, gather and scatter, 1 for broadcast, reduce and send. What is received
-    was sent by another rank, and is not counted twice.
-    """
-    factor, missing = RING_COLLECTIVES[operation]
-    return 0.0 if group_size == 1 else factor * (group_size - missing) / group_size
-
+from dsgpt.telemetry.ring import ring_factor
 
 class _Operator(NamedTuple):
     operation: str
@@ -100,7 +75,7 @@ class Traffic:
     """All operations of one kind in one group."""
 
     operation: str
-    """A key of ``RING_COLLECTIVES``."""
+    """A name that ``ring_factor`` knows."""
     group: tuple[int, ...]
     """The ranks that take part."""
     calls: int = 0
