@@ -172,6 +172,9 @@ def test_no_tokenizer(run_dir, tmp_path):
     copy = tmp_path / "step-00000001"
     shutil.copytree(run_dir / "step-00000001", copy)
     shutil.rmtree(copy / "tokenizer")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("tokenizer/")}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
     (line,) = refusal(copy)
     assert line.startswith("RUN: has no tokenizer, because its training data came without one")
 
@@ -183,7 +186,7 @@ def test_a_damaged_checkpoint_is_named(run_dir, tmp_path, name):
     data = bytearray((copy / name).read_bytes())
     data[-3] ^= 1
     (copy / name).write_bytes(data)
-    assert refusal(copy) == [f"RUN/{name}: is damaged: it is missing or differs from what manifest.json says"]
+    assert refusal(copy) == [f"RUN/{name}: is damaged: its contents are not those that manifest.json says"]
 
 
 def test_a_manifest_that_is_no_manifest(run_dir, tmp_path):
