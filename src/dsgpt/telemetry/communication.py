@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgpt.telemetry.ring import ring_factor
 
+
 class _Operator(NamedTuple):
     operation: str
     payload: str | None
