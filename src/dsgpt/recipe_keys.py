@@ -22,6 +22,7 @@ DEEPSPEED_KEYS = {
     "wall_clock_breakdown": "boolean",
     "memory_breakdown": "boolean",
     "dump_state": "boolean",
+    "aio": "object",
 }
 """Keys that change how DeepSpeed computes a step, never what it computes, with the kinds of their values; they mean
 nothing to other strategies."""
@@ -33,6 +34,9 @@ REFUSED_TENSOR_KEYS = dict.fromkeys(
     ("enabled", "tp_size", "tp", "tp_grain_size", "mpu", "keep_module_on_host", "injection_policy", "partition_config"),
     "how GPT-2's layers are split is known here; give autotp_size alone",
 )
+
+PIPELINE_LAYERS = ("Embedding", "PositionEmbedding", "StageBlock", "LayerNorm")
+"""Names of the layers that a pipeline deals to stages, for patterns in ``pipeline.partition``."""
 
 REFUSED_PIPELINE_KEYS = dict.fromkeys(
     ("seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant"),
@@ -63,7 +67,6 @@ REFUSED_KEYS = {
     "communication_data_type": "another type rounds the gradients otherwise; leave it out",
     "prescale_gradients": "it rounds the gradients otherwise; leave it out",
     "gradient_predivide_factor": "it rounds the gradients otherwise; leave it out",
-    "aio": "offload to nvme is not in this version; leave it out",
     "comms_logger": "it is not in this version; leave it out",
     "flops_profiler": "it is not in this version; leave it out",
     "log_level": "this program decides what is printed; leave it out",
@@ -118,6 +121,9 @@ ZERO_KEYS = {
     "ignore_unused_parameters": "boolean",
     "memory_efficient_linear": "boolean",
     "log_trace_cache_warnings": "boolean",
+    "zero_hpz_partition_size": "",
+    "zero_quantized_weights": "boolean",
+    "zero_quantized_gradients": "boolean",
 }
 """Keys of ``zero_optimization`` and the kinds of their values; "" where the reader checks more than the kind."""
 
@@ -145,3 +151,16 @@ OFFLOAD_PARAM_KEYS = {
     "max_in_cpu": "count",
     "pin_memory": "boolean",
 }
+
+AIO_KEYS = {
+    "block_size": "",
+    "queue_depth": "positive",
+    "intra_op_parallelism": "positive",
+    "single_submit": "boolean",
+    "overlap_events": "boolean",
+}
+
+REFUSED_AIO_KEYS = {"use_gds": "reading past the CPU needs a driver that is not probed here; leave it out"}
+
+AIO_BLOCK_MULTIPLE = 4096
+"""Direct I/O takes whole sectors of the drive, which have up to so many bytes."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +229,27 @@ def _read_parallel(top: Section) -> tuple[ParallelSizes, str]:
         pipeline.check_keys({"stages", "partition"}, refused=keys.REFUSED_PIPELINE_KEYS)
         sizes["pipeline"] = pipeline.whole("stages", 1, low=1)
         given = pipeline.values.get("partition", partition)
-        if isinstance(given, str) and (given in {"parameters", "uniform"} or given.startswith("type:")):
+        if isinstance(given, str) and _deals_layers(given):
             partition = given
         else:
-            pipeline.complain("partition", f'must be "parameters", "uniform" or "type:" and a pattern, not {given!r}')
+            layers = ", ".join(keys.PIPELINE_LAYERS)
+            pipeline.complain(
+                "partition",
+                f'must be "parameters", "uniform", or "type:" and a pattern that one of {layers} matches, such as '
+                f'"type:block"; not {given!r}',
+            )
     return ParallelSizes(**sizes), partition
+
+
+def _deals_layers(partition: str) -> bool:
+    """Whether DeepSpeed can deal layers to stages so; of a pattern it reads what stands before a second colon."""
+    kind, _, pattern = partition.partition(":")
+    if kind != "type" or ":" in pattern:
+        return partition in {"parameters", "uniform"}
+    try:
+        return any(re.search(pattern, name, re.IGNORECASE) for name in keys.PIPELINE_LAYERS)
+    except re.error:
+        return False
 
 
 def _read_activation_checkpointing(top: Section) -> bool:
