@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -112,6 +113,18 @@ def read_lines(run_dir: Path, key: str = "loss") -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl`` that hold ``key``: training steps, or with ``val_loss`` evaluations."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if key in line]
+
+
+def roll_back(run: Path, copy: Path, step: int) -> Path:
+    """A copy of ``run`` as a kill after ``step`` steps would have left it, with later lines in its log."""
+    shutil.copytree(run, copy)
+    (copy / "RUN_COMPLETE.txt").unlink()
+    for checkpoint in copy.glob("step-*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
+    with (copy / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 13, "los')  # torn in the middle of a line
+    return copy
 
 
 def assert_same_training(reference: Path, other: Path, *, loss: float, norm: float) -> None:

@@ -7,7 +7,18 @@ import subprocess
 import time
 
 import pytest
-from training_runs import ADAMW, SCRIPT, SHAPE, finished, launcher, read_lines, read_record, train, write_recipe
+from training_runs import (
+    ADAMW,
+    SCRIPT,
+    SHAPE,
+    finished,
+    launcher,
+    read_lines,
+    read_record,
+    roll_back,
+    train,
+    write_recipe,
+)
 
 # 12 steps over epochs of fewer: the interruption at step 5 falls inside an epoch.
 STEPS = ("--max_train_steps", "12", "--save_every", "5", "--max_val_steps", "2", "--steps_per_print", "3")
@@ -21,18 +32,6 @@ def undisturbed(tmp_path_factory, corpus):
     run = folder / "run"
     finished(train(run, corpus, recipe, *STEPS, "--dropout", "0.1", "--keep_checkpoints", "9"))
     return run, recipe
-
-
-def roll_back(run, copy, step):
-    """A copy of ``run`` as a kill after ``step`` steps would have left it, with later lines in its log."""
-    shutil.copytree(run, copy)
-    (copy / "RUN_COMPLETE.txt").unlink()
-    for checkpoint in copy.glob("step-*"):
-        if int(checkpoint.name[5:]) > step:
-            shutil.rmtree(checkpoint)
-    with (copy / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 13, "los')  # torn in the middle of a line
-    return copy
 
 
 def losses(run):
