@@ -23,6 +23,7 @@ from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_devic
 from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
 from dsgpt.strategies.deepspeed_state import deepspeed_state, pipeline_buffers
 from dsgpt.strategies.loss_scale import LossScale
+from dsgpt.strategies.restricted_loading import only_known_classes
 from dsgpt.strategies.tensor_layout import is_split, join_parts
 
 TRAIN_BATCH_TIMER = "train_batch"
@@ -195,7 +196,10 @@ class Pipeline:
         Raises:
             FileNotFoundError: DeepSpeed found no checkpoint of this layout in ``folder``.
         """
-        loaded, ours = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        with only_known_classes(folder):
+            loaded, ours = self._engine.load_checkpoint(
+                str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
+            )
         if loaded is None:
             raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of this pipeline")
         self._scale.take_up(ours["loss_scale"])

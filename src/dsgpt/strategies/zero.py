@@ -24,6 +24,7 @@ from dsgpt.strategies.deepspeed_state import deepspeed_state
 from dsgpt.strategies.gradient_sum import GradientSum
 from dsgpt.strategies.initial_weights import initialize_whole
 from dsgpt.strategies.loss_scale import LossScale
+from dsgpt.strategies.restricted_loading import only_known_classes
 from dsgpt.strategies.sharded_model import build_sharded
 
 
@@ -233,7 +234,10 @@ class Zero:
         Raises:
             FileNotFoundError: DeepSpeed found no checkpoint of this many ranks in ``folder``.
         """
-        loaded, ours = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        with only_known_classes(folder):
+            loaded, ours = self._engine.load_checkpoint(
+                str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
+            )
         if loaded is None:
             raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of {self._ranks} ranks")
         self._scale.take_up(ours["loss_scale"])
