@@ -1,0 +1,76 @@
+"""What the tests of DDP and of FSDP share: one launch for many facts, and what must hold of both."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import SHAPE, Corpus, finished, launcher, read_lines, roll_back, train, write_recipe
+
+RANKS, ACCUMULATION, LAYERS = 2, 3, 2
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def facts_on_ranks(run_type: str, corpus: Corpus, folder: Path) -> dict[str, Any]:
+    """What ``torch_on_ranks.py`` prints of a training on 2 ranks, 3 micro batches of 2 sequences each.
+
+    The 63 positions cannot be cut into two equal shards.
+    """
+    recipe = write_recipe(folder / "recipe.json", clipping=0, train_batch_size=12, fp16={"initial_scale_power": 12})
+    flags = [*corpus.flags(), *SHAPE, "--max_position_embeddings", "63", "--seq_length", "32", "--device", "cpu"]
+    flags += ["--deepspeed_config", str(recipe), "--precision", "fp32", "--micro_batch_size_per_gpu", "2"]
+    script = str(Path(__file__).with_name("torch_on_ranks.py"))
+    command = [*launcher("torchrun", RANKS), script, run_type, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    finished(done)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_the_baselines_training(fact: dict[str, Any]) -> None:
+    """Far closer than precisions are to one another: bf16 and fp16 mean the very same as in the baseline."""
+    assert fact["same_start"]
+    assert fact["gradient"] <= 1e-5
+    for step, (one, two) in enumerate(zip(fact["expected"], fact["actual"], strict=True), start=1):
+        assert two[0] == pytest.approx(one[0], abs=1e-5), f"step {step}"
+        assert two[1] == pytest.approx(one[1], rel=1e-4), f"step {step}"
+        assert not two[2]
+    (loss_sum, targets), (own_loss_sum, own_targets) = fact["validation"]
+    assert own_targets == targets
+    assert own_loss_sum == pytest.approx(loss_sum, rel=1e-5)
+    assert fact["equal_weights"]
+    assert fact["tied"]
+
+
+def assert_one_decision_on_overflow(ranks: list[Any]) -> None:
+    """Each rank skipped the same steps and has the same loss scale: 2**22, halved once per skipped step."""
+    skipped, factor = ranks[0]
+    assert ranks == [[skipped, factor]] * RANKS
+    assert skipped[0]
+    assert not skipped[-1]
+    assert factor == 2.0 ** (22 - sum(skipped))
+
+
+def assert_own_dropout_masks(ranks: list[Any]) -> None:
+    """The ranks' losses on one batch differ, and each is its own again from the same random state."""
+    (one, one_again), (two, two_again) = ranks
+    assert one == one_again
+    assert two == two_again
+    assert one != two
+
+
+def assert_resumes_bit_for_bit(run_type: str, corpus: Corpus, folder: Path, *, by: str) -> None:
+    """A run with dropout that was killed after step 3 of 6 ends as the one that was not."""
+    recipe = write_recipe(folder / "recipe.json", train_batch_size=12, bf16={"enabled": True})
+    flags = ("--max_train_steps", "6", "--save_every", "3", "--max_val_steps", "2", "--keep_checkpoints", "9")
+    flags += ("--dropout", "0.1", "--grad_accum_steps", str(ACCUMULATION))
+    run, copy = folder / "run", folder / "copy"
+    finished(train(run, corpus, recipe, *flags, ranks=RANKS, by=by, run_type=run_type))
+    roll_back(run, copy, 3)
+    finished(train(copy, corpus, recipe, *flags, "--resume", ranks=RANKS, by=by, run_type=run_type))
+    kept = ("step", "loss", "grad_norm", "lr")
+    assert [[line[key] for key in kept] for line in read_lines(copy)] == [
+        [line[key] for key in kept] for line in read_lines(run)
+    ]
+    weights = Path("step-00000006") / "model.safetensors"
+    assert (copy / weights).read_bytes() == (run / weights).read_bytes()

@@ -1,0 +1,60 @@
+"""DDP: the baseline's training in every precision, one reduction per step, the same whatever the buckets."""
+
+import pytest
+from rank_facts import (
+    BYTES,
+    assert_one_decision_on_overflow,
+    assert_own_dropout_masks,
+    assert_resumes_bit_for_bit,
+    assert_the_baselines_training,
+    facts_on_ranks,
+)
+
+
+@pytest.fixture(scope="module")
+def facts(corpus, tmp_path_factory):
+    return facts_on_ranks("ddp", corpus, tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.mark.parametrize("precision", BYTES)
+def test_it_trains_as_the_baseline_does(facts, precision):
+    assert_the_baselines_training(facts["baseline"][precision])
+
+
+@pytest.mark.parametrize("precision", BYTES)
+def test_gradients_travel_once_per_step_and_in_fp32(facts, precision):
+    """Three micro batches of gradients add up before they are reduced; the loss is a number more."""
+    fact = facts["baseline"][precision]
+    _, payload_bytes = fact["traffic"]["all_reduce"]
+    assert payload_bytes == 4 * (fact["held"][0] + 1)
+
+
+@pytest.mark.parametrize("way", ["checkpointing", "small buckets", "own gradients"])
+def test_no_option_changes_a_bit(facts, way):
+    assert facts["ways"][way]["steps"] == facts["ways"]["usual"]["steps"]
+
+
+def test_the_bucket_size_is_respected(facts):
+    calls, payload_bytes = facts["ways"]["usual"]["traffic"]["all_reduce"]
+    more_calls, same_bytes = facts["ways"]["small buckets"]["traffic"]["all_reduce"]
+    assert calls == 2  # everything fits into one bucket; and the loss
+    assert more_calls > 4
+    assert same_bytes == payload_bytes
+
+
+def test_compiled_it_trains_the_same(facts):
+    """With buckets under 1 MiB, on which PyTorch's own way of cutting compiled graphs fails."""
+    for one, two in zip(facts["baseline"]["fp32"]["actual"], facts["ways"]["compiled"]["steps"], strict=True):
+        assert two[:2] == pytest.approx(one[:2], rel=1e-5)
+
+
+def test_all_ranks_skip_the_same_steps(facts):
+    assert_one_decision_on_overflow(facts["overflowing"])
+
+
+def test_ranks_draw_their_own_masks(facts):
+    assert_own_dropout_masks(facts["dropout"])
+
+
+def test_it_resumes_bit_for_bit_under_the_deepspeed_launcher(corpus, tmp_path):
+    assert_resumes_bit_for_bit("ddp", corpus, tmp_path, by="deepspeed")

@@ -1,0 +1,161 @@
+"""Train by DDP or FSDP on CPU ranks, beside the baseline and in several ways; rank 0 prints what it saw as JSON.
+
+Run under torchrun with ``ddp`` or ``fsdp`` and flags of ``src/gpt2.py``. The command line refuses fp16 on a CPU, where
+it is slow; here it is set behind its back, and all arithmetic is the real one. The baseline takes the same micro
+batches, one after the other, that the ranks take side by side: what is left to differ, in every precision, is the order
+of fp32 sums.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dsgpt.cli import parse_arguments
+from dsgpt.config import RunConfig, resolve
+from dsgpt.process_group import gather_objects, joined
+from dsgpt.recipe import DdpRecipe, FsdpRecipe, LossScaling
+from dsgpt.strategies.baseline import Baseline
+from dsgpt.strategies.build import build_strategy
+from dsgpt.strategies.torch_strategy import TorchStrategy
+from dsgpt.telemetry.communication import Communication
+from dsgpt.topology import Topology, read_topology
+from dsgpt.training.loop import training_batches, validation_batches
+from dsgpt.training.run import _dropout_seed
+
+CPU = torch.device("cpu")
+PRECISIONS = ("fp32", "bf16", "fp16")
+STEPS = 5
+SMALL_BUCKETS = DdpRecipe(bucket_cap_mb=0.01)
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "ddp": {
+        "usual": {},
+        "checkpointing": {"activation_checkpointing": True},
+        "small buckets": {"ddp": SMALL_BUCKETS},
+        "own gradients": {"ddp": DdpRecipe(gradient_as_bucket_view=False)},
+    },
+    "fsdp": {
+        "usual": {},
+        "checkpointing": {"activation_checkpointing": True},
+        "no reshard": {"fsdp": FsdpRecipe(reshard_after_forward=False)},
+        "offload": {"fsdp": FsdpRecipe(cpu_offload=True)},
+        "low reduce": {"fsdp": FsdpRecipe(reduce_dtype="low")},
+    },
+}
+
+
+def configured(run_type: str, flags: list[str], topology: Topology, *, precision: str = "fp32", **recipe) -> RunConfig:
+    options, problems = parse_arguments(["--run_type", run_type, *flags])
+    config = resolve(options, topology=topology, problems=problems)
+    return replace(config, precision=precision, recipe=replace(config.recipe, **recipe))
+
+
+def trained(config: RunConfig, strategy: TorchStrategy) -> dict[str, Any]:
+    """Every step's loss, norm and whether it was skipped; the first step's Adam moments; the second step's traffic."""
+    batches = training_batches(config, first_step=0)
+    steps, moments, traffic = [], {}, {}
+    for step in range(1, STEPS + 1):
+        with Communication() as communication:
+            result = strategy.train_step(batches, step)
+        steps.append((float(result.loss), float(result.grad_norm), bool(result.skipped)))
+        if step == 1:
+            moments = {name: state.exp_avg.clone() for name, state in strategy.iter_state() if not steps[0][2]}
+        if step == 2:
+            traffic = {entry.operation: (entry.calls, entry.payload_bytes) for entry in communication.traffic}
+    return {"steps": steps, "moments": moments, "traffic": traffic}
+
+
+def against_the_baseline(run_type: str, flags: list[str], topology: Topology, precision: str) -> dict[str, Any]:
+    alone = configured("baseline", flags, read_topology({}), precision=precision)
+    config = configured(run_type, flags, topology, precision=precision)
+    reference, strategy = Baseline(alone, CPU), build_strategy(config, CPU)
+    initial = {name: state.weight.clone() for name, state in reference.iter_state()}
+    same_start = all(torch.equal(state.weight, initial[name]) for name, state in strategy.iter_state())
+    expected, actual = trained(alone, reference), trained(config, strategy)
+    return {
+        "same_start": same_start,
+        "expected": expected["steps"],
+        "actual": actual["steps"],
+        "gradient": farthest(expected["moments"], actual["moments"]),
+        "validation": (validated(alone, reference), validated(config, strategy)),
+        "equal_weights": same_on_every_rank(strategy),
+        "tied": strategy.model.lm_head.weight is strategy.model.wte.weight,
+        "left_whole": sorted(
+            name for name, value in strategy.model.named_parameters() if not isinstance(value, DTensor)
+        ),
+        "held": gather_objects(sum(p.numel() for p in strategy._weights.parameters.values())),
+        "parameters": {name: list(value.shape) for name, value in initial.items()},
+        "traffic": actual["traffic"],
+    }
+
+
+def farthest(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> float:
+    """The largest relative L2 distance of a parameter's first moment: after one step, a share of its gradient."""
+    assert expected.keys() == actual.keys()
+    return max(float((actual[name] - value).norm() / value.norm()) for name, value in expected.items())
+
+
+def validated(config: RunConfig, strategy: TorchStrategy) -> list[float]:
+    return [float(value) for value in strategy.eval_step(validation_batches(config))]
+
+
+def same_on_every_rank(strategy: TorchStrategy) -> bool:
+    """Whether whatever this rank holds whole is the same, bit for bit, everywhere."""
+    held = gather_objects({name: value.float().numpy() for name, value in strategy.replicated_weights()})
+    return all((held[0][name] == other[name]).all() for other in held for name in held[0])
+
+
+def in_other_ways(run_type: str, flags: list[str], topology: Topology) -> dict[str, Any]:
+    facts = {}
+    for way, recipe in WAYS[run_type].items():
+        config = configured(run_type, flags, topology, precision="bf16", **recipe)
+        facts[way] = trained(config, build_strategy(config, CPU)) | {"moments": None}
+    config = configured(run_type, flags, topology, ddp=SMALL_BUCKETS)
+    compiled = replace(config, options=replace(config.options, compile=True))
+    facts["compiled"] = trained(compiled, build_strategy(compiled, CPU)) | {"moments": None}
+    return facts
+
+
+def overflowing(run_type: str, flags: list[str], topology: Topology) -> list[tuple[list[bool], float]]:
+    """For every rank: which fp16 steps it skipped, and its loss scale after them."""
+    scaling = LossScaling(initial_scale_power=22, hysteresis=1)
+    config = configured(run_type, flags, topology, precision="fp16", loss_scaling=scaling)
+    strategy = build_strategy(config, CPU)
+    steps = trained(config, strategy)["steps"]
+    return gather_objects(([skipped for _, _, skipped in steps], strategy._scale.factor))
+
+
+def dropped_out(run_type: str, flags: list[str], topology: Topology) -> list[tuple[float, float]]:
+    """For every rank: its own training loss on one and the same batch, twice from the start of its random stream."""
+    config = configured(run_type, [*flags, "--dropout", "0.5"], topology)
+    batch = next(training_batches(configured("baseline", flags, read_topology({})), first_step=0))
+    strategy = build_strategy(config, CPU)
+    strategy.model.train()
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(_dropout_seed(config))
+        losses.append(float(strategy._training_loss(batch)))
+    return gather_objects(tuple(losses))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    run_type, *flags = sys.argv[1:]
+    topology = read_topology()
+    given = run_type, flags, topology
+    with joined(topology, CPU):
+        facts = {
+            "baseline": {precision: against_the_baseline(*given, precision) for precision in PRECISIONS},
+            "ways": in_other_ways(*given),
+            "overflowing": overflowing(*given),
+            "dropout": dropped_out(*given),
+        }
+    if topology.is_main:
+        print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
