@@ -1,5 +1,6 @@
 # make demo    text to two trained models to charts, on this machine
 # make test    style and the whole test suite
+# make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make charts  the README's pictures again, from the committed records
 #
 # PYTHON=python3.12 make demo   uses another interpreter
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 
-.PHONY: help demo test charts
+.PHONY: help demo test parity charts
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +43,9 @@ test: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
+
+parity: $(BIN)/.installed
+	@$(BIN)/python src/benchmark.py parity
 
 charts: $(BIN)/.installed
 	$(BIN)/python charts/generate_charts.py --output-dir docs/images \

@@ -17,6 +17,7 @@ is caught. Exit code 0: all are equal and all bugs were caught; 1: not so."""
 EXAMPLES = f"""\
 examples:
   python src/benchmark.py parity
+  python src/benchmark.py parity --core
   python src/benchmark.py parity --only zero1 zero3 --ranks 2
   python src/benchmark.py parity --table-from checkpoint/parity/parity.json
 
@@ -38,6 +39,7 @@ def main() -> int:
         options = ParityOptions(
             ranks=flags.ranks or (),
             only=flags.only or (),
+            core=flags.core,
             output=flags.output,
             page=page,
             keep=flags.keep,
@@ -69,6 +71,9 @@ def _build_parser(reader: Reader) -> Parser:
         help="only these numbers of processes (default: 1, 2, 4 and 8)",
     )
     parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="only these strategies (default: all)")
+    parser.add_argument(
+        "--core", action="store_true", help="only what `make test` runs: each strategy in a few trainings"
+    )
     parser.add_argument(
         "--device",
         type=reader.choice("--device", ("cpu", "cuda"), "cpu"),

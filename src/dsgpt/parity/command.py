@@ -11,7 +11,7 @@ from typing import Any
 
 from dsgpt.errors import UserError
 from dsgpt.files import write_atomic
-from dsgpt.parity.matrix import Cell, select, whole_matrix
+from dsgpt.parity.matrix import Cell, core, select, whole_matrix
 from dsgpt.parity.page import failure_words, parity_page, summary_lines
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console, Progress
@@ -28,6 +28,8 @@ class ParityOptions:
     """Numbers of processes; empty for all."""
     only: Sequence[str]
     """Strategies; empty for all."""
+    core: bool
+    """Only what ``make test`` runs."""
     output: Path
     """The record to write."""
     page: Path
@@ -94,7 +96,7 @@ def _choose(options: ParityOptions, console: Console) -> list[Cell]:
     from dsgpt.parity.planted import BUGS  # noqa: PLC0415
 
     problems = Problems()
-    everything = [*whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())]
+    everything = [*(core() if options.core else whole_matrix()), *(bug.cell(name) for name, bug in BUGS.items())]
     cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
     if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
         console.say(f"this machine has {gpus} GPUs: what takes more ranks is left out")

@@ -1,12 +1,12 @@
 """Starts the ranks of a job with the launcher that users take, and tells which cells are done as they finish."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ IMPORTS = {
     "deepspeed": ["torch._dynamo", "deepspeed"],
 }
 """What takes seconds to import and would otherwise be imported in every cell; torch's optimizers need its compiler."""
-LEAVE_SEC = 20
-"""How long a launcher gets to leave after it was asked to."""
+LEAVE_SEC = 5
+"""How long a launcher and its ranks get to leave after they were asked to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ def run_job(
     """
     job = {
         "device": device,
+        "runner": os.getpid(),
         "imports": IMPORTS[launch.launcher],
         "cells": [asdict(assignment) for assignment in assignments],
     }
@@ -100,7 +101,7 @@ def run_job(
     launch.seconds = time.perf_counter() - started
 
 
-@contextmanager
+@contextlib.contextmanager
 def _process(command: list[str], environment: dict[str, str], log) -> Iterator[subprocess.Popen]:
     """A launcher in a session of its own, which ends with the context: its workers notice, and end too."""
     process = subprocess.Popen(
@@ -110,9 +111,17 @@ def _process(command: list[str], environment: dict[str, str], log) -> Iterator[s
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(LEAVE_SEC)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end_group(process)
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """Ask a launcher and its ranks to leave, then make them. DeepSpeed's launcher would leave its ranks behind."""
+    os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + LEAVE_SEC
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(POLL_SEC)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

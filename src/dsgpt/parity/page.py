@@ -35,7 +35,8 @@ def summary_lines(record: Record) -> list[str]:
     """The table of strategies and of planted bugs, for a console."""
     cells = [cell for cell in record["cells"] if not cell["bug"]]
     bugs = [cell for cell in record["cells"] if cell["bug"]]
-    return [*_strategies(cells).splitlines(), "", *_bugs(bugs).splitlines()]
+    lines = [*_strategies(cells).splitlines(), "", *_bugs(bugs).splitlines()]
+    return [line.removeprefix("## ") for line in lines]
 
 
 def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
@@ -136,13 +137,14 @@ def _troubles(record: Record) -> str:
     for cell in record["cells"]:
         if not cell["as_expected"]:
             reasons = [cell["message"]] if cell["message"] else list(map(failure_words, cell["failures"]))
-            lines += [f"* {_cell_name(cell)}: {reason}" for reason in reasons or ["the planted bug was not noticed"]]
+            lines += [f"* {cell_name(cell)}: {reason}" for reason in reasons or ["the planted bug was not noticed"]]
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
 
 
-def _cell_name(cell: dict[str, Any]) -> str:
-    words = [cell["strategy"], f"{cell['ranks']} ranks", f"accumulation {cell['accumulation']}", cell["optimizer"]]
-    return ", ".join(filter(None, [*words, cell["precision"], cell["option"], cell["bug"]]))
+def cell_name(cell: dict[str, Any]) -> str:
+    ranks = f"{cell['ranks']} rank{'s' * (cell['ranks'] > 1)}"
+    words = [cell["strategy"], ranks, f"accumulation {cell['accumulation']}", cell["optimizer"], cell["precision"]]
+    return ", ".join(filter(None, [*words, cell["option"], cell["bug"]]))
 
 
 def _how(record: Record) -> str:

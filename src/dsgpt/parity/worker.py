@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,26 @@ def main(arguments: list[str]) -> int:
         return 0
     for module in job["imports"]:
         importlib.import_module(module)
+    alive = _Alive(runner=job["runner"])
     for cell in job["cells"]:
-        _run_in_child(cell, topology)
+        _run_in_child(cell, topology, alive)
     return 0
+
+
+class _Alive:
+    """Ends this rank when nobody waits for it any more: a suite or a launcher that is killed takes nobody along."""
+
+    def __init__(self, *, runner: int) -> None:
+        self._runner, self._launcher = runner, os.getppid()
+
+    def check(self) -> None:
+        """Leave if the suite's process or the launcher is gone."""
+        if os.getppid() != self._launcher:
+            sys.exit("the launcher is gone")
+        try:
+            os.kill(self._runner, 0)
+        except ProcessLookupError:
+            sys.exit("the suite is gone")
 
 
 def _run(cell: dict[str, Any], rank: int) -> None:
@@ -67,12 +85,12 @@ def _write_end(folder: Path, rank: int, *, status: str, message: str) -> None:
     write_json_atomic(rank_file(folder, rank), end)
 
 
-def _run_in_child(cell: dict[str, Any], topology: Topology) -> None:
+def _run_in_child(cell: dict[str, Any], topology: Topology, alive: _Alive) -> None:
     folder = Path(cell["folder"])
-    port = _agree_on_port(folder, topology)
+    port = _agree_on_port(folder, topology, alive)
     child = os.fork()
     if child:
-        _watch(child, folder, topology)
+        _watch(child, folder, topology, alive)
         return
     with (folder / f"rank-{topology.rank}.log").open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
@@ -83,27 +101,26 @@ def _run_in_child(cell: dict[str, Any], topology: Topology) -> None:
     leave(0)
 
 
-def _agree_on_port(folder: Path, topology: Topology) -> int:
+def _agree_on_port(folder: Path, topology: Topology, alive: _Alive) -> int:
     """A free port that rank 0 finds now and tells the others: one found long before may be taken by then."""
     path = folder / PORT_FILE
     if topology.rank == 0:
         write_atomic(path, str(free_port()).encode())
-    parent = os.getppid()
     while not path.exists():
-        _stop_if_orphaned(parent)
+        alive.check()
         time.sleep(POLL_SEC)
     return int(path.read_text(encoding="utf-8"))
 
 
-def _watch(child: int, folder: Path, topology: Topology) -> None:
+def _watch(child: int, folder: Path, topology: Topology, alive: _Alive) -> None:
     """Wait for ``child``; end it where it hangs, and write down an end that it could not write itself."""
-    parent, started, alone_since = os.getppid(), time.monotonic(), None
+    started, alone_since = time.monotonic(), None
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             break
         with _killed_on_error(child):
-            _stop_if_orphaned(parent)
+            alive.check()
             now = time.monotonic()
             if alone_since is None and _any_failed(folder, topology.world_size):
                 alone_since = now
@@ -121,14 +138,9 @@ def _any_failed(folder: Path, ranks: int) -> bool:
     return any(json.loads(end.read_text(encoding="utf-8"))["status"] != "done" for end in ends if end.exists())
 
 
-def _stop_if_orphaned(parent: int) -> None:
-    """A launcher that was killed takes nobody with it; without one there is nobody to work for."""
-    if os.getppid() != parent:
-        sys.exit("the launcher is gone")
-
-
 @contextlib.contextmanager
-def _killed_on_error(child: int):
+def _killed_on_error(child: int) -> Iterator[None]:
+    """A rank that must leave takes its child along."""
     try:
         yield
     except BaseException:
@@ -137,10 +149,10 @@ def _killed_on_error(child: int):
         raise
 
 
-def _terminate(_number: int, _frame: object) -> None:
+def _on_sigterm(_number: int, _frame: object) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     sys.exit(main(sys.argv[1:]))
