@@ -1,4 +1,4 @@
-"""A model that is split over the ranks while it is built (ZeRO-3's ``zero.Init``): none of them ever holds all of it."""
+"""A model split over the ranks while it is built (ZeRO-3's ``zero.Init``): none of them ever holds all of it."""
 
 import gc
 from typing import Any
