@@ -28,6 +28,7 @@ from small_run import (
 )
 
 from dsgpt.cli import parse_arguments
+from dsgpt.combinations import nvme_paths
 from dsgpt.config import RunConfig, resolve
 from dsgpt.errors import UserError
 from dsgpt.main import train
@@ -195,11 +196,22 @@ def test_batch_that_is_not_divisible(here, refused):
     ]
 
 
-def test_nvme_offload(here, refused):
-    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(here):
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "nvme_path": "x"}}
+    write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
+    config = resolved(here, run_type="optimized")
+    assert config.strategy_name == "zero3-nvme"
+    assert nvme_paths(config.recipe, config.run_dir) == {
+        "offload_optimizer": config.run_dir,
+        "offload_param": Path("x"),
+    }
+
+
+def test_nvme_offload_below_stage_3(here, refused):
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
     write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
     assert refused(run_type="optimized") == [
-        "recipe.json: offload to nvme is not supported in this version: take device cpu"
+        "recipe.json: zero_optimization.offload_optimizer to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu"
     ]
 
 

@@ -26,6 +26,8 @@ LAYERS = [
         "recipe_keys",
         "recipe",
         "recipe_reader",
+        "recipe_zero",
+        "machine_probe",
         "batch",
     },
     {"model", "data", "optimization", "device", "process_group"},

@@ -4,10 +4,10 @@ Everything here is known before a process group or a model exists. The numbers t
 heads, layers, positions) and the way out stand in one line.
 """
 
-import os
-import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
+from dsgpt.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
 from dsgpt.model.config import GPT2Config
 from dsgpt.options import Options
 from dsgpt.problems import Problems
@@ -29,6 +29,7 @@ class Request:
     """``cpu`` or ``cuda``."""
     precision: str
     """``fp32``, ``bf16`` or ``fp16``."""
+    run_dir: Path
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -43,6 +44,7 @@ def check_combinations(request: Request, problems: Problems) -> None:
         _check_strategies(request, problems)
         _check_shape(request, problems)
         _check_offload(request, problems)
+        _check_zero_plus_plus(request, problems)
     _check_compile(request, problems)
 
 
@@ -134,12 +136,83 @@ def _check_offload(request: Request, problems: Problems) -> None:
             f"{recipe.path}: offload is combined with data parallelism alone here: take ds_configs/zero2_offload.json "
             "or ds_configs/zero3_offload.json, or leave the offload out"
         )
-    if "nvme" in devices:
-        problems.add(f"{recipe.path}: offload to nvme is not supported in this version: take device cpu")
-    if needs_compiled_adam(recipe) and not compiler():
+    if recipe.nvme_blocks:
+        _check_nvme(request, problems)
+    elif needs_compiled_adam(recipe) and not compiler():
         problems.add(
             f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: install "
             'one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
+        )
+
+
+def _check_nvme(request: Request, problems: Problems) -> None:
+    """What swapping to files needs of this machine; asked once per machine."""
+    if request.topology.local_rank:
+        return
+    path, way_out = request.recipe.path, "or take ds_configs/zero3_offload.json, which offloads to memory"
+    if not (found := compiler()):
+        problems.add(
+            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O and finds no C++ compiler: install one "
+            f"(Debian: apt-get install g++), {way_out}"
+        )
+    elif trouble := libaio_problem(found):
+        problems.add(f"{path}: offload to nvme {trouble}, {way_out}")
+    for base in dict.fromkeys(nvme_paths(request.recipe, request.run_dir).values()):
+        place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
+        if trouble := direct_io_problem(place):
+            problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
+    size = locked_bytes(request) if request.model else 0
+    if not may_lock(size):
+        problems.add(
+            f"{path}: offload to nvme locks {size / 2**20:,.0f} MiB per rank in memory, more than this process may: "
+            f"raise the limit (ulimit -l unlimited), {way_out}"
+        )
+
+
+def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
+    """Block of ``zero_optimization`` to the folder under which it swaps: the run folder where the JSON names none."""
+    blocks = recipe.raw.get("zero_optimization", {})
+    return {name: Path(blocks[name].get("nvme_path", run_dir)) for name in recipe.nvme_blocks}
+
+
+def locked_bytes(request: Request) -> int:
+    """At least how many bytes a rank locks for buffers that it swaps through (``swap_tensor/utils.py``)."""
+    model, ranks, blocks = request.model, request.topology.world_size, request.recipe.raw["zero_optimization"]
+    size = 0
+    for name in request.recipe.nvme_blocks:
+        block = blocks[name]
+        if name == "offload_param":
+            elements = block.get("buffer_size", -(-model.largest_parameter() // ranks))
+            size += block.get("buffer_count", 5) * elements * (4 if request.precision == "fp32" else 2)
+        else:
+            group = min(blocks.get("sub_group_size", 10**9), model.parameter_count() // ranks)
+            size += block.get("buffer_count", 4) * group * 4
+    return int(size)
+
+
+def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
+    recipe, world = request.recipe, request.topology.world_size
+    if not recipe.zero_plus_plus:
+        return
+    if request.device == "cpu":
+        problems.add(
+            f"{recipe.path}: Zero++ needs GPUs, for which alone DeepSpeed has it: take ds_configs/zero3.json on CPU"
+        )
+    if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none"):
+        problems.add(
+            f"{recipe.path}: Zero++ is not combined with offload here: take ds_configs/zeropp.json, or "
+            "ds_configs/zero3_offload.json without it"
+        )
+    if request.sizes.ranks_per_copy > 1:
+        problems.add(
+            f"{recipe.path}: Zero++ is combined with data parallelism alone here: take ds_configs/zeropp.json, or "
+            "leave its keys out"
+        )
+    size = recipe.hpz_partition_size
+    if world % size:
+        problems.add(
+            f"{recipe.path}: zero_hpz_partition_size {size} does not divide {world} ranks: set it to the GPUs of one "
+            f"machine, here {request.topology.local_world_size}"
         )
 
 
@@ -164,8 +237,3 @@ def needs_compiled_adam(recipe: Recipe) -> bool:
     """Whether DeepSpeed's own CPU Adam would run, which a C++ compiler builds at first use."""
     optimizer = recipe.optimizer
     return recipe.offload_optimizer == "cpu" and optimizer.type == "AdamW" and not optimizer.torch_adam
-
-
-def compiler() -> str | None:
-    """The C++ compiler that PyTorch would call; None where there is none."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")

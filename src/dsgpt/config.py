@@ -123,6 +123,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
             seq_length=seq_length,
             device=device,
             precision=precision,
+            run_dir=run_dir,
         )
         check_combinations(request, problems)
         notices += _ignored_keys(options, recipe)

@@ -107,6 +107,12 @@ class Recipe:
     offload_optimizer: str
     """``none``, ``cpu`` or ``nvme``."""
     offload_param: str
+    hpz_partition_size: int
+    """Zero++: ranks over which each of them splits a second copy of the parameters; 1 for none."""
+    quantized_weights: bool
+    """Zero++: whether parameters travel in 8 bits."""
+    quantized_gradients: bool
+    """Zero++: whether gradients travel in 8 and 4 bits."""
     parallel: ParallelSizes
     """How the JSON splits the model: ``tensor_parallel``, ``pipeline`` and ``sequence_parallel_size``."""
     pipeline_partition: str
@@ -117,3 +123,14 @@ class Recipe:
     fsdp: FsdpRecipe
     deepspeed_only: tuple[str, ...] = field(default=())
     """Keys present that mean nothing without DeepSpeed."""
+
+    @property
+    def nvme_blocks(self) -> tuple[str, ...]:
+        """The blocks of ``zero_optimization`` that offload to nvme."""
+        places = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
+        return tuple(name for name, place in places.items() if place == "nvme")
+
+    @property
+    def zero_plus_plus(self) -> bool:
+        """Whether Zero++ changes how stage 3 moves parameters or gradients."""
+        return self.hpz_partition_size > 1 or self.quantized_weights or self.quantized_gradients

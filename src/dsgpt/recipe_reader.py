@@ -17,6 +17,7 @@ from dsgpt.recipe import (
     Recipe,
     SchedulerRecipe,
 )
+from dsgpt.recipe_zero import read_zero
 from dsgpt.topology import ParallelSizes
 
 
@@ -42,7 +43,6 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     optimizer = _read_optimizer(top)
     parallel, partition = _read_parallel(top)
     ddp, fsdp = _read_torch_strategies(top)
-    zero_stage, offload_optimizer, offload_param = _read_zero(top)
     rest = {
         "scheduler": _read_scheduler(top),
         "gradient_clipping": top.number("gradient_clipping", DEFAULT_GRADIENT_CLIPPING, low=0),
@@ -55,6 +55,7 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
         "activation_checkpointing": _read_activation_checkpointing(top),
         "parallel": parallel,
         "pipeline_partition": partition,
+        **read_zero(top),
     }
     if optimizer is None:
         return None
@@ -63,9 +64,6 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
         sha256=hashlib.sha256(data).hexdigest(),
         raw=raw,
         optimizer=optimizer,
-        zero_stage=zero_stage,
-        offload_optimizer=offload_optimizer,
-        offload_param=offload_param,
         ddp=ddp,
         fsdp=fsdp,
         deepspeed_only=tuple(key for key in top.values if key in keys.DEEPSPEED_KEYS or key in keys.PARALLEL_KEYS),
@@ -192,31 +190,6 @@ def _read_loss_scaling(top: Section) -> LossScaling:
         consecutive_hysteresis=block.boolean("consecutive_hysteresis", False),
         min_loss_scale=block.whole("min_loss_scale", 1, low=1),
     )
-
-
-def _read_zero(top: Section) -> tuple[int, str, str]:
-    """ZeRO stage, and the devices of optimizer and parameter offload."""
-    block = top.section("zero_optimization")
-    if block is None:
-        return 0, "none", "none"
-    block.check_keys(keys.ZERO_KEYS, refused=keys.REFUSED_ZERO_KEYS)
-    block.check_kinds(keys.ZERO_KEYS)
-    stage = block.whole("stage", 0, low=0, high=3)
-    devices = []
-    for name, known in (
-        ("offload_optimizer", keys.OFFLOAD_OPTIMIZER_KEYS),
-        ("offload_param", keys.OFFLOAD_PARAM_KEYS),
-    ):
-        offload = block.section(name)
-        if offload is not None:
-            offload.check_keys(known)
-            offload.check_kinds(known)
-        devices.append(offload.choice("device", "none", ("none", "cpu", "nvme")) if offload else "none")
-    if devices[0] != "none" and stage == 0:
-        block.complain("offload_optimizer", "needs ZeRO stage 1, 2 or 3")
-    if devices[1] != "none" and stage != 3:
-        block.complain("offload_param", "needs ZeRO stage 3")
-    return stage, devices[0], devices[1]
 
 
 def _read_parallel(top: Section) -> tuple[ParallelSizes, str]:

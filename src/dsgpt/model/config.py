@@ -66,6 +66,10 @@ class GPT2Config:
         block = 12 * width * width + 13 * width  # qkv, projection, two MLP matrices; their biases; two LayerNorms
         return (self.vocab_size + self.block_size) * width + self.n_layer * block + 2 * width
 
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter: an embedding, with its padded rows, or a matrix of the MLP."""
+        return self.n_embd * max(self.padded_vocab_size, self.block_size, 4 * self.n_embd)
+
     def as_dict(self) -> dict[str, Any]:
         """For records and checkpoints."""
         return asdict(self)

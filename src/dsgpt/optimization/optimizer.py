@@ -1,6 +1,7 @@
 """The optimizer that the recipe asks for, built once for every strategy."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,3 +43,15 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
     """Use ``lr`` from the next step on; ``optimizer`` is torch's, or DeepSpeed's wrapper with the same groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+@contextlib.contextmanager
+def keep_settings(optimizer: Any) -> Iterator[None]:
+    """Put back afterwards what the recipe made of betas, weight decay and the like.
+
+    For loading a checkpoint, whose settings would replace them; ``optimizer`` is as for ``set_learning_rate``.
+    """
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        group.update(settings)

@@ -95,6 +95,7 @@ STRATEGIES = {
         _deepspeed("zero3", "zero3", replicas="some"),
         _deepspeed("zero2-offload", "zero2_offload"),
         _deepspeed("zero3-offload", "zero3_offload", replicas="some"),
+        _deepspeed("zero3-nvme", "zero3_nvme", replicas="some"),
         *(
             _deepspeed(f"tensor2-zero{stage}", "tensor", ranks=(2, 4), changes=_zero(stage), replicas="some")
             for stage in (0, 1, 2)

@@ -44,8 +44,14 @@ def run_cell(flags: list[str], folder: Path, *, bug: str = "", reference: bool =
 
 
 def _train(config: RunConfig, device: torch.device) -> Measurement:
+    with contextlib.closing(build_strategy(config, device)) as strategy:
+        measurement = _measure(config, strategy)
+        barrier()
+    return measurement
+
+
+def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
     measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
-    strategy = build_strategy(config, device)
     batches = WatchedBatches(training_batches(config, first_step=0))
     for step in range(1, config.total_steps + 1):
         result = strategy.train_step(batches, step)

@@ -97,6 +97,10 @@ class Strategy(Protocol):
         """Take up the state that ``save`` wrote, at the same number of ranks."""
         ...
 
+    def close(self) -> None:
+        """Remove what this rank put outside of its memory. Not collective: an error may have come before."""
+        ...
+
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on ``device``; does not wait for the copy."""

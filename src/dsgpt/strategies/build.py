@@ -25,4 +25,6 @@ def _place(config: RunConfig) -> tuple[str, str]:
         return "sequence", "Sequence"
     if sizes.tensor > 1:
         return "tensor", "Tensor"
+    if config.recipe.nvme_blocks:
+        return "zero_nvme", "ZeroNvme"
     return "zero", "Zero"

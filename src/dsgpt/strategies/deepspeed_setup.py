@@ -1,6 +1,8 @@
 """What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer."""
 
+import contextlib
 import copy
+import io
 import logging
 import os
 import warnings
@@ -9,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsgpt.combinations import nvme_paths
 from dsgpt.config import RunConfig
 from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
 from dsgpt.recipe import Recipe
 from dsgpt.recipe_keys import DEEPSPEED_KEYS
+from dsgpt.strategies.compiled_ops import load_ops
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -29,6 +33,11 @@ def import_deepspeed(device: torch.device) -> Any:
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def quietly() -> contextlib.AbstractContextManager[Any]:
+    """Around what DeepSpeed prints past every logger: memory in use, layouts, names of keys that it loads."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def engine_config(config: RunConfig) -> dict[str, Any]:
@@ -55,7 +64,21 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         ours["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
     if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
         ours["zero_force_ds_cpu_optimizer"] = False
+    _complete_swapping(ours, config)
     return ours
+
+
+def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
+    """What DeepSpeed cannot know of offload to nvme, or has a default for that does not fit this model."""
+    for name, folder in nvme_paths(config.recipe, config.run_dir).items():
+        block = ours["zero_optimization"][name]
+        block["nvme_path"] = str(folder)
+        if name == "offload_param":  # DeepSpeed locks five buffers of 100 million elements, or fails on larger parts
+            part = -(-config.model.largest_parameter() // config.topology.world_size)
+            block.setdefault("buffer_size", part)
+        elif block.get("pipeline_read") or block.get("pipeline_write"):
+            # Weights, gradients and two moments: of the group in work, and of those read and written meanwhile.
+            block.setdefault("buffer_count", 12)
 
 
 def _autotp_block(size: int) -> dict[str, Any]:
@@ -80,5 +103,28 @@ def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recip
         return build_optimizer(groups, recipe.optimizer)
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
 
+    load_ops("CPUAdamBuilder")
     optimizer = recipe.optimizer
     return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)
+
+
+def repeat_counting(optimizer: Any) -> None:
+    """Bring the counter of DeepSpeed's CPU Adam to where a loaded checkpoint left it; other optimizers have none.
+
+    It keeps beta^t as a product that grows by one factor per step, in C++ (``cpu_adam.h``, ``IncrementStep``). A new
+    process would take the power instead, which rounds otherwise, and a resumed run would not be the same bit for bit.
+
+    Args:
+        optimizer: what ``deepspeed.initialize`` gave.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+
+    adam = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(adam, DeepSpeedCPUAdam):
+        return
+    steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
+    group, nothing = adam.param_groups[0], torch.empty(0)
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(
+            adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, nothing, nothing, nothing, nothing
+        )

@@ -20,10 +20,10 @@ from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
 from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_device
-from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
+from dsgpt.strategies.deepspeed_files import load_engine, save_engine
+from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed, quietly
 from dsgpt.strategies.deepspeed_state import deepspeed_state, pipeline_buffers
 from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.restricted_loading import only_known_classes
 from dsgpt.strategies.tensor_layout import is_split, join_parts
 
 TRAIN_BATCH_TIMER = "train_batch"
@@ -43,13 +43,14 @@ class Pipeline:
         self._zero_stage = recipe.zero_stage
         self._clipping = recipe.gradient_clipping
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
-        self._module = StageModule(config, self._loss)
-        self._parameters = self._module.canonical_parameters()
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=self._module,
-            optimizer=build_deepspeed_optimizer(self._parameters, recipe),
-            config=engine_config(config),
-        )
+        with quietly():
+            self._module = StageModule(config, self._loss)
+            self._parameters = self._module.canonical_parameters()
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=self._module,
+                optimizer=build_deepspeed_optimizer(self._parameters, recipe),
+                config=engine_config(config),
+            )
         self._mend_schedule()
         self._own_norm: Tensor | None = None
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
@@ -187,8 +188,7 @@ class Pipeline:
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The files are DeepSpeed's own, one per layer and one per rank's optimizer state."""
-        ours = {"loss_scale": self._scale.state()}
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=ours, save_latest=False)
+        save_engine(self._engine, folder, ours={"loss_scale": self._scale.state()})
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``.
@@ -196,10 +196,8 @@ class Pipeline:
         Raises:
             FileNotFoundError: DeepSpeed found no checkpoint of this layout in ``folder``.
         """
-        with only_known_classes(folder):
-            loaded, ours = self._engine.load_checkpoint(
-                str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
-            )
-        if loaded is None:
-            raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of this pipeline")
+        ours = load_engine(self._engine, folder)
         self._scale.take_up(ours["loss_scale"])
+
+    def close(self) -> None:
+        """See ``Strategy``."""

@@ -4,8 +4,6 @@ A rank builds the layers of its own stage and no others. This module imports Dee
 ``deepspeed_setup.import_deepspeed`` has chosen the device.
 """
 
-import contextlib
-import io
 from collections.abc import Callable
 from functools import partial
 
@@ -84,14 +82,12 @@ class StageModule(PipelineModule):
     """
 
     def __init__(self, config: RunConfig, loss: Loss) -> None:
-        # DeepSpeed prints the layout on rank 0, past every logger.
-        with contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(
-                layers=self._layers(config),
-                topology=_process_topology(config.topology),
-                loss_fn=loss,
-                partition_method=config.recipe.pipeline_partition,
-            )
+        super().__init__(
+            layers=self._layers(config),
+            topology=_process_topology(config.topology),
+            loss_fn=loss,
+            partition_method=config.recipe.pipeline_partition,
+        )
         blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
         self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]
         self._initialize(config)
@@ -117,6 +113,11 @@ class StageModule(PipelineModule):
         """Parameters of every layer, for the partition, without the memory that DeepSpeed would build them in."""
         with torch.device("meta"):
             return super()._count_layer_params()
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """As DeepSpeed does it, outside of autograd, which would warn of the broadcast in every backward pass."""
+        super()._synchronize_tied_weights()
 
     @torch.no_grad()
     def _initialize(self, config: RunConfig) -> None:

@@ -143,6 +143,9 @@ class TorchStrategy:
         self._optimizer.load_state_dict(state["optimizer"])
         self._scale.take_up(state["loss_scale"])
 
+    def close(self) -> None:
+        """See ``Strategy``."""
+
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile each transformer block for itself, in place.

@@ -19,12 +19,17 @@ from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
 from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_device
-from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed
+from dsgpt.strategies.deepspeed_files import load_engine, save_engine
+from dsgpt.strategies.deepspeed_setup import (
+    build_deepspeed_optimizer,
+    engine_config,
+    import_deepspeed,
+    repeat_counting,
+)
 from dsgpt.strategies.deepspeed_state import deepspeed_state
 from dsgpt.strategies.gradient_sum import GradientSum
 from dsgpt.strategies.initial_weights import initialize_whole
 from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.restricted_loading import only_known_classes
 from dsgpt.strategies.sharded_model import build_sharded
 
 
@@ -42,7 +47,7 @@ class Zero:
         self._stage = recipe.zero_stage
         self._precision = config.precision
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
-        ours = engine_config(config)
+        ours = self._engine_config(config)
         model = build_sharded(config, ours) if self._stage == 3 else _build_whole(config, device)
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -58,6 +63,10 @@ class Zero:
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         if config.options.compile:
             model.compile()
+
+    def _engine_config(self, config: RunConfig) -> dict[str, Any]:
+        """The JSON as DeepSpeed shall see it on this rank."""
+        return engine_config(config)
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:  # noqa: ARG002 - for subclasses
         """Prepare ``model`` for the ranks that share it, and answer with the groups of ranks as DeepSpeed wants them.
@@ -225,8 +234,7 @@ class Zero:
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The files are DeepSpeed's own, which its ``zero_to_fp32.py`` reads too."""
-        ours = {"loss_scale": self._scale.state()}
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=ours, save_latest=False)
+        save_engine(self._engine, folder, ours={"loss_scale": self._scale.state()})
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``.
@@ -234,13 +242,12 @@ class Zero:
         Raises:
             FileNotFoundError: DeepSpeed found no checkpoint of this many ranks in ``folder``.
         """
-        with only_known_classes(folder):
-            loaded, ours = self._engine.load_checkpoint(
-                str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
-            )
-        if loaded is None:
-            raise FileNotFoundError(f"{folder} holds no DeepSpeed checkpoint of {self._ranks} ranks")
+        ours = load_engine(self._engine, folder)
+        repeat_counting(self._optimizer)
         self._scale.take_up(ours["loss_scale"])
+
+    def close(self) -> None:
+        """See ``Strategy``."""
 
 
 def _build_whole(config: RunConfig, device: torch.device) -> GPT2:

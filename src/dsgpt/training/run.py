@@ -124,10 +124,23 @@ def _train(
     lock: RunLock,
 ) -> None:
     torch.manual_seed(_dropout_seed(config))
-    stopping = Stopping(interruption, HostGroup())
     # A checkpoint holds all that a run needs to go on: where its initial weights came from may be gone.
     initial = replace(config, init_from=None) if prepared.start.checkpoint else config
-    strategy = build_strategy(initial, device)  # may still refuse the recipe, so nothing is written before
+    # May still refuse the recipe, so nothing is written before.
+    with contextlib.closing(build_strategy(initial, device)) as strategy:
+        _train_with(strategy, config, console, device, prepared, interruption, lock)
+
+
+def _train_with(
+    strategy: Strategy,
+    config: RunConfig,
+    console: Console,
+    device: torch.device,
+    prepared: _Prepared,
+    interruption: Interruption,
+    lock: RunLock,
+) -> None:
+    stopping = Stopping(interruption, HostGroup())
     facts = _open_folder(config, console, prepared, lock)
     done, journal = _take_up(config, console, device, strategy, prepared, facts)
     fixed, run_id = fixed_facts(config, hashes=prepared.hashes), facts.get("run_id")
