@@ -31,6 +31,8 @@ class TestedStrategy:
     """What to change in the recipe, block by block."""
     replicas: str = "all"
     """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
+    fp32_only: bool = False
+    """Whether the product refuses it in bf16 and fp16."""
     whole: bool = True
     """Whether it is run through all settings; otherwise one cell shows what the product answers."""
 
@@ -101,7 +103,14 @@ STRATEGIES = {
             for stage in (0, 1, 2)
         ),
         *(
-            _deepspeed(f"pipeline2-zero{stage}", "pipeline", ranks=(2, 4), changes=_zero(stage), replicas="some")
+            _deepspeed(
+                f"pipeline2-zero{stage}",
+                "pipeline",
+                ranks=(2, 4),
+                changes=_zero(stage),
+                replicas="some",
+                fp32_only=stage == 0,
+            )
             for stage in (0, 1)
         ),
         *(_deepspeed(f"sequence2-zero{stage}", "sequence", ranks=(2, 4), changes=_zero(stage)) for stage in (0, 1, 2)),
@@ -152,7 +161,8 @@ def core() -> list[Cell]:
         few = min((ranks for ranks in strategy.ranks if ranks > 1), default=1)
         cells.append(Cell(strategy=strategy.name, ranks=few, accumulation=1))
         cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd"))
-        cells.append(Cell(strategy=strategy.name, ranks=few, precision="bf16"))
+        if not strategy.fp32_only:
+            cells.append(Cell(strategy=strategy.name, ranks=few, precision="bf16"))
     four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
     return [*cells, *(Cell(strategy=name, ranks=4, optimizer=optimizer) for name in four for optimizer in OPTIMIZERS)]
 

@@ -3,14 +3,21 @@
 PyTorch marks a build in progress by a file, which a killed process leaves behind: everybody who needs the same part
 waits for it for ever after. Here parts are built in folders of our own under a lock that the system frees with the
 process, so that such a file is known to be a leftover and is removed.
+
+A folder is of one kind of processor and one pair of versions, so what is complete in it is loaded as it is: DeepSpeed
+asks the machine for seconds, in every process, what it would compile for.
 """
 
+import contextlib
 import fcntl
+import hashlib
+import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.cpp_extension import get_default_build_root
@@ -36,32 +43,52 @@ def load_ops(*builders: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / ".dsgpt-lock"), _built_in(folder):
             for name in builders:
-                builder = get_accelerator().create_op_builder(name)
-                (folder / builder.name / "lock").unlink(missing_ok=True)
-                builder.load(verbose=False)
+                _load(get_accelerator().create_op_builder(name), folder)
     except OSError as error:
         raise UserError(
             f"{folder}: compiled code cannot be kept there ({error.strerror}): name another folder in {_ROOT}"
         ) from error
 
 
+def _load(builder: Any, folder: Path) -> None:
+    library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
+    if library.exists() and not marker.exists():
+        spec = importlib.util.spec_from_file_location(builder.name, library)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        builder._loaded_ops[builder.name] = module
+    else:
+        marker.unlink(missing_ok=True)
+        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)  # noqa: T201
+        builder.load(verbose=False)
+
+
 def _folder() -> Path:
-    """One for each pair of versions, under the folder that PyTorch or the user chose."""
+    """Under the folder that PyTorch or the user chose, which several kinds of machine may share."""
     import deepspeed  # noqa: PLC0415
 
     root = Path(os.environ.get(_ROOT) or get_default_build_root())
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}-{_processor()}"
     return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{deepspeed.__version__}"
 
 
-@contextmanager
+def _processor() -> str:
+    """The instructions that code compiled here may use, in short: DeepSpeed compiles for this processor alone."""
+    facts = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        facts = next((line for line in lines if line.startswith(("flags", "Features"))), facts)
+    return f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+@contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def _built_in(folder: Path) -> Iterator[None]:
     before = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(folder)
