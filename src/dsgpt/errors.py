@@ -26,20 +26,12 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm became NaN or infinite; nothing of it was saved, exit code 3."""
 
     exit_code = EXIT_NON_FINITE
-    alone = False
 
 
 class SaveError(RuntimeError):
-    """A checkpoint, or the run's record, could not be written; exit code 4.
-
-    ``alone`` where the other ranks do not know it, so that this one must say it.
-    """
+    """A checkpoint could not be written, which all ranks know; exit code 4."""
 
     exit_code = EXIT_NOT_SAVED
-
-    def __init__(self, message: str, *, alone: bool = False) -> None:
-        super().__init__(message)
-        self.alone = alone
 
 
 class Interrupted(KeyboardInterrupt):

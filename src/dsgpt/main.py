@@ -50,7 +50,7 @@ def train(arguments: Sequence[str]) -> int:
         line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
         return _complain([line], EXIT_USER_ERROR, speaks=True)
     except (NonFiniteError, SaveError) as error:
-        return _complain([str(error)], error.exit_code, speaks=speaks or error.alone)
+        return _complain([str(error)], error.exit_code, speaks=speaks)
     except OSError as error:
         if error.errno not in _DISK_IS_FULL:
             raise

@@ -210,7 +210,7 @@ def test_damage_is_found(run_dir, tmp_path, name):
 def test_what_only_a_resume_needs_may_be_missing(run_dir, tmp_path):
     copy = tmp_path / "step-00000003"
     shutil.copytree(run_dir / "step-00000003", copy)
-    (copy / "baseline.pt").unlink()
+    (copy / "optimizer.safetensors").unlink()
     converted("--from", copy, "--to", "hf", tmp_path / "hf")
 
 

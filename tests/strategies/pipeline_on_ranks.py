@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from dsgpt.checkpointing.training_state import StateReader, write_training_state
 from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
-from dsgpt.model.gpt2 import Block
+from dsgpt.model.gpt2 import Block, parameter_shapes
 from dsgpt.model.initialization import initial_value
 from dsgpt.process_group import barrier, gather_objects, joined
 from dsgpt.strategies.base import ParamState, Strategy
@@ -100,12 +101,14 @@ def with_dropout(recipe: Path, flags: list[str], folder: Path) -> list[dict[str,
     torch.manual_seed(_dropout_seed(config))
     strategy = build_strategy(config, CPU)
     before = stepped(config, strategy, range(1, SAVED + 1))
-    strategy.save(checkpoint)
+    shapes, writes = parameter_shapes(config.model), config.topology.is_main
+    write_training_state(checkpoint, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=writes)
+    barrier()
     random = torch.get_rng_state()
     after = stepped(config, strategy, range(SAVED + 1, STEPS + 1))
 
     resumed = build_strategy(config, CPU)
-    resumed.load(checkpoint)
+    resumed.load_state(StateReader(checkpoint))
     torch.set_rng_state(random)
     again = stepped(config, resumed, range(SAVED + 1, STEPS + 1))
 

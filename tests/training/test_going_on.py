@@ -66,7 +66,7 @@ def test_damaged_lines_are_dropped_and_told(stopped, finished_run, capsys):
 
 
 def lose_a_file(checkpoint: Path) -> None:
-    (checkpoint / "baseline.pt").unlink()
+    (checkpoint / "optimizer.safetensors").unlink()
 
 
 def cut_a_file(checkpoint: Path) -> None:
@@ -74,7 +74,7 @@ def cut_a_file(checkpoint: Path) -> None:
 
 
 def flip_a_bit(checkpoint: Path) -> None:
-    damage(checkpoint / "baseline.pt")
+    damage(checkpoint / "optimizer.safetensors")
 
 
 def lose_the_manifest(checkpoint: Path) -> None:
@@ -91,9 +91,9 @@ def garble_the_state(checkpoint: Path) -> None:
 
 
 HARMS = {
-    lose_a_file: "baseline.pt: is damaged: it is missing",
+    lose_a_file: "optimizer.safetensors: is damaged: it is missing",
     cut_a_file: "model.safetensors: is damaged: it has 3 bytes instead of ",
-    flip_a_bit: "baseline.pt: is damaged: its contents are not those that manifest.json says",
+    flip_a_bit: "optimizer.safetensors: is damaged: its contents are not those that manifest.json says",
     lose_the_manifest: "manifest.json: is missing: the checkpoint is incomplete",
     lose_the_facts: "manifest.json: is no readable manifest",
     garble_the_state: "run_state.json: is no run state of this version",

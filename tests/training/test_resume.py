@@ -140,13 +140,13 @@ def test_another_training_is_not_resumed(undisturbed, corpus, tmp_path):
 def test_a_damaged_checkpoint_is_named(undisturbed, corpus, tmp_path):
     run, recipe = undisturbed
     copy = roll_back(run, tmp_path / "copy", 5)
-    victim = copy / "step-00000005" / "baseline.pt"
+    victim = copy / "step-00000005" / "optimizer.safetensors"
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     done = train(copy, corpus, recipe, *STEPS, "--dropout", "0.1", "--resume")
     assert done.returncode == 2
-    assert "baseline.pt" in done.stderr
+    assert "optimizer.safetensors" in done.stderr
     assert "damaged" in done.stderr
 
 

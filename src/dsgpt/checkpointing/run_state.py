@@ -1,4 +1,4 @@
-"""Where a run stands: what a resume needs besides its configuration and the strategy's own files."""
+"""Where a run stands: what a resume needs besides its configuration and the state of training."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -32,8 +32,6 @@ class RunState:
     last_val_loss: float | None = None
     last_val_step: int | None = None
     """The step that ``last_val_loss`` was measured at."""
-    loss_scale: dict[str, float | int] | None = None
-    """Of fp16, as ``LossScale.state`` gives it; None in other precisions."""
     failed_saves: int = 0
     """Checkpoints that could not be written so far."""
     changes: list[dict[str, Any]] = field(default_factory=list)

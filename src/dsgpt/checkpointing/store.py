@@ -1,9 +1,10 @@
 """Checkpoints of a run folder: complete or absent, newest first, verified before anything in them is read.
 
     step-00000200/
-        the strategy's own files     what ``Strategy.save`` wrote
         model.safetensors            every weight whole, fp32, under its canonical name
         model.json                   the shape of the model
+        optimizer.safetensors        every moment of the optimizer; see ``training_state``
+        training_state.json          how often the optimizer stepped, and the loss scale
         run_state.json               where the run stands
         random-00000.safetensors     random state, one file per rank
         tokenizer/                   where the data has one

@@ -5,9 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,24 +27,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
-
-
-def save_object(value: Any, path: Path, *, zipped: bool = True) -> None:
-    """``torch.save``, which hides why a file could not be written behind an assertion of its archive writer.
-
-    Args:
-        value: what to save.
-        path: the new file.
-        zipped: in torch's present format, not in that before 1.6.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    try:
-        with path.open("wb") as file:  # of a path, torch keeps the reason of a failure to itself
-            torch.save(value, file, _use_new_zipfile_serialization=zipped)
-    except RuntimeError as error:
-        raise _as_os_error(error, path) from error
 
 
 def _as_os_error(error: Exception, path: Path) -> Exception:

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,76 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
+class SafetensorsWriter:
+    """A new safetensors file whose tensors are known by name, shape and dtype, and come one by one in any order.
+
+    Used as a context; on leaving it without an error the file is whole and durable.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        announced: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the file.
+
+        Args:
+            path: must not exist.
+            announced: name to shape and dtype, of those that weights have.
+            metadata: texts for the header.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        # The format wants no gaps, and readers want each tensor aligned to its own element size.
+        self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
+        """The order in which the tensors lie in the file."""
+        self._missing = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name in self.names:
+            shape, dtype = self._missing[name]
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            self._starts[name] = start
+            header[name] = {"dtype": _NAMES_OF_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        words = json.dumps(header, separators=(",", ":")).encode()
+        words += b" " * (-len(words) % _ALIGNMENT)
+        self._data_start = 8 + len(words)
+        self._file = path.open("xb")
+        try:
+            self._file.write(len(words).to_bytes(8, "little") + words)
+        except OSError:
+            self._file.close()
+            raise
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Write one tensor, which lies on the CPU.
+
+        Raises:
+            OSError: the file system refuses.
+            ValueError: the tensor is not as it was announced.
+        """
+        shape, dtype = self._missing.pop(name)
+        if value.dtype != dtype or tuple(value.shape) != shape:
+            raise ValueError(f"{name} was announced as {dtype} {shape}, and is {value.dtype} {tuple(value.shape)}")
+        self._file.seek(self._data_start + self._starts[name])
+        self._file.write(memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:  # closed whatever fails below
+            if kind is None:
+                if self._missing:
+                    raise ValueError(f"{', '.join(self._missing)} never came")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, StoredTensor],
@@ -106,34 +176,8 @@ def write_safetensors(
         metadata: texts for the header.
         progress: is told the bytes written since its last call.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    # The format wants no gaps, and readers want each tensor aligned to its own element size.
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    end = 0
-    for name in names:
-        stored = tensors[name]
-        start, end = end, end + stored.bytes
-        header[name] = {
-            "dtype": _NAMES_OF_DTYPES[stored.dtype],
-            "shape": list(stored.shape),
-            "data_offsets": [start, end],
-        }
-    words = json.dumps(header, separators=(",", ":")).encode()
-    words += b" " * (-len(words) % _ALIGNMENT)
-    with path.open("xb") as file:
-        file.write(len(words).to_bytes(8, "little"))
-        file.write(words)
-        for name in names:
-            file.write(_bytes(name, tensors[name]))
+    announced = {name: (stored.shape, stored.dtype) for name, stored in tensors.items()}
+    with SafetensorsWriter(path, announced, metadata=metadata) as file:
+        for name in file.names:
+            file.put(name, tensors[name].read())
             progress(tensors[name].bytes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _bytes(name: str, stored: StoredTensor) -> memoryview:
-    value = stored.read()
-    if value.dtype != stored.dtype or tuple(value.shape) != stored.shape:
-        raise ValueError(
-            f"{name} was announced as {stored.dtype} {stored.shape}, and is {value.dtype} {tuple(value.shape)}"
-        )
-    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,16 +1,15 @@
 """The optimizer that the recipe asks for, built once for every strategy."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dsgpt.recipe import OptimizerRecipe
 
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-"""Adam's moments, as torch and DeepSpeed both name them."""
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""What optimizers keep of every parameter, as torch and DeepSpeed both name it: Adam's two moments, SGD's momentum."""
 
 
 def decays(name: str) -> bool:
@@ -45,13 +44,24 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-@contextlib.contextmanager
-def keep_settings(optimizer: Any) -> Iterator[None]:
-    """Put back afterwards what the recipe made of betas, weight decay and the like.
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Those of ``STATE_NAMES`` that ``optimizer`` keeps from its first step on."""
+    if "betas" in optimizer.defaults:
+        return STATE_NAMES[:2]
+    return STATE_NAMES[2:] if optimizer.defaults.get("momentum") else ()
 
-    For loading a checkpoint, whose settings would replace them; ``optimizer`` is as for ``set_learning_rate``.
+
+def begin_state(optimizer: torch.optim.Optimizer, parameter: Tensor, *, steps: int) -> dict[str, Tensor]:
+    """Give ``parameter`` the state that it would have after ``steps`` steps, its moments zero, for the caller to fill.
+
+    torch makes it in the first step alone, and DeepSpeed's CPU Adam, which counts in whole numbers, does the same.
+
+    Returns:
+        The moments by name, each of the shape and on the device of ``parameter``.
     """
-    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    yield
-    for group, settings in zip(optimizer.param_groups, before, strict=True):
-        group.update(settings)
+    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in state_names(optimizer)}
+    state: dict[str, Any] = dict(moments)
+    if "betas" in optimizer.defaults:
+        state["step"] = torch.tensor(float(steps)) if type(optimizer).__module__.startswith("torch.") else steps
+    optimizer.state[parameter] = state
+    return moments

@@ -4,12 +4,12 @@ Forward, backward and step apart cannot be the seam, because DeepSpeed's pipelin
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.data.loader import Batch
 
 
@@ -24,16 +24,6 @@ class StepResult(NamedTuple):
     """The learning rate that this step used."""
     skipped: Tensor
     """0-dim bool: fp16 gradients overflowed, and the weights were left alone."""
-
-
-class ParamState(NamedTuple):
-    """What one parameter is in training, whole and in fp32, whatever way it is split."""
-
-    weight: Tensor
-    exp_avg: Tensor | None
-    """Adam's first moment; None before the first step and for SGD."""
-    exp_avg_sq: Tensor | None
-    """Adam's second moment."""
 
 
 class StateTensors(NamedTuple):
@@ -89,12 +79,16 @@ class Strategy(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write this strategy's own state into ``folder``, which exists."""
+    def counters(self) -> Counters:
+        """What belongs to the state besides the tensors of ``iter_state``; no communication."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Take up the state that ``save`` wrote, at the same number of ranks."""
+    def load_state(self, reader: StateReader) -> None:
+        """Take up the state of a checkpoint, whichever strategy on however many ranks wrote it.
+
+        Whole tensors are read one at a time, and each rank keeps its part. Settings, as betas and learning rate, stay
+        the recipe's. Call it before the first step.
+        """
         ...
 
     def close(self) -> None:

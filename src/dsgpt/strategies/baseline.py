@@ -1,7 +1,5 @@
 """The baseline: one process, plain PyTorch. What every other strategy is compared with."""
 
-from pathlib import Path
-
 import torch
 
 from dsgpt.config import RunConfig
@@ -9,8 +7,6 @@ from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.initial_weights import initialize_whole
 from dsgpt.strategies.master_weights import DTYPES, MasterWeights
 from dsgpt.strategies.torch_strategy import TorchStrategy
-
-_STATE_FILE = "baseline.pt"
 
 
 class Baseline(TorchStrategy):
@@ -21,14 +17,6 @@ class Baseline(TorchStrategy):
         super().__init__(config, device, model=model, weights=MasterWeights(model, DTYPES[config.precision]))
         if config.options.compile:
             self.model.compile()
-
-    def save(self, folder: Path) -> None:
-        """See ``Strategy``."""
-        torch.save(self._state(), folder / _STATE_FILE)
-
-    def load(self, folder: Path) -> None:
-        """See ``Strategy``."""
-        self._take_up(folder / _STATE_FILE, self._device)
 
 
 def whole_model(config: RunConfig, device: torch.device) -> GPT2:

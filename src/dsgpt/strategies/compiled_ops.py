@@ -59,7 +59,7 @@ def _load(builder: Any, folder: Path) -> None:
         builder._loaded_ops[builder.name] = module
     else:
         marker.unlink(missing_ok=True)
-        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
         builder.load(verbose=False)
 
 

@@ -6,7 +6,6 @@ In bf16 and fp16 they are added up over micro batches and over ranks in fp32, as
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,6 @@ from dsgpt.strategies.baseline import whole_model
 from dsgpt.strategies.master_weights import DTYPES, MasterWeights
 from dsgpt.strategies.torch_strategy import TorchStrategy, compile_blocks
 
-_STATE_FILE = "ddp.pt"
-
 
 class Ddp(TorchStrategy):
     """Whole copies of the model, one per rank, kept equal by averaging their gradients."""
@@ -32,7 +29,6 @@ class Ddp(TorchStrategy):
         model = whole_model(config, device)
         weights = MasterWeights(model, DTYPES[config.precision])
         super().__init__(config, device, model=model, weights=weights)
-        self._writes = config.topology.is_main
         self._low = list(model.parameters()) if weights.separate else []
         self._masters = weights.by_low_parameter() if weights.separate else {}
         self._buckets: list[Tensor] = []
@@ -70,15 +66,6 @@ class Ddp(TorchStrategy):
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``."""
         return super().state_tensors()._replace(buffers=list(self._buckets))
-
-    def save(self, folder: Path) -> None:
-        """See ``Strategy``. The ranks hold the same, so one file serves them all."""
-        if self._writes:
-            torch.save(self._state(), folder / _STATE_FILE)
-
-    def load(self, folder: Path) -> None:
-        """See ``Strategy``."""
-        self._take_up(folder / _STATE_FILE, self._device)
 
 
 def average_in_fp32(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.GradBucket) -> Future[Tensor]:

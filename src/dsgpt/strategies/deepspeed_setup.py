@@ -108,7 +108,7 @@ def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recip
     return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)
 
 
-def repeat_counting(optimizer: Any) -> None:
+def repeat_counting(optimizer: Any, *, steps: int) -> None:
     """Bring the counter of DeepSpeed's CPU Adam to where a loaded checkpoint left it; other optimizers have none.
 
     It keeps beta^t as a product that grows by one factor per step, in C++ (``cpu_adam.h``, ``IncrementStep``). A new
@@ -116,13 +116,13 @@ def repeat_counting(optimizer: Any) -> None:
 
     Args:
         optimizer: what ``deepspeed.initialize`` gave.
+        steps: that it took before.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
 
     adam = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(adam, DeepSpeedCPUAdam):
         return
-    steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
     group, nothing = adam.param_groups[0], torch.empty(0)
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(

@@ -7,7 +7,6 @@ master weights, and what is gathered of them is in the precision of the computat
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class Fsdp(TorchStrategy):
         model = sharded_model(config, device)
         super().__init__(config, device, model=model, weights=ShardedWeights(model))
         self._reshard_after_forward = config.recipe.fsdp.reshard_after_forward
-        self._state_file = f"fsdp-{config.topology.rank:05d}.pt"
+        self._rank = config.topology.rank
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Until the ``last`` micro batch, whole gradients add up on every rank; then they are reduced to shards.
@@ -61,6 +60,9 @@ class Fsdp(TorchStrategy):
     def _whole(self, name: str, part: Tensor) -> Tensor:
         return self._weights.whole(name, part)
 
+    def _part(self, whole: Tensor) -> Tensor:
+        return _own_rows(whole, self._rank, self._ranks)
+
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``: none, but for a single rank, whose shards are whole."""
         if self._ranks == 1:
@@ -77,14 +79,6 @@ class Fsdp(TorchStrategy):
             master=[],
             buffers=[],
         )
-
-    def save(self, folder: Path) -> None:
-        """See ``Strategy``. A file per rank, with its shards."""
-        torch.save(self._state(), folder / self._state_file)
-
-    def load(self, folder: Path) -> None:
-        """See ``Strategy``."""
-        self._take_up(folder / self._state_file, torch.device("cpu"))
 
 
 class ShardedWeights:

@@ -71,8 +71,10 @@ class LossScale:
                 self._patience = self._scaling.hysteresis
             self.factor *= 2
 
-    def state(self) -> dict[str, float | int]:
-        """For a checkpoint."""
+    def state(self) -> dict[str, float | int] | None:
+        """For a checkpoint; None in a precision that needs no scaling."""
+        if not self.enabled:
+            return None
         return {
             "factor": self.factor,
             "step": self._step,
@@ -80,7 +82,9 @@ class LossScale:
             "patience": self._patience,
         }
 
-    def take_up(self, state: dict[str, float | int]) -> None:
+    def take_up(self, state: dict[str, float | int] | None) -> None:
         """Continue where ``state`` was taken."""
+        if state is None:
+            return
         self.factor, self._step = state["factor"], state["step"]
         self._last_overflow, self._patience = state["last_overflow"], state["patience"]

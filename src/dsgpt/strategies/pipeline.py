@@ -6,25 +6,25 @@ schedule that DeepSpeed gets wrong.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
-from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
+from dsgpt.optimization.optimizer import set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
-from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_device
-from dsgpt.strategies.deepspeed_files import load_engine, save_engine
+from dsgpt.strategies.base import StateTensors, StepResult, to_device
 from dsgpt.strategies.deepspeed_setup import build_deepspeed_optimizer, engine_config, import_deepspeed, quietly
 from dsgpt.strategies.deepspeed_state import deepspeed_state, pipeline_buffers
+from dsgpt.strategies.engine_state import EngineState
 from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.tensor_layout import is_split, join_parts
+from dsgpt.strategies.tensor_layout import is_split, join_parts, take_part
 
 TRAIN_BATCH_TIMER = "train_batch"
 
@@ -52,6 +52,8 @@ class Pipeline:
                 config=engine_config(config),
             )
         self._mend_schedule()
+        self._engine_state = EngineState(self._optimizer, self._parameters)
+        self._optimizer_steps = 0
         self._own_norm: Tensor | None = None
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
 
@@ -116,6 +118,7 @@ class Pipeline:
         norm = self._engine.get_global_grad_norm() if self._own_norm is None else self._own_norm
         # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
+        self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
         return StepResult(loss=loss, grad_norm=torch.as_tensor(norm).float(), lr=lr, skipped=torch.tensor(overflow))
 
@@ -136,23 +139,15 @@ class Pipeline:
 
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
         """See ``Strategy``; what a stage holds is sent to all others, one tensor at a time."""
-        self._link_moments()
-        keys = [key for key in STATE_NAMES if any(key in state for state in self._optimizer.state.values())]
+        keys = self._engine_state.moment_names()
         for name in self._module.shapes:
-            moments = {key: self._whole(name, key) for key in keys}
-            yield name, ParamState(self._whole(name), *(moments.get(key) for key in STATE_NAMES))
-
-    def _link_moments(self) -> None:
-        """Let DeepSpeed find every moment; see ``Zero._link_moments``."""
-        if self._zero_stage > 0:
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
+            yield name, ParamState(self._whole(name), **{key: self._whole(name, key) for key in keys})
 
     def _whole(self, name: str, key: str | None = None) -> Tensor:
         """The weight ``name``, or its moment ``key``, whole and in fp32, from the stage that owns it."""
         owner, grid = self._module.owner(name), self._engine.grid
         if owner == self._topology.stage:
-            value = self._joined(name, self._unsharded(self._parameters[name], key))
+            value = self._joined(name, self._engine_state.value(name, key))
         else:
             value = torch.empty(self._module.shapes[name], device=self._device)
         dist.broadcast(value, grid.stage_to_global(owner), group=grid.get_pipe_parallel_group())
@@ -167,14 +162,6 @@ class Pipeline:
         dist.all_gather(parts, part, group=self._engine.grid.get_slice_parallel_group())
         return join_parts(name, parts)
 
-    def _unsharded(self, parameter: nn.Parameter, key: str | None) -> Tensor:
-        """What this rank's data peers hold of a weight or moment together, fp32."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: PLC0415
-
-        if self._zero_stage == 0:
-            return parameter.detach() if key is None else self._optimizer.state[parameter][key]
-        return safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
-
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``; the weights of this stage, less the matrices that tensor peers share."""
         for name, parameter in self._parameters.items():
@@ -186,18 +173,18 @@ class Pipeline:
         state = deepspeed_state(self._optimizer, self._parameters.values())
         return state._replace(buffers=[*state.buffers, *pipeline_buffers(self._engine)])
 
-    def save(self, folder: Path) -> None:
-        """See ``Strategy``. The files are DeepSpeed's own, one per layer and one per rank's optimizer state."""
-        save_engine(self._engine, folder, ours={"loss_scale": self._scale.state()})
+    def counters(self) -> Counters:
+        """See ``Strategy``."""
+        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
 
-    def load(self, folder: Path) -> None:
-        """See ``Strategy``.
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``; the tied embedding is read by every stage that has it."""
+        self._optimizer_steps = reader.counters.optimizer_steps
+        self._scale.take_up(reader.counters.loss_scale)
+        self._engine_state.load(reader, part=self._part)
 
-        Raises:
-            FileNotFoundError: DeepSpeed found no checkpoint of this layout in ``folder``.
-        """
-        ours = load_engine(self._engine, folder)
-        self._scale.take_up(ours["loss_scale"])
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        return take_part(name, whole, rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
 
     def close(self) -> None:
         """See ``Strategy``."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsgpt.checkpointing.training_state import ParamState
 from dsgpt.config import RunConfig
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.clipping import global_norm
-from dsgpt.strategies.base import ParamState
-from dsgpt.strategies.tensor_layout import attend_with_own_dropout, is_split, join_parts
+from dsgpt.strategies.tensor_layout import attend_with_own_dropout, is_split, join_parts, take_part
 from dsgpt.strategies.zero import Zero
 
 
@@ -27,6 +27,7 @@ class Tensor(Zero):
 
         # AutoTP would make these groups itself, but only after DeepSpeed has multiplied the batch by all ranks.
         groups._init_tp_mesh_device(tensor_model_parallel_size=config.topology.sizes.tensor)
+        self._tensor_rank = config.topology.tensor_rank
         self._group = groups.get_tensor_model_parallel_group()
         for block in model.blocks:
             block.attn.attend = attend_with_own_dropout(block.attn.attend, rank=config.topology.tensor_rank)
@@ -63,6 +64,9 @@ class Tensor(Zero):
         parts = [torch.empty_like(value) for _ in range(self._copies)]
         dist.all_gather(parts, value.contiguous(), group=self._group)
         return join_parts(name, parts)
+
+    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return take_part(name, whole, rank=self._tensor_rank, size=self._copies)
 
     def replicated_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Strategy``."""

@@ -6,20 +6,25 @@ optimizer, schedule, clipping, accumulation and loss scale act on them.
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.clipping import global_norm
-from dsgpt.optimization.optimizer import STATE_NAMES, build_optimizer, parameter_groups, set_learning_rate
+from dsgpt.optimization.optimizer import (
+    STATE_NAMES,
+    begin_state,
+    build_optimizer,
+    parameter_groups,
+    set_learning_rate,
+)
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
-from dsgpt.strategies.base import ParamState, StateTensors, StepResult, optimizer_tensors, to_device
+from dsgpt.strategies.base import StateTensors, StepResult, optimizer_tensors, to_device
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.master_weights import TrainedWeights
 
@@ -45,6 +50,7 @@ class TorchStrategy:
         self._optimizer = build_optimizer(parameter_groups(weights.parameters, recipe.optimizer), recipe.optimizer)
         self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
+        self._optimizer_steps = 0
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """See ``Strategy``."""
@@ -64,6 +70,7 @@ class TorchStrategy:
         overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 alone
         if not overflow:
             self._optimizer.step()
+            self._optimizer_steps += 1
             self._weights.publish()
         self._scale.update(overflow=overflow)
         loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
@@ -110,11 +117,15 @@ class TorchStrategy:
         for name, parameter in self._weights.parameters.items():
             moments = self._optimizer.state.get(parameter, {})
             whole = {key: self._whole(name, moments[key]) for key in STATE_NAMES if key in moments}
-            yield name, ParamState(self._whole(name, parameter.detach()), *(whole.get(key) for key in STATE_NAMES))
+            yield name, ParamState(self._whole(name, parameter.detach()), **whole)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
         """From what this rank holds of the parameter ``name``, or of a moment of it, to the whole; collective."""
         return part
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """What this rank holds of a whole parameter, or of a moment of it."""
+        return whole
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``."""
@@ -132,16 +143,21 @@ class TorchStrategy:
             buffers=[],
         )
 
-    def _state(self) -> dict[str, Any]:
-        weights = {name: parameter.detach() for name, parameter in self._weights.parameters.items()}
-        return {"weights": weights, "optimizer": self._optimizer.state_dict(), "loss_scale": self._scale.state()}
+    def counters(self) -> Counters:
+        """See ``Strategy``."""
+        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
 
-    def _take_up(self, file: Path, device: torch.device) -> None:
-        state = torch.load(file, map_location=device, weights_only=True)
-        for name, value in state["weights"].items():
-            self._weights.replace(name, value)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scale.take_up(state["loss_scale"])
+    @torch.no_grad()
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        self._optimizer_steps = reader.counters.optimizer_steps
+        self._scale.take_up(reader.counters.loss_scale)
+        for name, parameter in self._weights.parameters.items():
+            state = reader.state(name)
+            self._weights.replace(name, self._part(state.weight))
+            if reader.has_moments:
+                for key, moment in begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
+                    moment.copy_(self._part(state.moments[key]))
 
     def close(self) -> None:
         """See ``Strategy``."""

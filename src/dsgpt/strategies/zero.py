@@ -5,21 +5,20 @@ that they are the same objects as the baseline's; DeepSpeed shards, reduces, cli
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.clipping import global_norm
-from dsgpt.optimization.optimizer import STATE_NAMES, set_learning_rate
+from dsgpt.optimization.optimizer import set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
-from dsgpt.strategies.base import ParamState, StateTensors, StepResult, to_device
-from dsgpt.strategies.deepspeed_files import load_engine, save_engine
+from dsgpt.strategies.base import StateTensors, StepResult, to_device
 from dsgpt.strategies.deepspeed_setup import (
     build_deepspeed_optimizer,
     engine_config,
@@ -27,10 +26,12 @@ from dsgpt.strategies.deepspeed_setup import (
     repeat_counting,
 )
 from dsgpt.strategies.deepspeed_state import deepspeed_state
+from dsgpt.strategies.engine_state import EngineState
 from dsgpt.strategies.gradient_sum import GradientSum
 from dsgpt.strategies.initial_weights import initialize_whole
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.sharded_model import build_sharded
+from dsgpt.strategies.sharded_state import iter_sharded_state, load_sharded_state
 
 
 class Zero:
@@ -56,6 +57,8 @@ class Zero:
             config=ours,
             mpu=self._spread(model, config),
         )
+        self._engine_state = None if self._stage == 3 else EngineState(self._optimizer, self._parameters)
+        self._optimizer_steps = 0
         self._gradient_sum: GradientSum | None = None
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()
@@ -122,6 +125,7 @@ class Zero:
         loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies))
         # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
+        self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
         return StepResult(loss=loss_mean, grad_norm=norm / own_factor, lr=lr, skipped=torch.tensor(overflow))
 
@@ -177,50 +181,15 @@ class Zero:
 
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
         """See ``Strategy``; a parameter that is split over ranks is gathered, one at a time."""
-        self._link_moments()
-        for name, parameter in self._parameters.items():
-            yield name, self._full_state(parameter)
-
-    def _link_moments(self) -> None:
-        """Let DeepSpeed find every moment.
-
-        Stages 1 and 2 link the moments of all parameter groups after the first group's first step, when the others have
-        none yet, and never again (``_lazy_init_hp_params_optimizer_state``, called in ``_optimizer_step``).
-        """
-        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _full_state(self, parameter: nn.Parameter) -> ParamState:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: PLC0415
-
-        if self._stage == 0:
-            weight, moments = self._unsharded_state(parameter)
-            return ParamState(weight, *(moments.get(key) for key in STATE_NAMES))
-        weight = safe_get_full_fp32_param(parameter)
-        moments = {}
-        if self._moments_exist():
-            moments = {key: safe_get_full_optimizer_state(parameter, key) for key in STATE_NAMES}
-        return ParamState(weight.view(self._shape(parameter)), *(moments.get(key) for key in STATE_NAMES))
-
-    def _moments_exist(self) -> bool:
-        optimizer = self._optimizer.optimizer
-        return any("exp_avg" in state for state in optimizer.state.values())
+        if self._stage == 3:
+            yield from iter_sharded_state(self._optimizer, self._parameters)
+        else:
+            yield from self._engine_state.iterate()
 
     @staticmethod
     def _shape(parameter: nn.Parameter) -> torch.Size:
         """The whole parameter's shape; ZeRO-3 leaves an empty tensor where the parameter was."""
         return getattr(parameter, "ds_shape", parameter.shape)
-
-    def _unsharded_state(self, parameter: nn.Parameter) -> tuple[Tensor, dict[str, Tensor]]:
-        """Stage 0, which DeepSpeed's accessors do not know: fp32 parameters, or fp32 masters beside low ones."""
-        if self._precision == "fp32":
-            return parameter.detach(), self._optimizer.state.get(parameter, {})
-        for low_group, high_group in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
-            for low, high in zip(low_group, high_group, strict=True):
-                if low is parameter:
-                    return high.detach(), self._optimizer.optimizer.state.get(high, {})
-        raise KeyError("the parameter belongs to no optimizer group")
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``; stage 3 leaves none whole but those too small to be worth splitting."""
@@ -232,19 +201,23 @@ class Zero:
         """See ``Strategy``."""
         return deepspeed_state(self._optimizer, self._parameters.values())
 
-    def save(self, folder: Path) -> None:
-        """See ``Strategy``. The files are DeepSpeed's own, which its ``zero_to_fp32.py`` reads too."""
-        save_engine(self._engine, folder, ours={"loss_scale": self._scale.state()})
+    def counters(self) -> Counters:
+        """See ``Strategy``."""
+        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
 
-    def load(self, folder: Path) -> None:
-        """See ``Strategy``.
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        self._optimizer_steps = reader.counters.optimizer_steps
+        self._scale.take_up(reader.counters.loss_scale)
+        if self._stage == 3:
+            load_sharded_state(self._optimizer, self._parameters, reader)
+        else:
+            self._engine_state.load(reader, part=self._part)
+        repeat_counting(self._optimizer, steps=self._optimizer_steps)
 
-        Raises:
-            FileNotFoundError: DeepSpeed found no checkpoint of this many ranks in ``folder``.
-        """
-        ours = load_engine(self._engine, folder)
-        repeat_counting(self._optimizer)
-        self._scale.take_up(ours["loss_scale"])
+    def _part(self, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
+        """What this rank's data group holds of a whole parameter, or of a moment of it."""
+        return whole
 
     def close(self) -> None:
         """See ``Strategy``."""

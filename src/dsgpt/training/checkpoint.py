@@ -1,8 +1,7 @@
-"""One checkpoint of a run: the strategy's state, the whole weights, the random states and the tokenizer together.
+"""One checkpoint of a run: the state of training, the random states and the tokenizer together.
 
-Ranks write at the same time and then compare notes, so that a failure of one is the failure of all, with its reason,
-and nobody waits for a rank that has given up. This holds as long as none gives up where others wait for it: a strategy
-raises an ``OSError`` only after the last collective of its ``save``.
+Ranks write and then compare notes, so that a failure of one is the failure of all, with its reason, and nobody waits
+for a rank that has given up.
 """
 
 import contextlib
@@ -17,10 +16,12 @@ import torch
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
-from dsgpt.checkpointing.writing import reason_of, require_room, save_tensors, try_to_write
+from dsgpt.checkpointing.training_state import write_training_state
+from dsgpt.checkpointing.writing import reason_of, require_room, try_to_write
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError, SaveError, UserError
 from dsgpt.files import write_json_atomic
+from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
@@ -41,7 +42,7 @@ def save_checkpoint(
 
     Args:
         config: the run.
-        strategy: writes its own files.
+        strategy: has the state.
         device: of this rank.
         state: where the run stands.
         fixed: what must agree when it is resumed.
@@ -53,6 +54,7 @@ def save_checkpoint(
         NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
     """
     folder, is_main = store.partial_folder(config.run_dir, state.step), config.topology.is_main
+    spoiled: list[str] = []
 
     def open_folder() -> None:
         prepare()
@@ -60,22 +62,19 @@ def save_checkpoint(
             store.begin(config.run_dir, state.step)
             _require_room_for_another(config.run_dir)
 
-    def write_own_part() -> None:
-        strategy.save(folder)
-        save_random_state(folder, rank=config.topology.rank, device=device)
-
     def complete() -> None:
         if is_main:
-            _write_model(config, weights, folder)
+            write_json_atomic(folder / store.MODEL, config.model.as_dict())
+            _copy_tokenizer(config, folder)
             about = _about(config, fixed=fixed, run_id=run_id)
             store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
 
     with _removed_after_failure(folder, is_main=is_main):
         _together(open_folder)
         _together(lambda: try_to_write(folder, rank=config.topology.rank))
-        _together(write_own_part)
-        weights = whole_weights(strategy, keep=is_main)
-        _refuse_non_finite(weights, step=state.step)
+        _together(lambda: save_random_state(folder, rank=config.topology.rank, device=device))
+        _together(lambda: spoiled.extend(_write_state(config, strategy, folder)))
+        _refuse_non_finite(spoiled, step=state.step)
         _together(complete)
 
 
@@ -99,9 +98,8 @@ def _together(action: Callable[[], None]) -> None:
 def _removed_after_failure(folder: Path, *, is_main: bool) -> Iterator[None]:
     try:
         yield
-    except (SaveError, NonFiniteError) as error:
-        alone = isinstance(error, SaveError) and error.alone  # then the others still write
-        if is_main and not alone:
+    except (SaveError, NonFiniteError):
+        if is_main:
             with contextlib.suppress(OSError):  # the reason of the failure may forbid this too; the next start does it
                 store.remove(folder)
         raise
@@ -114,29 +112,19 @@ def _require_room_for_another(run_dir: Path) -> None:
         require_room(run_dir, store.size_of(found[0]) if found else 0)
 
 
-def _refuse_non_finite(weights: dict[str, torch.Tensor], *, step: int) -> None:
+def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
     """The last update may have spoiled weights whose loss nobody has seen yet."""
-    spoiled = from_main([name for name, value in weights.items() if not torch.isfinite(value).all()])
-    if spoiled:
+    if spoiled := from_main(spoiled):
         raise NonFiniteError(
             f"step {step}: {', '.join(spoiled[:3])} became NaN or infinite: training stopped, and this state is not "
             "saved; lower the learning rate or lengthen the warm-up"
         )
 
 
-def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Every weight in fp32 on the CPU where ``keep``, nothing elsewhere; collective."""
-    weights = {}
-    for name, parameter in strategy.iter_state():
-        if keep:
-            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
-    return weights
-
-
-def _write_model(config: RunConfig, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    save_tensors(weights, folder / store.WEIGHTS)
-    write_json_atomic(folder / store.MODEL, config.model.as_dict())
-    _copy_tokenizer(config, folder)
+def _write_state(config: RunConfig, strategy: Strategy, folder: Path) -> list[str]:
+    states, counters = strategy.iter_state(), strategy.counters()
+    shapes = parameter_shapes(config.model)
+    return write_training_state(folder, states, counters, shapes=shapes, writes=config.topology.is_main)
 
 
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
@@ -154,6 +142,7 @@ def _about(config: RunConfig, *, fixed: dict[str, Any], run_id: str | None) -> d
     return {
         "strategy": config.strategy_name,
         "topology": asdict(config.topology),
+        "device": config.device,
         "versions": software_versions(),
         "precision": config.precision,
         "run_id": run_id,

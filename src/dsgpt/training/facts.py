@@ -161,7 +161,8 @@ CHANGEABLE = {
 """What ``--allow_changed`` may name, and which of ``fixed_facts`` it lets through.
 
 Nothing lets through another model, seed, sequence length or global batch, with which a step would be other samples, nor
-another type of optimizer or another precision, which the strategy's own files are made for.
+another type of optimizer or another precision, whose state would be another. Who executes the run is no part of this:
+launcher, strategy, ranks, micro batch and accumulation may change as they like.
 """
 
 
@@ -184,6 +185,4 @@ def fixed_facts(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str
         "schedule": asdict(recipe.scheduler) if recipe.scheduler else None,
         "gradient clipping": recipe.gradient_clipping,
         "precision": config.precision,
-        "strategy": config.strategy_name,
-        "ranks": config.topology.world_size,
     }

@@ -15,7 +15,6 @@ from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.master_weights import DTYPES
 from dsgpt.telemetry.console import Console, duration
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE
-from dsgpt.training.checkpoint import whole_weights
 from dsgpt.training.journal import Journal
 
 
@@ -48,6 +47,15 @@ def measure_inference(
             f"{journal.record.inference['latency_sec']:.2f} s, {journal.record.inference['tokens_per_sec']:.0f} "
             "tokens/s (batch 1, greedy, key-value cache)"
         )
+
+
+def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Every weight in fp32 on the CPU where ``keep``, nothing elsewhere; collective."""
+    weights = {}
+    for name, parameter in strategy.iter_state():
+        if keep:
+            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
+    return weights
 
 
 def _latency(config: RunConfig, device: torch.device, weights: dict[str, torch.Tensor]) -> dict[str, Any] | None:

@@ -1,11 +1,12 @@
 """What ``--resume`` goes on from: the newest checkpoint that is whole, if this run may go on from it."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.checkpointing.training_state import StateReader
 from dsgpt.config import RunConfig
 from dsgpt.errors import UserError
 from dsgpt.problems import Problems
@@ -29,6 +30,8 @@ class Start:
     """What ``--allow_changed`` let through now and at earlier resumes, as in ``RunState``."""
     run_id: str | None = None
     """Of the run to go on with."""
+    same_ranks: bool = True
+    """The checkpoint was made by as many ranks, each with the same part in the work, whose random streams go on."""
 
 
 def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems) -> Start:
@@ -50,6 +53,7 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
     if checkpoint is None:
         return Start(messages=(f"--resume: {config.run_dir} holds no checkpoint yet; starting fresh",))
     manifest, state = store.parse_manifest(checkpoint), read_run_state(checkpoint)
+    same_ranks = _has_same_ranks(config, manifest)
     changes = _compare(config, store.fixed_in(manifest, checkpoint), fixed, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
         problems.add(
@@ -61,12 +65,37 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
         refused=tuple(path for path, _ in refused),
         messages=(
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
-            f"resuming from {checkpoint}",
+            _taken_up(config, checkpoint, manifest, same_ranks=same_ranks),
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
         ),
         changes=(*state.changes, *({"step": state.step, **one} for one in changes)),
         run_id=manifest.get("run_id"),
+        same_ranks=same_ranks,
     )
+
+
+def _has_same_ranks(config: RunConfig, manifest: dict[str, Any]) -> bool:
+    """Whether every rank of this run has the part in the work that the rank of its number had in the checkpoint's."""
+    topology = manifest.get("topology", {})
+    same_split = topology.get("sizes") == asdict(config.topology.sizes)
+    same_number = topology.get("world_size") == config.topology.world_size
+    return same_split and same_number and manifest.get("device") == config.device
+
+
+def _taken_up(config: RunConfig, checkpoint: Path, manifest: dict[str, Any], *, same_ranks: bool) -> str:
+    """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, in short where nothing changed."""
+    saved_by = _by(manifest.get("strategy"), manifest.get("topology", {}).get("world_size"))
+    resumed_by = _by(config.strategy_name, config.topology.world_size)
+    line = f"resuming from {checkpoint}"
+    if saved_by != resumed_by:
+        line += f" ({saved_by}) as {resumed_by}"
+    if not same_ranks and config.model.dropout > 0:
+        line += "; dropout draws other masks than it would have there"
+    return line
+
+
+def _by(strategy: str, ranks: int) -> str:
+    return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
 
 
 def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Problems) -> Start | None:
@@ -100,6 +129,7 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
         try:
             store.fixed_in(store.read_manifest(checkpoint), checkpoint)
             read_run_state(checkpoint)
+            StateReader(checkpoint)
         except UserError as error:
             refused.append((checkpoint, str(error)))
         else:

@@ -9,11 +9,13 @@ import torch
 
 from dsgpt.checkpointing.random_state import load_random_state
 from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.checkpointing.training_state import StateReader
 from dsgpt.config import RunConfig
 from dsgpt.device import bring_up
 from dsgpt.errors import Interrupted, UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.interruption import Interruption
+from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.problems import Problems
 from dsgpt.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.strategies.base import Strategy
@@ -207,16 +209,28 @@ def _begin_files(config: RunConfig, console: Console, prepared: _Prepared, lock:
     return facts
 
 
-def _dropout_seed(config: RunConfig) -> int:
-    """Ranks that compute different activations draw different masks; tensor peers, which share them, draw the same."""
+def _dropout_seed(config: RunConfig, *, step: int = 0) -> int:
+    """Ranks that compute different activations draw different masks; tensor peers, which share them, draw the same.
+
+    Args:
+        config: the run.
+        step: that this process goes on from; where it cannot go on with the streams of its checkpoint, it must not
+            begin again with those of the run's first step.
+    """
     stream = config.topology.rank // config.topology.sizes.tensor
-    return (config.options.seed * 1_000_003 + stream) % 2**63  # what torch takes for a seed
+    return (config.options.seed * 1_000_003 + step * 1_000_000_007 + stream) % 2**63  # what torch takes for a seed
 
 
 def _write_config(config: RunConfig, facts: dict[str, Any]) -> None:
     options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config.options).items()}
     kept = ("command_line", "git_commit", "env", "data", "training_config", "deepspeed_config")
     write_json_atomic(config.run_dir / CONFIG_FILE, {"options": options, **{name: facts[name] for name in kept}})
+
+
+def _reader(config: RunConfig, checkpoint: Path) -> StateReader:
+    reader = StateReader(checkpoint)
+    reader.require_shapes(parameter_shapes(config.model))
+    return reader
 
 
 def _take_up(
@@ -232,8 +246,11 @@ def _take_up(
     if checkpoint is None:
         return 0, Journal(config, device, console, facts, first_step=0)
     state = read_run_state(checkpoint)
-    strategy.load(checkpoint)
-    load_random_state(checkpoint, rank=config.topology.rank, device=device)
+    strategy.load_state(_reader(config, checkpoint))
+    if prepared.start.same_ranks:
+        load_random_state(checkpoint, rank=config.topology.rank, device=device)
+    else:
+        torch.manual_seed(_dropout_seed(config, step=state.step))
     steps_file = config.run_dir / STEPS_FILE
     if config.topology.is_main and (damaged := drop_steps_after(steps_file, state.step)):
         console.say(f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}")

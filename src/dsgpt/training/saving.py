@@ -46,10 +46,8 @@ def saver(
         except SaveError as error:
             journal.save_failed()
             line = f"step {step:>6}/{config.total_steps}  not saved: {error}; earlier checkpoints are untouched"
-            if error.alone or needed or config.options.on_save_failure == "stop":
-                raise SaveError(
-                    f"{line}: make room or mend the folder, then continue with --resume", alone=error.alone
-                ) from error
+            if needed or config.options.on_save_failure == "stop":
+                raise SaveError(f"{line}: make room or mend the folder, then continue with --resume") from error
             console.say(f"{line}; going on (--on_save_failure continue)")
         else:
             console.say(f"step {step:>6}/{config.total_steps}  saved in {time.perf_counter() - started:.1f} s")

@@ -1,0 +1,190 @@
+"""What a checkpoint holds of training, in one form for every strategy: whole tensors in fp32, by canonical name.
+
+    model.safetensors        every weight
+    optimizer.safetensors    every moment, as ``NAME.exp_avg``; absent before the first step, and where there are none
+    training_state.json      what is no tensor: ``Counters``
+
+Whatever way a strategy splits a tensor, it writes it whole and takes its own part of it back, so that any strategy goes
+on from any other. Tensors pass one at a time: memory stays near the largest of them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsgpt.checkpointing import store
+from dsgpt.errors import UserError
+from dsgpt.files import write_json_atomic
+from dsgpt.model.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
+from dsgpt.optimization.optimizer import STATE_NAMES
+
+MOMENTS = "optimizer.safetensors"
+COUNTERS = "training_state.json"
+
+
+class ParamState(NamedTuple):
+    """What one parameter is in training, whole and in fp32, whatever way it is split."""
+
+    weight: Tensor
+    exp_avg: Tensor | None = None
+    """Adam's first moment; None before the first step and for SGD."""
+    exp_avg_sq: Tensor | None = None
+    """Adam's second moment."""
+    momentum_buffer: Tensor | None = None
+    """SGD's momentum; None before the first step, for SGD without momentum and for Adam."""
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """Those of ``STATE_NAMES`` that there are."""
+        return {name: value for name in STATE_NAMES if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What an optimizer knows besides tensors."""
+
+    optimizer_steps: int
+    """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
+    loss_scale: dict[str, float | int] | None = None
+    """Of fp16, as ``LossScale.state`` gives it; None in other precisions."""
+
+
+class StateWriter:
+    """Writes the state of training into the folder of a checkpoint; a context, complete and durable when it is left.
+
+    Args:
+        folder: of the checkpoint, in which none of the three files exists.
+        shapes: every canonical name with its whole shape.
+        counters: as they are at this step.
+
+    Raises:
+        OSError: from every method, where the file system refuses.
+    """
+
+    def __init__(self, folder: Path, shapes: Mapping[str, Sequence[int]], counters: Counters) -> None:
+        self._folder, self._shapes, self._counters = folder, shapes, counters
+        self._files = ExitStack()
+        self._weights = self._open(store.WEIGHTS, shapes)
+        self._moments: SafetensorsWriter | None = None
+
+    def _open(self, name: str, shapes: Mapping[str, Sequence[int]]) -> SafetensorsWriter:
+        announced = {tensor: (shape, torch.float32) for tensor, shape in shapes.items()}
+        return self._files.enter_context(SafetensorsWriter(self._folder / name, announced))
+
+    def put(self, name: str, state: ParamState) -> None:
+        """Write what one parameter is."""
+        moments = state.moments
+        if moments and self._moments is None:
+            shapes = {_moment(name, key): shape for name, shape in self._shapes.items() for key in moments}
+            self._moments = self._open(MOMENTS, shapes)
+        self._weights.put(name, state.weight.to("cpu"))
+        for key, value in moments.items():
+            self._moments.put(_moment(name, key), value.to("cpu"))
+
+    def __enter__(self) -> "StateWriter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
+        if error[0] is None:
+            write_json_atomic(self._folder / COUNTERS, asdict(self._counters))
+
+
+def write_training_state(
+    folder: Path,
+    states: Iterator[tuple[str, ParamState]],
+    counters: Counters,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+    writes: bool,
+) -> list[str]:
+    """Write what ``states`` gathers; collective.
+
+    Args:
+        folder: of the checkpoint.
+        states: ``iter_state`` of a strategy.
+        counters: of it.
+        shapes: every canonical name with its whole shape.
+        writes: whether this rank writes, or only takes part.
+
+    Returns:
+        Where this rank ``writes``, the names of weights that hold a NaN or infinity.
+
+    Raises:
+        OSError: the file system refuses; no other rank waits for this one any more.
+    """
+    spoiled = []
+    try:
+        if writes:
+            with StateWriter(folder, shapes, counters) as writer:
+                for name, state in states:
+                    writer.put(name, state)
+                    if not torch.isfinite(state.weight).all():
+                        spoiled.append(name)
+    finally:
+        for _ in states:  # the others gather with this rank to the end, whatever became of its files
+            pass
+    return spoiled
+
+
+def _moment(name: str, key: str) -> str:
+    return f"{name}.{key}"
+
+
+class StateReader:
+    """The state of training in a checkpoint; a tensor is read when it is asked for."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Look at what the files hold.
+
+        Raises:
+            UserError: they are not those of a checkpoint of this version.
+        """
+        self.checkpoint = checkpoint
+        self.counters = _read_counters(checkpoint / COUNTERS)
+        self._weights = open_safetensors(checkpoint / store.WEIGHTS)
+        moments = checkpoint / MOMENTS
+        self._moments = open_safetensors(moments) if moments.exists() else {}
+        self._keys = [key for key in STATE_NAMES if any(name.endswith(f".{key}") for name in self._moments)]
+        expected = {_moment(name, key) for name in self._weights for key in self._keys}
+        if self._moments.keys() != expected:
+            raise UserError(f"{moments}: its tensors are not those of the weights in {checkpoint / store.WEIGHTS}")
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer had stepped, and keeps anything."""
+        return bool(self._keys)
+
+    def require_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Hold the tensors against a model.
+
+        Raises:
+            UserError: they are another model's.
+        """
+        wanted = {name: tuple(shape) for name, shape in shapes.items()}
+        found = {name: stored.shape for name, stored in self._weights.items()}
+        moments = {_moment(name, key): shape for name, shape in wanted.items() for key in self._keys}
+        if found != wanted or any(self._moments[name].shape != shape for name, shape in moments.items()):
+            raise UserError(f"{self.checkpoint}: its tensors are not those of this model")
+
+    def state(self, name: str) -> ParamState:
+        """What one parameter was, whole, on the CPU."""
+        moments = {key: _fp32(self._moments[_moment(name, key)]) for key in self._keys}
+        return ParamState(_fp32(self._weights[name]), **moments)
+
+
+def _fp32(stored: StoredTensor) -> Tensor:
+    return stored.read().float()
+
+
+def _read_counters(path: Path) -> Counters:
+    try:
+        return Counters(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: is no training state of this version ({error})") from error
