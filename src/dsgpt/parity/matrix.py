@@ -163,6 +163,7 @@ def core() -> list[Cell]:
         cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd"))
         if not strategy.fp32_only:
             cells.append(Cell(strategy=strategy.name, ranks=few, precision="bf16"))
+    cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
     four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
     return [*cells, *(Cell(strategy=name, ranks=4, optimizer=optimizer) for name in four for optimizer in OPTIMIZERS)]
 

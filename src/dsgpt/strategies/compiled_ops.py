@@ -31,7 +31,7 @@ def load_ops(*builders: str) -> None:
     """Load what DeepSpeed's ``builders`` make, compiling it where it is missing; DeepSpeed finds it loaded later.
 
     Args:
-        builders: names of classes of ``deepspeed.ops.op_builder``.
+        builders: names of classes of ``deepspeed.ops.op_builder``; one that another is linked against comes first.
 
     Raises:
         UserError: the folder for compiled code cannot be written.
@@ -59,8 +59,8 @@ def _load(builder: Any, folder: Path) -> None:
         builder._loaded_ops[builder.name] = module
     else:
         marker.unlink(missing_ok=True)
-        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)  # noqa: T201
-        builder.load(verbose=False)
+        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
+    builder.load(verbose=False)  # of what is loaded already, it only shows the symbols to those linked against it
 
 
 def _folder() -> Path:
