@@ -31,7 +31,7 @@ def load_ops(*builders: str) -> None:
     """Load what DeepSpeed's ``builders`` make, compiling it where it is missing; DeepSpeed finds it loaded later.
 
     Args:
-        builders: names of classes of ``deepspeed.ops.op_builder``; one that another is linked against comes first.
+        builders: names of classes of ``deepspeed.ops.op_builder``.
 
     Raises:
         UserError: the folder for compiled code cannot be written.
