@@ -13,7 +13,6 @@ from dsgpt.problems import Problems, did_you_mean
 
 ACCUMULATIONS = (1, 3)
 OPTIMIZERS = ("adamw", "sgd")
-PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +138,11 @@ def _cells(strategy: TestedStrategy) -> Iterable[Cell]:
     if not strategy.whole:
         yield Cell(strategy=strategy.name, ranks=few)
         return
-    settings = itertools.product(strategy.ranks, PRECISIONS, OPTIMIZERS, ACCUMULATIONS)
-    for ranks, precision, optimizer, accumulation in settings:
-        yield Cell(
-            strategy=strategy.name, ranks=ranks, accumulation=accumulation, optimizer=optimizer, precision=precision
-        )
+    for ranks in strategy.ranks:
+        for optimizer, accumulation in itertools.product(OPTIMIZERS, ACCUMULATIONS):
+            yield Cell(strategy=strategy.name, ranks=ranks, accumulation=accumulation, optimizer=optimizer)
+        yield Cell(strategy=strategy.name, ranks=ranks, accumulation=1, precision="bf16")
+        yield Cell(strategy=strategy.name, ranks=ranks, optimizer="sgd", precision="bf16")
     yield Cell(strategy=strategy.name, ranks=few, precision="fp16")
     yield Cell(strategy=strategy.name, ranks=few, option="activation checkpointing")
     yield Cell(strategy=strategy.name, ranks=few, option="compile")
@@ -163,6 +162,7 @@ def core() -> list[Cell]:
         cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd"))
         if not strategy.fp32_only:
             cells.append(Cell(strategy=strategy.name, ranks=few, precision="bf16"))
+    cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
     four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
     return [*cells, *(Cell(strategy=name, ranks=4, optimizer=optimizer) for name in four for optimizer in OPTIMIZERS)]
 

@@ -41,26 +41,38 @@ def load_ops(*builders: str) -> None:
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / ".dsgpt-lock"), _built_in(folder):
+        with _alone(folder / ".dsgpt-lock"), _built_in(folder), _complete_ones_as_they_are(folder):
             for name in builders:
-                _load(get_accelerator().create_op_builder(name), folder)
+                get_accelerator().create_op_builder(name).load(verbose=False)
     except OSError as error:
         raise UserError(
             f"{folder}: compiled code cannot be kept there ({error.strerror}): name another folder in {_ROOT}"
         ) from error
 
 
-def _load(builder: Any, folder: Path) -> None:
-    library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
-    if library.exists() and not marker.exists():
-        spec = importlib.util.spec_from_file_location(builder.name, library)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        builder._loaded_ops[builder.name] = module
-    else:
+@contextlib.contextmanager
+def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
+    """Let DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
+    from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
+
+    compile_and_load = OpBuilder.jit_load
+
+    def jit_load(builder: Any, verbose: bool = False) -> Any:
+        library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
+        if library.exists() and not marker.exists():
+            spec = importlib.util.spec_from_file_location(builder.name, library)
+            module = OpBuilder._loaded_ops[builder.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
         marker.unlink(missing_ok=True)
         print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
-        builder.load(verbose=False)
+        return compile_and_load(builder, verbose)
+
+    OpBuilder.jit_load = jit_load
+    try:
+        yield
+    finally:
+        OpBuilder.jit_load = compile_and_load
 
 
 def _folder() -> Path:

@@ -23,7 +23,7 @@ class ZeroNvme(Zero):
 
     def _engine_config(self, config: RunConfig) -> dict[str, Any]:
         ours = super()._engine_config(config)
-        load_ops("AsyncIOBuilder", "PinMemoryBuilder")
+        load_ops("PinMemoryBuilder", "AsyncIOBuilder")
         self._swap_space = SwapSpace(ours, config.recipe, config.topology)
         return ours
 
