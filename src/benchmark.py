@@ -1,51 +1,58 @@
-"""Measure what the strategies do: ``python src/benchmark.py parity`` shows that all of them train the same model."""
+"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each goes on from any.
+
+Every measurement is a command of its own with its own flags; all of them leave a JSON record and a page made of it.
+"""
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from dsgpt.any_to_any import command as any_to_any
+from dsgpt.any_to_any.matrix import PAIRS, SEED
 from dsgpt.cli_reader import Parser, Reader, read_words
 from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from dsgpt.parity.command import ParityOptions, make_page, run_parity
+from dsgpt.parity import command as parity
 from dsgpt.parity.matrix import STRATEGIES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DESCRIPTION = """\
+DESCRIPTIONS = {
+    "parity": """\
 parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
 AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
-is caught. Exit code 0: all are equal and all bugs were caught; 1: not so."""
-EXAMPLES = f"""\
+is caught. Exit code 0: all are equal and all bugs were caught; 1: not so.""",
+    "resume": """\
+resume: let every strategy take up one and the same checkpoint and write it again, which must give the same bytes; and
+let pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must
+give the losses of a run that nobody disturbed. Exit code 0: they do; 1: not so.""",
+}
+EXAMPLES = {
+    "parity": f"""\
 examples:
   python src/benchmark.py parity
   python src/benchmark.py parity --core
   python src/benchmark.py parity --only zero1 zero3 --ranks 2
   python src/benchmark.py parity --table-from checkpoint/parity/parity.json
 
-strategies: {", ".join(STRATEGIES)}"""
+strategies: {", ".join(STRATEGIES)}""",
+    "resume": """\
+examples:
+  python src/benchmark.py resume
+  python src/benchmark.py resume --pairs 100 --seed 1
+  python src/benchmark.py resume --table-from checkpoint/resume/resume.json""",
+}
 
 
 def main() -> int:
     """Read the flags and run; the exit code comes back."""
+    words = sys.argv[1:]
+    what = words[0] if words and words[0] in COMMANDS else ""
     try:
         reader = Reader()
-        parser = _build_parser(reader)
-        flags = read_words(parser, reader, sys.argv[1:], elsewhere={})
+        parser = _parser(what, reader)
+        flags = read_words(parser, reader, words, elsewhere={})
         reader.problems.raise_if_any()
-        page = flags.page or (flags.table_from or flags.output).with_suffix(".md")
-        if flags.table_from:
-            make_page(flags.table_from, page)
-            print(page)
-            return EXIT_DONE
-        options = ParityOptions(
-            ranks=flags.ranks or (),
-            only=flags.only or (),
-            core=flags.core,
-            output=flags.output,
-            page=page,
-            keep=flags.keep,
-            device=flags.device,
-        )
-        return run_parity(options, repository=REPOSITORY)
+        return COMMANDS[what](flags)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -55,14 +62,23 @@ def main() -> int:
         return EXIT_USER_ERROR
 
 
-def _build_parser(reader: Reader) -> Parser:
+def _parser(what: str, reader: Reader) -> Parser:
+    """For one measurement; for none of them where the first word names none."""
     parser = Parser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
+        epilog=EXAMPLES[what] if what else "flags: python src/benchmark.py parity --help, and so on",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("parity",), help="what to measure")
+    parser.add_argument("what", choices=tuple(COMMANDS), help="what to measure")
+    if what == "parity":
+        _add_parity_flags(parser, reader)
+    elif what == "resume":
+        _add_resume_flags(parser, reader)
+    return parser
+
+
+def _add_parity_flags(parser: Parser, reader: Reader) -> None:
     parser.add_argument(
         "--ranks",
         type=reader.whole("--ranks", low=1),
@@ -81,12 +97,36 @@ def _build_parser(reader: Reader) -> Parser:
         metavar="KIND",
         help="cpu, where every machine can run everything, or cuda with a GPU for each rank (default: cpu)",
     )
+    _add_output_flags(parser, "parity")
+
+
+def _add_resume_flags(parser: Parser, reader: Reader) -> None:
+    parser.add_argument(
+        "--pairs",
+        type=reader.whole("--pairs", low=0),
+        default=PAIRS,
+        metavar="N",
+        help=f"how many pairs of strategies (default: {PAIRS})",
+    )
+    parser.add_argument(
+        "--seed",
+        type=reader.whole("--seed", low=0),
+        default=SEED,
+        metavar="N",
+        help=f"that the pairs are drawn with (default: {SEED}, as in docs/resume.md)",
+    )
+    parser.add_argument("--core", action="store_true", help="only what `make test` runs")
+    _add_output_flags(parser, "resume")
+
+
+def _add_output_flags(parser: Parser, what: str) -> None:
+    record = Path("checkpoint") / what / f"{what}.json"
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("checkpoint/parity/parity.json"),
+        default=record,
         metavar="RECORD",
-        help="the record to write (default: checkpoint/parity/parity.json)",
+        help=f"the record to write (default: {record.as_posix()})",
     )
     parser.add_argument("--page", type=Path, metavar="MD", help="the page to write (default: beside the record)")
     parser.add_argument(
@@ -95,7 +135,49 @@ def _build_parser(reader: Reader) -> Parser:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="leave recipes, logs and measurements of every training there"
     )
-    return parser
+
+
+def _page(flags: argparse.Namespace) -> Path:
+    return flags.page or (flags.table_from or flags.output).with_suffix(".md")
+
+
+def _parity(flags: argparse.Namespace) -> int:
+    if flags.table_from:
+        return _only_page(parity.make_page, flags)
+    options = parity.ParityOptions(
+        ranks=flags.ranks or (),
+        only=flags.only or (),
+        core=flags.core,
+        output=flags.output,
+        page=_page(flags),
+        keep=flags.keep,
+        device=flags.device,
+    )
+    return parity.run_parity(options, repository=REPOSITORY)
+
+
+def _resume(flags: argparse.Namespace) -> int:
+    if flags.table_from:
+        return _only_page(any_to_any.make_page, flags)
+    options = any_to_any.ResumeOptions(
+        pairs=flags.pairs,
+        seed=flags.seed,
+        core=flags.core,
+        output=flags.output,
+        page=_page(flags),
+        keep=flags.keep,
+    )
+    return any_to_any.run_resume(options, repository=REPOSITORY)
+
+
+def _only_page(make_page: Callable[[Path, Path], None], flags: argparse.Namespace) -> int:
+    page = _page(flags)
+    make_page(flags.table_from, page)
+    print(page)
+    return EXIT_DONE
+
+
+COMMANDS = {"parity": _parity, "resume": _resume}
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def run_parity(options: ParityOptions, *, repository: Path) -> int:
     cells = _choose(options, console)
     started, results = time.perf_counter(), []
     with ExitStack() as held:
-        folder = _work_folder(options.keep, held)
+        folder = work_folder(options.keep, held, prefix="dsgpt-parity-")
         suite = Suite(folder, repository=repository, device=options.device)
         console.say(f"{len(cells)} trainings; the text and the references come first")
         progress = console.progress(total=len(cells), what="parity", unit="training")
@@ -107,9 +107,14 @@ def _choose(options: ParityOptions, console: Console) -> list[Cell]:
     return cells
 
 
-def _work_folder(keep: Path | None, held: ExitStack) -> Path:
+def work_folder(keep: Path | None, held: ExitStack, *, prefix: str) -> Path:
+    """The new folder ``keep``; without, one with that prefix that ``held`` removes.
+
+    Raises:
+        UserError: ``keep`` exists.
+    """
     if keep is None:
-        return Path(held.enter_context(tempfile.TemporaryDirectory(prefix="dsgpt-parity-")))
+        return Path(held.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
     try:
         keep.mkdir(parents=True)
     except FileExistsError as error:

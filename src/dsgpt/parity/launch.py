@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dsgpt.files import write_json_atomic
@@ -35,6 +35,9 @@ class Assignment:
     flags: list[str]
     bug: str = ""
     reference: bool = False
+    call: str = ""
+    """``module:function`` to call with flags, folder and ``arguments`` instead of training the cell."""
+    arguments: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -63,16 +66,22 @@ def launch_command(launcher: str, ranks: int) -> list[str]:
 
 
 def run_job(
-    launch: Launch, assignments: Sequence[Assignment], *, job_file: Path, device: str
+    launch: Launch,
+    assignments: Sequence[Assignment],
+    *,
+    job_file: Path,
+    device: str,
+    imports: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Run ``assignments`` one after the other; the index and seconds of each come as soon as all its ranks are done.
 
-    What does not come was lost with its launch; ``job_file`` with the suffix ``.log`` holds what was said.
+    What does not come was lost with its launch; ``job_file`` with the suffix ``.log`` holds what was said. ``imports``
+    are made once for all, by default what the launcher's own strategies need.
     """
     job = {
         "device": device,
         "runner": os.getpid(),
-        "imports": IMPORTS[launch.launcher],
+        "imports": list(imports or IMPORTS[launch.launcher]),
         "cells": [asdict(assignment) for assignment in assignments],
     }
     write_json_atomic(job_file, job)

@@ -72,7 +72,11 @@ def _run(cell: dict[str, Any], rank: int) -> None:
     """Train one cell in this process; its end, whatever it is, goes to the rank's file."""
     folder = Path(cell["folder"])
     try:
-        run_cell(cell["flags"], folder, bug=cell["bug"], reference=cell["reference"])
+        if cell["call"]:
+            module, function = cell["call"].split(":")
+            getattr(importlib.import_module(module), function)(cell["flags"], folder, **cell["arguments"])
+        else:
+            run_cell(cell["flags"], folder, bug=cell["bug"], reference=cell["reference"])
     except UserError as error:
         _write_end(folder, rank, status="refused", message="\n".join(error.problems))
     except Exception as error:  # noqa: BLE001 - every failure of a cell is a result of the suite
