@@ -31,8 +31,8 @@ Generated from `{source}` by `python src/benchmark.py resume --table-from {sourc
 `python src/benchmark.py resume` runs it on your machine.
 
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
-  {work["saved"]} steps and saves, another one goes on with `--resume` for {work["steps"] - work["saved"]} more, on other
-  ranks and with other accumulation. Every loss is compared with a baseline that nobody disturbed; allowed are
+  {work["saved"]} steps and saves, another one goes on with `--resume` for {work["steps"] - work["saved"]} more, on
+  other ranks and with other accumulation. Every loss is compared with a baseline that nobody disturbed; allowed are
   {record["bound"]:g}, at every step and in the last validation.
 * **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy takes up one and the same checkpoint and
   writes it again; the two checkpoints must be equal, byte for byte, and what the ranks compute with must be the
@@ -42,7 +42,8 @@ Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["devic
 torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit `{record["git_commit"]}`,
 {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes. Work: {work["global_batch_size"]} sequences of
 {work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers of width
-{work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from {record["reference"]["first_loss"]:.3f} to
+{work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
+{record["reference"]["first_loss"]:.3f} to
 {record["reference"]["last_loss"]:.3f}."""
 
 
