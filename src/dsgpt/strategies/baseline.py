@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from dsgpt.checkpointing.writing import save_object
 from dsgpt.config import RunConfig
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.initial_weights import initialize_whole
@@ -24,7 +25,7 @@ class Baseline(TorchStrategy):
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``."""
-        torch.save(self._state(), folder / _STATE_FILE)
+        save_object(self._state(), folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``."""

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from dsgpt.checkpointing.writing import save_object
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.strategies.base import StateTensors
@@ -74,7 +75,7 @@ class Ddp(TorchStrategy):
     def save(self, folder: Path) -> None:
         """See ``Strategy``. The ranks hold the same, so one file serves them all."""
         if self._writes:
-            torch.save(self._state(), folder / _STATE_FILE)
+            save_object(self._state(), folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dsgpt.checkpointing.writing import save_object
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2
@@ -80,7 +81,7 @@ class Fsdp(TorchStrategy):
 
     def save(self, folder: Path) -> None:
         """See ``Strategy``. A file per rank, with its shards."""
-        torch.save(self._state(), folder / self._state_file)
+        save_object(self._state(), folder / self._state_file)
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsgpt.checkpointing.writing import save_object
 from dsgpt.optimization.optimizer import STATE_NAMES
 from dsgpt.strategies.base import ParamState
 
@@ -57,7 +58,7 @@ def save_swapped(optimizer: Any, folder: Path, *, rank: int) -> None:
             state = optimizer.optimizer.state.get(flat, {})
             # A copy, because torch saves whole storages, and these are of buffers.
             kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-            torch.save({"weight": flat.detach().clone(), "state": kept}, _file(folder, rank, index))
+            save_object({"weight": flat.detach().clone(), "state": kept}, _file(folder, rank, index))
 
 
 @torch.no_grad()

@@ -16,7 +16,13 @@ from dsgpt.config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.clipping import global_norm
-from dsgpt.optimization.optimizer import STATE_NAMES, build_optimizer, parameter_groups, set_learning_rate
+from dsgpt.optimization.optimizer import (
+    STATE_NAMES,
+    build_optimizer,
+    keep_settings,
+    parameter_groups,
+    set_learning_rate,
+)
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.process_group import sum_over_ranks
 from dsgpt.strategies.base import ParamState, StateTensors, StepResult, optimizer_tensors, to_device
@@ -140,7 +146,8 @@ class TorchStrategy:
         state = torch.load(file, map_location=device, weights_only=True)
         for name, value in state["weights"].items():
             self._weights.replace(name, value)
-        self._optimizer.load_state_dict(state["optimizer"])
+        with keep_settings(self._optimizer):  # the state is the checkpoint's, the settings are the recipe's
+            self._optimizer.load_state_dict(state["optimizer"])
         self._scale.take_up(state["loss_scale"])
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dsgpt.checkpointing.writing import save_object
 from dsgpt.config import RunConfig
 from dsgpt.strategies.base import ParamState
 from dsgpt.strategies.compiled_ops import load_ops
@@ -40,7 +41,7 @@ class ZeroNvme(Zero):
     def save(self, folder: Path) -> None:
         """See ``Strategy``; not in DeepSpeed's format, from which it could not be loaded again."""
         save_swapped(self._optimizer, folder, rank=self._rank)
-        torch.save(self._scale.state(), folder / self._scale_file)
+        save_object(self._scale.state(), folder / self._scale_file)
 
     def load(self, folder: Path) -> None:
         """See ``Strategy``.
