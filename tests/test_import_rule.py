@@ -32,7 +32,7 @@ LAYERS = [
     },
     {"model", "data", "optimization", "device", "process_group"},
     {"telemetry"},
-    {"length", "combinations", "cli_flags", "init_from"},
+    {"length", "combinations", "cli_flags", "init_from", "planning"},
     {"config", "cli"},
     {"checkpointing"},
     {"strategies"},

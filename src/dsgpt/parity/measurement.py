@@ -54,6 +54,10 @@ class Measurement:
         value = value.detach().cpu().contiguous()
         self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
 
+    def cost(self, cost: dict[str, Any]) -> None:
+        """Note what a step cost: see ``dsgpt.parity.cost.compared``."""
+        self._facts["cost"] = cost
+
     def write(self, folder: Path, *, rank: int) -> None:
         """Write the rank's file, and the tensors beside it where there are any."""
         if self._tensors:

@@ -8,12 +8,14 @@ import torch
 from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.device import bring_up
+from dsgpt.parity.cost import compared
 from dsgpt.parity.measurement import Measurement, WatchedBatches, full_gradient
 from dsgpt.parity.planted import plant
 from dsgpt.parity.reference import train_reference
 from dsgpt.process_group import barrier, joined
 from dsgpt.strategies.base import StepResult, Strategy
 from dsgpt.strategies.build import build_strategy
+from dsgpt.telemetry.cost import CostMeter
 from dsgpt.topology import read_topology
 from dsgpt.training.loop import training_batches
 
@@ -53,8 +55,14 @@ def _train(config: RunConfig, device: torch.device) -> Measurement:
 def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
     measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
     batches = WatchedBatches(training_batches(config, first_step=0))
+    costs = CostMeter(
+        lambda: strategy.state_tensors()._asdict(),
+        last_step=config.total_steps,
+        report=lambda cost: measurement.cost(compared(cost, config)),
+    )
     for step in range(1, config.total_steps + 1):
-        result = strategy.train_step(batches, step)
+        with costs.watch(step):
+            result = strategy.train_step(batches, step)
         measurement.step(
             loss=float(result.loss),
             grad_norm=float(result.grad_norm),

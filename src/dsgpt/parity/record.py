@@ -56,6 +56,7 @@ def _cell(result: Result) -> dict[str, Any]:
         "message": result.message or None,
         "measured": result.measured,
         "failures": result.failures,
+        "cost": result.cost or None,
     }
 
 

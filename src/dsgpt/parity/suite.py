@@ -26,6 +26,8 @@ class Result:
     failures: list[dict[str, Any]] = field(default_factory=list)
     message: str = ""
     """What a refusal or an error said."""
+    cost: dict[str, Any] = field(default_factory=dict)
+    """Bytes of model state and of communication, measured and by formula; see ``dsgpt.parity.cost``."""
 
     @property
     def as_expected(self) -> bool:
@@ -161,4 +163,11 @@ class Suite:
             replicas=STRATEGIES[cell.strategy].replicas,
         )
         status = "failed" if found.failures else "passed"
-        return Result(cell=cell, status=status, seconds=seconds, measured=found.measured, failures=found.failures)
+        return Result(
+            cell=cell,
+            status=status,
+            seconds=seconds,
+            measured=found.measured,
+            failures=found.failures,
+            cost=ends[0].get("cost", {}),
+        )

@@ -1,0 +1,118 @@
+"""How often ZeRO-3 gathers which parameter: DeepSpeed's ``PartitionedParameterCoordinator``, in numbers.
+
+A layer's parameters are gathered before its forward and its backward pass and freed after each, unless they are so
+small that they persist, or needed again so soon that they are kept. From the second step on DeepSpeed knows the order
+of all layers; it gathers ahead as far as ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters`` allow, and
+keeps what recurs within ``stage3_max_reuse_distance`` elements, or was seen while it looked ahead.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from dsgpt.planning.parameters import EMBEDDING, ParameterSize, model_parameters
+from dsgpt.planning.setup import Setup
+from dsgpt.planning.sharded import is_persistent
+
+Layer = tuple[ParameterSize, ...]
+"""The parameters that a module has for itself."""
+
+_NOTHING: Layer = ()
+"""A module without parameters: a block, dropout. DeepSpeed looks ahead there too."""
+
+
+def gathered(setup: Setup) -> list[ParameterSize]:
+    """Every parameter that one micro batch gathers, as many times as it does."""
+    return _Walk(setup, _order(setup)).gathered
+
+
+def _order(setup: Setup) -> list[Layer]:
+    """The modules of a forward and a backward pass, as they begin; the head is the embedding again.
+
+    With activation checkpointing a block runs forward once more in its backward pass.
+    """
+    parts = {part.name: part for part in model_parameters(setup.model)}
+    head: Layer = (parts[EMBEDDING],)
+    tail: Layer = (parts["ln_f.weight"], parts["ln_f.bias"])
+    positions: Layer = (parts["wpe.weight"],)
+    forward, backward = [_NOTHING, head, positions, _NOTHING], [_NOTHING, head, tail]
+    for layer in range(setup.model.n_layer):
+        forward += _block(parts, layer)
+    for layer in reversed(range(setup.model.n_layer)):
+        backward += _block_backward(parts, layer, recompute=setup.activation_checkpointing)
+    return [*forward, tail, head, *backward, _NOTHING, positions, head]
+
+
+def _block(parts: dict[str, ParameterSize], layer: int) -> list[Layer]:
+    ln_1, qkv, proj, ln_2, fc, back = _block_layers(parts, layer)
+    return [_NOTHING, ln_1, _NOTHING, qkv, proj, _NOTHING, ln_2, _NOTHING, fc, back, _NOTHING]
+
+
+def _block_backward(parts: dict[str, ParameterSize], layer: int, *, recompute: bool) -> list[Layer]:
+    ln_1, qkv, proj, ln_2, fc, back = _block_layers(parts, layer)
+    again = _block(parts, layer)[:-1] if recompute else []  # begins, and ends, when the last matrix needs its input
+    return [_NOTHING, _NOTHING, _NOTHING, back, *again, fc, ln_2, _NOTHING, _NOTHING, proj, qkv, ln_1]
+
+
+def _block_layers(parts: dict[str, ParameterSize], layer: int) -> list[Layer]:
+    names = ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")
+    return [tuple(parts[f"blocks.{layer}.{name}.{kind}"] for kind in ("weight", "bias")) for name in names]
+
+
+class _Walk:
+    """One forward and backward pass."""
+
+    def __init__(self, setup: Setup, order: Sequence[Layer]) -> None:
+        self._order = order
+        self._persistent = {part.name for layer in order for part in layer if is_persistent(setup, part)}
+        self._prefetch = setup.zero("stage3_prefetch_bucket_size", 50_000_000)
+        self._most_live = setup.zero("stage3_max_live_parameters", 10**9)
+        self._reuse = setup.zero("stage3_max_reuse_distance", 10**9)
+        self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
+        self._seen: dict[str, int] = {}
+        """Parameter to the last use that looking ahead has come across."""
+        self._available = set(self._persistent)
+        self._live = 0
+        self.gathered: list[ParameterSize] = []
+        for step, layer in enumerate(order):
+            self._use(step, layer)
+
+    def _use(self, step: int, layer: Layer) -> None:
+        for part in layer:
+            self._gather(part)
+        ahead = {part.name for part in layer if self._seen.get(part.name, -1) < step}
+        while ahead:
+            part, use = self._queue.popleft()
+            self._seen[part.name] = use
+            ahead.discard(part.name)
+        self._look_ahead()
+        self._release(step, layer)
+
+    def _gather(self, part: ParameterSize) -> None:
+        if part.name not in self._available:
+            self._available.add(part.name)
+            self._live += part.numel
+            self.gathered.append(part)
+
+    def _look_ahead(self) -> None:
+        room, taken, wanted = min(self._most_live - self._live, self._prefetch), 0, []
+        while self._queue and taken < room:
+            part, use = self._queue.popleft()
+            self._seen[part.name] = max(use, self._seen.get(part.name, use))
+            if part.name not in self._available and part not in wanted:
+                wanted.append(part)
+                taken += part.numel
+        for part in wanted:
+            self._gather(part)
+
+    def _release(self, step: int, layer: Layer) -> None:
+        kept = self._persistent | {part.name for part in layer if self._seen.get(part.name, -1) > step + 1}
+        passed = 0
+        for later in self._order[step + 1 :]:
+            if passed >= self._reuse:
+                break
+            kept |= {part.name for part in later}
+            passed += sum(part.numel for part in later)
+        for part in layer:
+            if part.name not in kept:
+                self._available.discard(part.name)
+                self._live -= part.numel

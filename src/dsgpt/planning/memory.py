@@ -1,0 +1,191 @@
+"""Model state of a rank in bytes, for every strategy: what ``cost`` in ``training_metrics.json`` measures.
+
+The formulas are of the implementation as it is: of this package, PyTorch 2.13 and DeepSpeed 0.19.8. P is the number of
+parameters of a rank (padded embedding rows count), w the bytes of a number in the precision of the activations (4 in
+fp32, 2 in bf16 and fp16), m what the optimizer keeps per weight (2 for Adam), N the ranks that divide it.
+Buckets, activations and what is gathered for a moment come on top; see ``ds_configs/README.md``.
+"""
+
+from dataclasses import dataclass
+
+from dsgpt.planning.flat_groups import FlatGroup, flat_groups, parts
+from dsgpt.planning.parameters import ParameterSize, total
+from dsgpt.planning.setup import FULL, Setup
+from dsgpt.planning.sharded import Shards, fsdp_elements, is_persistent, zero_piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """Bytes of one rank."""
+
+    parameters: int
+    """What the forward pass computes with, as it is kept between steps."""
+    gradients: int
+    """While the optimizer steps, when most of what is communicated has been freed."""
+    optimizer: int
+    """Moments, and a counter of 4 bytes for each tensor that torch's Adam steps on."""
+    master: int
+    """fp32 weights beside the parameters."""
+    off_device: tuple[str, ...] = ()
+    """Which of the four lie in host memory or in files of the run instead of on the device."""
+
+    @property
+    def total(self) -> int:
+        """All four, wherever they lie."""
+        return self.parameters + self.gradients + self.optimizer + self.master
+
+    @property
+    def on_device(self) -> int:
+        """Those that lie on the device."""
+        names = {"parameters", "gradients", "optimizer", "master"} - set(self.off_device)
+        return sum(getattr(self, name) for name in names)
+
+
+def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
+    """The model state of ``rank``."""
+    if setup.run_type in {"baseline", "ddp"}:
+        return _whole(setup)
+    if setup.run_type == "fsdp":
+        return _fsdp(setup)
+    stage, held = setup.recipe.zero_stage, setup.held(rank)
+    if stage == 0:
+        return _zero0(setup, held)
+    if stage == 3:
+        return _zero3(setup, held)
+    groups, part = flat_groups(held, setup.zero_ranks), _zero_rank(setup, rank)
+    if stage == 1 and setup.precision == "bf16" and setup.recipe.offload_optimizer == "none":
+        return _zero1_bf16(setup, held, groups)
+    return _zero12(setup, groups, part)
+
+
+def largest_model_state(setup: Setup) -> ModelState:
+    """That of the rank with the most."""
+    return max((model_state(setup, rank=rank) for rank in range(setup.world_size)), key=lambda state: state.total)
+
+
+def _zero_rank(setup: Setup, rank: int) -> int:
+    """The place of ``rank`` among those that divide the same parameters; tensor peers are the innermost dimension."""
+    return rank // setup.sizes.tensor % setup.zero_ranks
+
+
+def _optimizer(setup: Setup, elements: int, *, tensors: int) -> int:
+    """m x 4 bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
+    recipe = setup.recipe
+    counts = recipe.optimizer.type == "AdamW" and not setup.uses_deepspeed_adam
+    return setup.moments * FULL * elements + (FULL * tensors if counts else 0)
+
+
+def _whole(setup: Setup) -> ModelState:
+    """Baseline and DDP: wP, 4P, 4mP; and 4P of master weights unless in fp32. Gradients are summed up in fp32."""
+    held = setup.held(0)
+    elements = total(held)
+    return ModelState(
+        parameters=setup.low * elements,
+        gradients=FULL * elements,
+        optimizer=_optimizer(setup, elements, tensors=len(held)),
+        master=FULL * elements if setup.precision != "fp32" else 0,
+    )
+
+
+def _fsdp(setup: Setup) -> ModelState:
+    """FSDP: 4, 4 and 4m bytes for P/N elements, each parameter padded to as many rows on every rank.
+
+    The shards are fp32 in every precision: they are parameters and master copy in one.
+    """
+    held = setup.held(0)
+    elements = fsdp_elements(held, setup.world_size)
+    offloaded = setup.recipe.fsdp.cpu_offload
+    return ModelState(
+        parameters=FULL * elements,
+        gradients=FULL * elements,
+        optimizer=_optimizer(setup, elements, tensors=len(held)),
+        master=0,
+        off_device=("parameters", "gradients", "optimizer") if offloaded else (),
+    )
+
+
+def _zero0(setup: Setup, held: list[ParameterSize]) -> ModelState:
+    """ZeRO-0: as DDP in fp32. Else DeepSpeed keeps the low gradients beside those in fp32: wP + 4P of them."""
+    elements, mixed = total(held), setup.precision != "fp32"
+    return ModelState(
+        parameters=setup.low * elements,
+        gradients=(setup.low + FULL if mixed else FULL) * elements,
+        optimizer=_optimizer(setup, elements, tensors=len(held)),
+        master=FULL * elements if mixed else 0,
+    )
+
+
+def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]) -> ModelState:
+    """ZeRO-1 in bf16 (DeepSpeed's ``BF16_Optimizer``): all gradients twice, 2P + 4P; 4mP/N and 4P/N of the rest."""
+    whole, own = sum(group.padded for group in groups), parts(groups)
+    return ModelState(
+        parameters=setup.low * whole,
+        gradients=setup.low * total(held) + FULL * whole,
+        optimizer=_optimizer(setup, own, tensors=len(groups)),
+        master=FULL * own,
+    )
+
+
+def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
+    """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments, 4P/N of master weights, in fp32 too."""
+    own, offloaded = parts(groups), setup.recipe.offload_optimizer != "none"
+    gradients = _offloaded_gradients(setup, groups, rank) if offloaded else _own_gradients(setup, groups, rank)
+    return ModelState(
+        parameters=setup.low * sum(group.padded for group in groups),
+        gradients=gradients,
+        optimizer=_optimizer(setup, own, tensors=len(groups)),
+        master=FULL * own,
+        off_device=("gradients", "optimizer", "master") if offloaded else (),
+    )
+
+
+def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
+    """About 2 x 4P/N in fp32: the reduced gradients, and the flat copy that the optimizer steps on.
+
+    They are kept in one buffer of whole parameters: one that lies on the border of two ranks counts on both. The
+    optimizer steps on one group after the other, and the flat copy is of one group alone; a part within a single
+    parameter needs none. Without ``contiguous_gradients`` the group's own gradients are freed before its step. In bf16
+    and fp16 the reduced gradients are a flat fp32 buffer at once: 4P/N.
+    """
+    if setup.precision != "fp32":
+        return FULL * parts(groups)
+    if setup.zero("contiguous_gradients", True):
+        copies = (0 if group.is_one_piece(rank) else group.part for group in groups)
+        return FULL * (sum(group.touched(rank) for group in groups) + max(copies))
+    most = waiting = 0  # from the last group to the first: what waits for a group's step are those behind it
+    for group in reversed(groups):
+        most = max(most, waiting + (group.touched(rank) if group.is_one_piece(rank) else group.part))
+        waiting += group.touched(rank)
+    return FULL * most
+
+
+def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
+    """4P/N in host memory; with several micro batches their sum beside it, in fp32 of whole parameters."""
+    own = parts(groups)
+    if setup.gradient_accumulation_steps == 1:
+        return FULL * own
+    sums = sum(group.touched(rank) for group in groups) if setup.precision == "fp32" else own
+    return FULL * (own + sums)
+
+
+def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
+    """ZeRO-3: wP/N of parameters, and whole those that persist; 4mP/N, 4P/N; gradients twice, up to 8P/N.
+
+    The second copy of the gradients is what the optimizer steps on: one sub-group's at a time, or with offload all.
+    With offload to nvme what is large enough to be swapped lies in files, where no measurement of memory sees it.
+    """
+    shards = Shards.of(setup, held)
+    ranks = setup.zero_ranks
+    persistent = 0  # a single rank's pieces are the parameters
+    if ranks > 1:
+        persistent = sum(ranks * zero_piece(part, ranks) for part in held if is_persistent(setup, part))
+    offloaded = setup.recipe.offload_optimizer != "none"
+    second = shards.own if offloaded else max(shards.sub_groups)
+    moved = ("gradients", "optimizer", "master") if offloaded else ()
+    return ModelState(
+        parameters=setup.low * (shards.own + persistent),
+        gradients=FULL * (shards.own + second),
+        optimizer=_optimizer(setup, shards.own, tensors=len(shards.sub_groups)),
+        master=FULL * shards.own,
+        off_device=moved + (("parameters",) if setup.recipe.offload_param != "none" else ()),
+    )

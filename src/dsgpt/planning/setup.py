@@ -1,0 +1,102 @@
+"""What a plan is made for: a model, a recipe, ranks, a precision and a batch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsgpt.model.config import GPT2Config
+from dsgpt.planning.parameters import ParameterSize, model_parameters, on_tensor_rank
+from dsgpt.planning.stages import stage_parameters
+from dsgpt.recipe import Recipe
+from dsgpt.topology import ParallelSizes
+
+FULL = 4
+"""Bytes of an fp32 number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One way to train one model; such that ``config.resolve`` would accept it."""
+
+    run_type: str
+    """``baseline``, ``ddp``, ``fsdp`` or ``optimized``."""
+    model: GPT2Config
+    recipe: Recipe
+    world_size: int
+    """Ranks; the recipe's parallel sizes divide them."""
+    precision: str
+    """``fp32``, ``bf16`` or ``fp16``."""
+    micro_batch_size: int
+    """Sequences per data rank and forward pass."""
+    gradient_accumulation_steps: int
+    """Micro batches per optimizer step."""
+    seq_length: int
+    """Tokens per sequence."""
+    activation_checkpointing: bool = False
+    """Whether blocks are computed a second time in the backward pass."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """How the model is split; PyTorch's strategies do not split it."""
+        return self.recipe.parallel if self.run_type == "optimized" else ParallelSizes()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of them, that read different data."""
+        return self.world_size // self.sizes.ranks_per_copy
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that hold the same parameters, among which ZeRO divides and gradients are averaged.
+
+        Sequence ranks are among them: they read different positions with the same weights.
+        """
+        return self.data_parallel_size * self.sizes.sequence
+
+    @property
+    def low(self) -> int:
+        """Bytes of a number in the precision of parameters and activations."""
+        return FULL if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch whose activations a rank holds."""
+        return self.micro_batch_size * self.seq_length // self.sizes.sequence
+
+    def zero(self, key: str, default: Any) -> Any:
+        """The value of ``key`` in the recipe's block ``zero_optimization``."""
+        return self.recipe.raw.get("zero_optimization", {}).get(key, default)
+
+    def stages(self) -> list[list[ParameterSize]]:
+        """What a tensor rank of each pipeline stage holds of the model; one stage where there is no pipeline."""
+        if self.sizes.pipeline == 1:
+            dealt = [model_parameters(self.model)]
+        else:
+            partition = self.recipe.pipeline_partition
+            dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=partition)
+        return [on_tensor_rank(stage, self.sizes.tensor) for stage in dealt]
+
+    @property
+    def moments(self) -> int:
+        """Numbers that the optimizer keeps per weight: Adam's two, the momentum of SGD if it has one."""
+        if self.recipe.optimizer.type == "AdamW":
+            return 2
+        return int(self.recipe.optimizer.momentum > 0)
+
+    @property
+    def uses_deepspeed_adam(self) -> bool:
+        """Whether DeepSpeed's CPU Adam steps, which it does with optimizer offload unless told otherwise."""
+        optimizer = self.recipe.optimizer
+        offloaded = self.run_type == "optimized" and self.recipe.offload_optimizer != "none"
+        return offloaded and optimizer.type == "AdamW" and not optimizer.torch_adam
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of ``rank``; stages are the outermost dimension of the ranks."""
+        return rank * self.sizes.pipeline // self.world_size
+
+    def held(self, rank: int) -> list[ParameterSize]:
+        """What ``rank`` holds of the model, whole or in pieces."""
+        return self.stages()[self.stage(rank)]
+
+    def blocks(self, rank: int) -> int:
+        """Transformer blocks that ``rank`` computes."""
+        return sum(part.name.endswith(".ln_1.weight") for part in self.held(rank))

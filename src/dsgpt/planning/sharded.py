@@ -1,0 +1,55 @@
+"""How FSDP and ZeRO-3 cut parameters: each for itself, into as many pieces as there are ranks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dsgpt.planning.parameters import ParameterSize, optimizer_groups
+from dsgpt.planning.setup import Setup
+
+
+def fsdp_piece(part: ParameterSize, ranks: int) -> int:
+    """Elements of a rank's piece under FSDP: rows are dealt equally, and short pieces are padded."""
+    return part.numel // part.shape[0] * -(-part.shape[0] // ranks)
+
+
+def fsdp_elements(parameters: Iterable[ParameterSize], ranks: int) -> int:
+    """Elements of a rank's pieces of all ``parameters``."""
+    return sum(fsdp_piece(part, ranks) for part in parameters)
+
+
+def zero_piece(part: ParameterSize, ranks: int) -> int:
+    """Elements of a rank's piece under ZeRO-3: the flat parameter in equal pieces, the last one padded."""
+    return -(-part.numel // ranks)
+
+
+def is_persistent(setup: Setup, part: ParameterSize) -> bool:
+    """Whether ZeRO-3 keeps the parameter whole on every rank, because gathering it is not worth a message."""
+    return part.numel <= setup.zero("stage3_param_persistence_threshold", 100_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """ZeRO-3's pieces of one rank."""
+
+    sub_groups: tuple[int, ...]
+    """Elements of each group of pieces that the optimizer steps on at a time."""
+
+    @property
+    def own(self) -> int:
+        """Elements of all pieces."""
+        return sum(self.sub_groups)
+
+    @classmethod
+    def of(cls, setup: Setup, parameters: Sequence[ParameterSize]) -> "Shards":
+        """Those of ``parameters``; an optimizer group is cut where ``sub_group_size`` elements are reached."""
+        limit, found = setup.zero("sub_group_size", 10**9), []
+        for group in filter(None, optimizer_groups(parameters)):
+            elements = 0
+            for part in group:
+                elements += zero_piece(part, setup.zero_ranks)
+                if elements >= limit:
+                    found.append(elements)
+                    elements = 0
+            if elements:
+                found.append(elements)
+        return cls(sub_groups=tuple(found))

@@ -1,0 +1,132 @@
+"""The formulas against figures worked out by hand; ``tests/parity/test_cost.py`` holds them against real trainings."""
+
+import json
+
+import pytest
+from small_run import REPOSITORY
+
+from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.planning.communication import most_sent_bytes, sent_bytes, step_traffic
+from dsgpt.planning.gathering import gathered
+from dsgpt.planning.memory import largest_model_state, model_state
+from dsgpt.planning.parameters import model_parameters, total
+from dsgpt.planning.setup import Setup
+from dsgpt.problems import Problems
+from dsgpt.recipe_reader import read_recipe
+
+TINY = GPT2Config(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=64)
+P = 64 * 8 + 16 * 8 + 2 * (12 * 64 + 13 * 8) + 16
+EMBEDDING, DECAYED = 64 * 8, 64 * 8 + 16 * 8 + 2 * 12 * 64
+RESIDUAL = 2 * 4 * 8
+"""Elements of the residual stream of a micro batch: 2 sequences of 4 tokens, width 8."""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """From a shipped recipe, what changes in it, and fields of ``Setup``, to one of 2 ranks and 3 micro batches."""
+
+    def make(name: str = "zero1", *, zero: dict | None = None, top: dict | None = None, **fields) -> Setup:
+        recipe = json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
+        recipe["zero_optimization"] |= zero or {}
+        path, problems = tmp_path / "recipe.json", Problems()
+        path.write_text(json.dumps(recipe | (top or {})))
+        known = {
+            "run_type": "optimized",
+            "model": TINY,
+            "recipe": read_recipe(path, problems),
+            "world_size": 2,
+            "precision": "fp32",
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 3,
+            "seq_length": 4,
+        }
+        problems.raise_if_any()
+        return Setup(**(known | fields))
+
+    return make
+
+
+def state(setup: Setup) -> tuple[int, int, int, int]:
+    found = largest_model_state(setup)
+    return found.parameters, found.gradients, found.optimizer, found.master
+
+
+def test_whole_copies(setup):
+    counters = 4 * len(model_parameters(TINY))
+    assert state(setup(run_type="ddp")) == (4 * P, 4 * P, 8 * P + counters, 0)
+    assert state(setup(run_type="ddp", precision="bf16")) == (2 * P, 4 * P, 8 * P + counters, 4 * P)
+    assert state(setup("zero0", precision="bf16")) == (2 * P, 6 * P, 8 * P + counters, 4 * P)
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    assert state(setup(run_type="baseline", world_size=1, top={"optimizer": sgd})) == (4 * P, 4 * P, 0, 0)
+    assert sent_bytes(setup(run_type="baseline", world_size=1)) == 0
+    assert sent_bytes(setup(run_type="ddp", precision="bf16", world_size=4)) == 2 * 3 / 4 * 4 * P
+
+
+def test_zero_1_and_2(setup):
+    parameters, gradients, optimizer, master = state(setup("zero2", precision="bf16"))
+    assert (parameters, gradients, optimizer, master) == (2 * P, 2 * P, 4 * P + 8, 2 * P)
+    assert state(setup("zero1", precision="bf16"))[1] == 6 * P
+    # In fp32 a rank keeps whole parameters, of which one may reach into the other's part, and a flat copy of a group.
+    assert DECAYED // 2 + P // 2 <= state(setup("zero2"))[1] / 4 <= DECAYED // 2 + P // 2 + 4 * 8 * 8
+    assert sent_bytes(setup("zero1")) == 3 / 2 * 4 * P
+    assert sent_bytes(setup("zero2", precision="bf16")) == (2 * 3 + 1) / 2 * 2 * P
+
+
+def test_offload_keeps_the_parameters_alone_on_the_device(setup):
+    found = model_state(setup("zero2_offload", precision="bf16"))
+    assert found.on_device == found.parameters == 2 * P
+    assert (found.gradients, found.optimizer, found.master) == (4 * P, 4 * P, 2 * P)
+    assert model_state(setup("zero2_offload", precision="bf16", gradient_accumulation_steps=1)).gradients == 2 * P
+    assert model_state(setup("zero3_offload")).on_device == 0
+
+
+def test_zero_3(setup):
+    everything_splits = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    assert state(setup("zero3", zero=everything_splits))[0] == 4 * P // 2
+    everything_stays = setup("zero3")  # all of this model is under the threshold
+    assert state(everything_stays)[0] == 4 * P // 2 + 4 * P
+    assert sent_bytes(everything_stays) == 1 / 2 * 4 * (P + 3 * P)
+
+
+def test_zero_3_frees_between_forward_and_backward_pass(setup):
+    model = PRESETS["small"]
+    at_once = total(gathered(setup("zero3", model=model)))
+    whole = total(model_parameters(model))
+    kept = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9}
+    assert 2.2 * whole < at_once < 2.4 * whole  # twice, and the tied embedding a third time, of 0.31 of the model
+    assert total(gathered(setup("zero3", model=model, zero=kept))) < whole  # DeepSpeed's defaults: all of it stays
+
+
+def test_fsdp(setup):
+    blocks = 2 * (12 * 64 + 13 * 8)
+    counters = 4 * len(model_parameters(TINY))
+    assert state(setup(run_type="fsdp", precision="bf16")) == (2 * P, 2 * P, 4 * P + counters, 0)
+    gathers = 2 * (6 * blocks + P - blocks)
+    assert sent_bytes(setup(run_type="fsdp", precision="bf16")) == 1 / 2 * (gathers + 4 * P)
+    kept = {"dsgpt": {"fsdp": {"reshard_after_forward": False, "reduce_dtype": "low"}}}
+    assert sent_bytes(setup(run_type="fsdp", precision="bf16", top=kept)) == 1 / 2 * (2 * P + 2 * P)
+
+
+def test_activations_of_tensor_and_sequence_ranks(setup):
+    (tensor,) = step_traffic(setup("tensor"))  # one data rank: no gradients travel
+    assert (tensor.operation, tensor.payload_bytes) == ("all_reduce", 4 * 3 * 2 * 4 * RESIDUAL)
+    recomputed = setup("tensor", activation_checkpointing=True)
+    assert step_traffic(recomputed)[0].payload_bytes == 5 * 3 * 2 * 4 * RESIDUAL
+    activations, gradients, weights = step_traffic(setup("sequence", precision="bf16"))
+    assert activations.payload_bytes == 8 * 3 * 2 * 2 * RESIDUAL // 2
+    assert (gradients.payload_bytes, weights.payload_bytes) == (4 * P, 2 * P)
+
+
+def test_a_pipeline_sends_to_the_neighbours_and_adds_up_the_embedding(setup):
+    ends = setup("pipeline")
+    assert sent_bytes(ends, rank=0) == 3 * 4 * RESIDUAL + 4 * EMBEDDING
+    three = setup("pipeline", top={"pipeline": {"stages": 3, "partition": "uniform"}}, world_size=3)
+    assert sent_bytes(three, rank=1) == 2 * 3 * 4 * RESIDUAL
+    assert most_sent_bytes(three) == max(sent_bytes(three, rank=rank) for rank in range(3))
+
+
+def test_3d_data_ranks_divide_a_stages_part(setup):
+    found = model_state(setup("3d", precision="bf16", world_size=8), rank=7)
+    held = total(setup("3d", world_size=8).held(7))
+    assert found.parameters == pytest.approx(2 * held, abs=32)
+    assert found.master == pytest.approx(4 * held / 2, abs=32)
