@@ -20,8 +20,6 @@ _FILES = (
     store.LATEST,
     store.BEST,
     LOG_FILE,
-    "zero_to_fp32.py",
-    "zero_to_torch.py",
     RECORD_FILE,
     CONFIG_FILE,
     STEPS_FILE,
