@@ -66,6 +66,7 @@ EVERY_FLAG = {
     "eval_every": "15",
     "save_every": "17",
     "keep_checkpoints": "18",
+    "save_mode": "async",
     "on_save_failure": "continue",
     "seed": "19",
     "resume": None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from dsgpt.cli_reader import Parser, Reader
 from dsgpt.model.config import PRESETS
-from dsgpt.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES
+from dsgpt.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES, SAVE_MODES
 
 DESCRIPTION = """\
 Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup; the
@@ -187,6 +187,14 @@ def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> No
         ),
     ):
         group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
+    group.add_argument(
+        "--save_mode",
+        metavar="HOW",
+        type=reader.choice("--save_mode", SAVE_MODES, "sync"),
+        help="sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory "
+        "of its host (12 bytes per parameter with Adam, from the first save to the end), and goes on while that is "
+        "written; the last checkpoint of a run or before a stop is written as with sync (default: sync)",
+    )
     group.add_argument(
         "--on_save_failure",
         metavar="WHAT",

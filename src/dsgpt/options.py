@@ -6,6 +6,7 @@ from pathlib import Path
 RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+SAVE_MODES = ("sync", "async")
 ON_SAVE_FAILURE = ("stop", "continue")
 ALLOW_CHANGED = ("data", "recipe")
 WHICH_CHECKPOINT = ("latest", "best")
@@ -49,6 +50,7 @@ class Options:
     eval_every: int = 0
     save_every: int = 500
     keep_checkpoints: int = 2
+    save_mode: str = "sync"
     on_save_failure: str = "stop"
     seed: int = 1337
     resume: bool = False

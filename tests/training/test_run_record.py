@@ -65,7 +65,7 @@ def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     """The counter stands in for a save and a generation that take more than training."""
     peak = [1000]
     monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: peak[0])
-    monkeypatch.setattr(saving, "save_checkpoint", lambda *args, **values: peak.__setitem__(0, 9000))
+    monkeypatch.setattr(saving, "write_checkpoint", lambda *args: peak.__setitem__(0, 9000))
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train(command_line(finished_run, **flags)) == 0
     assert record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000

@@ -96,6 +96,35 @@ class StateWriter:
             write_json_atomic(self._folder / COUNTERS, asdict(self._counters))
 
 
+class KeptState:
+    """The state of training as it was at one step, in the memory of the main rank; written while training goes on.
+
+    The memory is kept for the next time: to take it anew costs more than to fill it.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, ParamState] = {}
+
+    def keep(self, states: Iterator[tuple[str, ParamState]], *, keeps: bool) -> None:
+        """Copy what ``states`` gathers, or only take part; collective."""
+        for name, state in states:
+            if keeps:
+                before = self._states.get(name, ParamState(*(None,) * len(state)))
+                self._states[name] = ParamState(*(_copied(*pair) for pair in zip(state, before, strict=True)))
+
+    def states(self) -> Iterator[tuple[str, ParamState]]:
+        """What was kept last."""
+        return iter(self._states.items())
+
+
+def _copied(value: Tensor | None, into: Tensor | None) -> Tensor | None:
+    if value is None:
+        return None
+    if into is None:
+        into = torch.empty(value.shape, dtype=value.dtype)
+    return into.copy_(value)
+
+
 def write_training_state(
     folder: Path,
     states: Iterator[tuple[str, ParamState]],

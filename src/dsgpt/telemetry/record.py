@@ -113,6 +113,7 @@ class RunRecord:
         self._facts = facts
         self.epochs = epochs
         self.summary: dict[str, Any] = {}
+        self.saves: list[dict[str, Any]] = []
         self.inference: dict[str, Any] | None = None
         self.cost: dict[str, Any] | None = None
         self.status = "running"
@@ -125,6 +126,7 @@ class RunRecord:
             "status": self.status,
             "epochs": self.epochs,
             "summary": self.summary,
+            "saves": self.saves,
             "inference": self.inference,
             "cost": self.cost,
             **self._flat_keys(),

@@ -5,18 +5,19 @@ for a rank that has given up.
 """
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
-from dsgpt.checkpointing.training_state import write_training_state
+from dsgpt.checkpointing.training_state import Counters, KeptState, write_training_state
 from dsgpt.checkpointing.writing import reason_of, require_room, try_to_write
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError, SaveError, UserError
@@ -27,8 +28,39 @@ from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
 from dsgpt.training.data_check import data_tokenizer
 
+T = TypeVar("T")
 
-def save_checkpoint(
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What goes into a checkpoint besides tensors, as it was when the save began."""
+
+    config: RunConfig
+    folder: Path
+    """Where it is written before it is published."""
+    state: RunState
+    about: dict[str, Any]
+    counters: Counters
+
+    def complete(self) -> int:
+        """Add what is not there yet, and publish; main rank only.
+
+        Returns:
+            The bytes of the checkpoint.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        config = self.config
+        write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
+        _copy_tokenizer(config, self.folder)
+        final = store.publish(
+            config.run_dir, self.folder, state=self.state, about=self.about, keep=config.options.keep_checkpoints
+        )
+        return store.size_of(final)
+
+
+def open_checkpoint(
     config: RunConfig,
     strategy: Strategy,
     device: torch.device,
@@ -37,8 +69,8 @@ def save_checkpoint(
     fixed: dict[str, Any],
     run_id: str | None,
     prepare: Callable[[], None],
-) -> None:
-    """Write the checkpoint of ``state``; collective. It appears whole, or not at all.
+) -> Contents:
+    """Make the folder and write every rank's random state into it; collective.
 
     Args:
         config: the run.
@@ -51,34 +83,73 @@ def save_checkpoint(
 
     Raises:
         SaveError: on every rank, where one could not write; nothing is left of the attempt.
-        NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
     """
-    folder, is_main = store.partial_folder(config.run_dir, state.step), config.topology.is_main
-    spoiled: list[str] = []
+    folder, rank = store.partial_folder(config.run_dir, state.step), config.topology.rank
 
-    def open_folder() -> None:
+    def make_folder() -> None:
         prepare()
-        if is_main:
+        if config.topology.is_main:
             store.begin(config.run_dir, state.step)
             _require_room_for_another(config.run_dir)
 
-    def complete() -> None:
-        if is_main:
-            write_json_atomic(folder / store.MODEL, config.model.as_dict())
-            _copy_tokenizer(config, folder)
-            about = _about(config, fixed=fixed, run_id=run_id)
-            store.publish(config.run_dir, folder, state=state, about=about, keep=config.options.keep_checkpoints)
-
-    with _removed_after_failure(folder, is_main=is_main):
-        _together(open_folder)
-        _together(lambda: try_to_write(folder, rank=config.topology.rank))
-        _together(lambda: save_random_state(folder, rank=config.topology.rank, device=device))
-        _together(lambda: spoiled.extend(_write_state(config, strategy, folder)))
-        _refuse_non_finite(spoiled, step=state.step)
-        _together(complete)
+    contents = Contents(
+        config=config,
+        folder=folder,
+        state=copy.deepcopy(state),  # the run goes on with its lists while a thread writes
+        about=_about(config, fixed=fixed, run_id=run_id),
+        counters=strategy.counters(),
+    )
+    with _removed_after_failure(contents):
+        _together(make_folder)
+        _together(lambda: try_to_write(folder, rank=rank))
+        _together(lambda: save_random_state(folder, rank=rank, device=device))
+    return contents
 
 
-def _together(action: Callable[[], None]) -> None:
+def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
+    """Write the state of training tensor by tensor, and publish; collective.
+
+    Returns:
+        The bytes of the checkpoint; 0 on other ranks than the main one.
+
+    Raises:
+        SaveError: on every rank, where the main rank could not write; nothing is left of the attempt.
+        NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
+    """
+    writes, shapes = contents.config.topology.is_main, parameter_shapes(contents.config.model)
+
+    def write() -> list[str]:
+        states = strategy.iter_state()
+        return write_training_state(contents.folder, states, contents.counters, shapes=shapes, writes=writes)
+
+    with _removed_after_failure(contents):
+        _refuse_non_finite(from_main(_together(write)), step=contents.state.step)
+        return _together(lambda: contents.complete() if writes else 0)
+
+
+def write_kept(contents: Contents, kept: KeptState) -> int:
+    """Write a state of training that was kept in memory, and publish; on the main rank alone, without the others.
+
+    Returns:
+        The bytes of the checkpoint.
+
+    Raises:
+        SaveError: it could not be written; nothing is left of the attempt.
+        NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
+    """
+    shapes = parameter_shapes(contents.config.model)
+    with _removed_after_failure(contents):
+        try:
+            spoiled = write_training_state(
+                contents.folder, kept.states(), contents.counters, shapes=shapes, writes=True
+            )
+            _refuse_non_finite(spoiled, step=contents.state.step)
+            return contents.complete()
+        except OSError as error:
+            raise SaveError(reason_of(error)) from error
+
+
+def _together(action: Callable[[], T]) -> T:
     """Do ``action`` on this rank, and hear how it went on the others.
 
     Raises:
@@ -86,22 +157,23 @@ def _together(action: Callable[[], None]) -> None:
     """
     reason = None
     try:
-        action()
+        result = action()
     except OSError as error:
         reason = reason_of(error)
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
     if failures:
         raise SaveError("; ".join(failures))
+    return result
 
 
 @contextlib.contextmanager
-def _removed_after_failure(folder: Path, *, is_main: bool) -> Iterator[None]:
+def _removed_after_failure(contents: Contents) -> Iterator[None]:
     try:
         yield
     except (SaveError, NonFiniteError):
-        if is_main:
+        if contents.config.topology.is_main:
             with contextlib.suppress(OSError):  # the reason of the failure may forbid this too; the next start does it
-                store.remove(folder)
+                store.remove(contents.folder)
         raise
 
 
@@ -114,17 +186,11 @@ def _require_room_for_another(run_dir: Path) -> None:
 
 def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
     """The last update may have spoiled weights whose loss nobody has seen yet."""
-    if spoiled := from_main(spoiled):
+    if spoiled:
         raise NonFiniteError(
             f"step {step}: {', '.join(spoiled[:3])} became NaN or infinite: training stopped, and this state is not "
             "saved; lower the learning rate or lengthen the warm-up"
         )
-
-
-def _write_state(config: RunConfig, strategy: Strategy, folder: Path) -> list[str]:
-    states, counters = strategy.iter_state(), strategy.counters()
-    shapes = parameter_shapes(config.model)
-    return write_training_state(folder, states, counters, shapes=shapes, writes=config.topology.is_main)
 
 
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
@@ -132,9 +198,9 @@ def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
     source, _ = data_tokenizer(config.train)
     if source is None:
         return
-    copy = folder / store.TOKENIZER
-    shutil.copytree(source, copy, copy_function=shutil.copyfile)
-    for place in (copy, *(path for path in copy.rglob("*") if path.is_dir())):
+    target = folder / store.TOKENIZER
+    shutil.copytree(source, target, copy_function=shutil.copyfile)
+    for place in (target, *(path for path in target.rglob("*") if path.is_dir())):
         place.chmod(0o755)  # of a read-only folder the copy could never be removed
 
 

@@ -48,6 +48,7 @@ class Journal:
         counts those that the record knows of.
         """
         self.record.epochs = state.epochs
+        self.record.saves = state.saves
         self.best_val_loss = state.best_val_loss
         self._failed_saves = max(state.failed_saves, failed_saves)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
@@ -75,9 +76,23 @@ class Journal:
             last_train_loss=self._meter.last_loss,
             last_val_loss=self.last_val_loss,
             last_val_step=self.last_val_step,
+            saves=self.record.saves,
             failed_saves=self._failed_saves,
             changes=self._changes,
         )
+
+    def saved(self, *, step: int, mode: str, stall_sec: float, total_sec: float, size: int) -> None:
+        """Note what a checkpoint cost.
+
+        Args:
+            step: that it is of.
+            mode: ``sync`` or ``async``.
+            stall_sec: how long training waited for it.
+            total_sec: from its beginning until it was published.
+            size: bytes of its files.
+        """
+        seconds = {"save_stall_sec": stall_sec, "save_total_sec": total_sec}
+        self.record.saves.append({"step": step, "mode": mode, **seconds, "bytes": size})
 
     def save_failed(self) -> None:
         """Count a checkpoint that could not be written."""

@@ -1,7 +1,7 @@
 """The training loop. It asks for a step, meters it, validates, saves; it knows no strategy, device or launcher."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -12,6 +12,7 @@ from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.cost import CostMeter
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.training.journal import Journal
+from dsgpt.training.saving import Saver
 from dsgpt.training.stopping import Stopping
 
 
@@ -23,7 +24,7 @@ def fit(
     stopping: Stopping,
     *,
     done: int,
-    save: Callable[[int, bool], None],
+    saver: Saver,
 ) -> None:
     """Train from step ``done`` to the end.
 
@@ -34,7 +35,7 @@ def fit(
         console: shows the progress of validations.
         stopping: says whether to end early.
         done: optimizer steps that a resumed run has behind it.
-        save: writes a checkpoint of the step it is given; the second argument says that it is needed.
+        saver: writes checkpoints.
 
     Raises:
         NonFiniteError: the loss or gradient norm was NaN or infinite; no state of it was saved.
@@ -52,7 +53,7 @@ def fit(
         if not _look_back(config, strategy, journal, console, stopping, step=done):
             raise stopping.stop(f"after step {done}, which is saved")
         if done == config.total_steps and journal.last_val_step != validated:
-            save(done, True)  # the last checkpoint may be the best
+            saver.save(done, needed=True)  # the last checkpoint may be the best
     for step in range(done + 1, config.total_steps + 1):
         epoch = (step - 1) // config.order.steps_per_epoch
         started = journal.meter.start()
@@ -61,11 +62,12 @@ def fit(
         seconds = batches.take_seconds()
         journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=seconds, watched=costs.watched)
 
+        saver.look()
         stop = stopping.agreed() or not _look_back(config, strategy, journal, console, stopping, step=step)
         last = step == config.total_steps
         if stop or last or _due(step, config.options.save_every):
             journal.flush()
-            save(step, stop or last)
+            saver.save(step, needed=stop or last)
         if stop:
             raise stopping.stop(f"after step {step}, which is saved")
 

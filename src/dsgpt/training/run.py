@@ -39,7 +39,7 @@ from dsgpt.training.run_folder import (
     may_go_on,
 )
 from dsgpt.training.run_lock import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
-from dsgpt.training.saving import saver
+from dsgpt.training.saving import Saver
 from dsgpt.training.stopping import Stopping
 
 
@@ -142,15 +142,16 @@ def _train_with(
     interruption: Interruption,
     lock: RunLock,
 ) -> None:
-    stopping = Stopping(interruption, HostGroup())
+    ranks = HostGroup()
+    stopping = Stopping(interruption, ranks)
     facts = _open_folder(config, console, prepared, lock)
     done, journal = _take_up(config, console, device, strategy, prepared, facts)
     fixed, run_id = fixed_facts(config, hashes=prepared.hashes), facts.get("run_id")
-    save = saver(config, console, device, strategy, journal, fixed=fixed, run_id=run_id)
+    saver = Saver(config, console, device, strategy, journal, fixed=fixed, run_id=run_id, ranks=ranks)
     with interruption.patience():
         try:
             journal.write()
-            fit(config, strategy, journal, console, stopping, done=done, save=save)
+            fit(config, strategy, journal, console, stopping, done=done, saver=saver)
             measure_inference(config, console, device, strategy, journal, interruption)
             if stopping.agreed():
                 raise stopping.stop("when all steps were done and saved, before the end of the run")
@@ -159,6 +160,7 @@ def _train_with(
                 mark_complete(config, journal, console)
             barrier()
         except BaseException as error:
+            saver.close()
             _end_early(journal, console, error)
             raise
         finally:

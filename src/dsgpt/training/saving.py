@@ -1,56 +1,136 @@
 """When a run saves, what a failure to save does to it, and how it is told."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dsgpt.checkpointing.training_state import KeptState
 from dsgpt.config import RunConfig
 from dsgpt.errors import SaveError
+from dsgpt.process_group import HostGroup
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Console
-from dsgpt.training.checkpoint import save_checkpoint
+from dsgpt.training.background import Background
+from dsgpt.training.checkpoint import open_checkpoint, write_checkpoint, write_kept
 from dsgpt.training.journal import Journal
 
 
-def saver(
-    config: RunConfig,
-    console: Console,
-    device: torch.device,
-    strategy: Strategy,
-    journal: Journal,
-    *,
-    fixed: dict[str, Any],
-    run_id: str | None,
-) -> Callable[[int, bool], None]:
-    """What writes a checkpoint of the step it is given.
+class Saver:
+    """Writes the checkpoints of a run: while it waits, or with ``--save_mode async`` while it goes on.
 
-    Its second argument says whether the run cannot do without: its last checkpoint, for example. It raises
-    ``SaveError`` on every rank where the checkpoint could not be written and the run cannot do without, or was told to
-    stop then.
+    Args:
+        config: the run.
+        console: is told.
+        device: of this rank.
+        strategy: has the state.
+        journal: knows where the run stands, and takes what a save cost.
+        fixed: what must agree when the run is resumed.
+        run_id: of the record.
+        ranks: all of them.
     """
 
-    def save(step: int, needed: bool) -> None:
-        started = time.perf_counter()
-        try:
-            save_checkpoint(
-                config,
-                strategy,
-                device,
-                state=journal.state(step),
-                fixed=fixed,
-                run_id=run_id,
-                prepare=journal.before_save,
-            )
-        except SaveError as error:
-            journal.save_failed()
-            line = f"step {step:>6}/{config.total_steps}  not saved: {error}; earlier checkpoints are untouched"
-            if needed or config.options.on_save_failure == "stop":
-                raise SaveError(f"{line}: make room or mend the folder, then continue with --resume") from error
-            console.say(f"{line}; going on (--on_save_failure continue)")
-        else:
-            console.say(f"step {step:>6}/{config.total_steps}  saved in {time.perf_counter() - started:.1f} s")
-        journal.after_save()
+    def __init__(
+        self,
+        config: RunConfig,
+        console: Console,
+        device: torch.device,
+        strategy: Strategy,
+        journal: Journal,
+        *,
+        fixed: dict[str, Any],
+        run_id: str | None,
+        ranks: HostGroup,
+    ) -> None:
+        self._config, self._console, self._device = config, console, device
+        self._strategy, self._journal = strategy, journal
+        self._about = {"fixed": fixed, "run_id": run_id}
+        self._background = Background(ranks, is_main=config.topology.is_main)
+        self._kept = KeptState()
+        self._begun: dict[str, Any] = {}
 
-    return save
+    def save(self, step: int, *, needed: bool) -> None:
+        """Write a checkpoint of ``step``, or begin to; collective.
+
+        Args:
+            step: the last one taken.
+            needed: the run cannot do without, or ends with it: it is written before this returns.
+
+        Raises:
+            SaveError: on every rank, where the checkpoint could not be written and the run cannot do without, or was
+                told to stop then; the one before may be meant.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        started = time.perf_counter()
+        if self._background.busy:
+            self._hear()
+        mode = "sync" if needed else self._config.options.save_mode
+        try:
+            contents = open_checkpoint(
+                self._config,
+                self._strategy,
+                self._device,
+                state=self._journal.state(step),
+                prepare=self._journal.before_save,
+                **self._about,
+            )
+            if mode == "async":
+                self._kept.keep(self._strategy.iter_state(), keeps=self._config.topology.is_main)
+                self._begun = {"step": step, "started": started, "ended": time.perf_counter()}
+                self._background.begin(lambda: self._write_kept(contents))
+                self._begun["stall"] = time.perf_counter() - started
+            else:
+                size = write_checkpoint(contents, self._strategy)
+                seconds = time.perf_counter() - started
+                self._tell(step, mode=mode, stall=seconds, total=seconds, size=size)
+        except SaveError as error:
+            self._failed(step, error, needed=needed)
+        self._journal.after_save()
+
+    def _write_kept(self, contents: Any) -> int:
+        size = write_kept(contents, self._kept)
+        self._begun["ended"] = time.perf_counter()
+        return size
+
+    def look(self) -> None:
+        """Hear of a checkpoint that was completed meanwhile, or could not be; after every step, collective.
+
+        Raises:
+            SaveError: as ``save``.
+            NonFiniteError: as ``save``.
+        """
+        if self._background.is_done():
+            self._hear()
+
+    def _hear(self) -> None:
+        begun = self._begun
+        try:
+            size = self._background.wait()
+        except SaveError as error:
+            self._failed(begun["step"], error, needed=False)
+        else:
+            total = begun["ended"] - begun["started"]
+            self._tell(begun["step"], mode="async", stall=begun["stall"], total=total, size=size)
+
+    def _tell(self, step: int, *, mode: str, stall: float, total: float, size: int) -> None:
+        self._journal.saved(step=step, mode=mode, stall_sec=stall, total_sec=total, size=size)
+        waited = f"; training waited {stall:.2f} s for it" if mode == "async" else ""
+        self._say(step, f"saved in {total:.1f} s{waited}")
+
+    def _failed(self, step: int, error: SaveError, *, needed: bool) -> None:
+        self._journal.save_failed()
+        line = f"not saved: {error}; earlier checkpoints are untouched"
+        if needed or self._config.options.on_save_failure == "stop":
+            way_out = "make room or mend the folder, then continue with --resume"
+            raise SaveError(f"{self._place(step)}  {line}: {way_out}") from error
+        self._say(step, f"{line}; going on (--on_save_failure continue)")
+
+    def _say(self, step: int, what: str) -> None:
+        self._console.say(f"{self._place(step)}  {what}")
+
+    def _place(self, step: int) -> str:
+        return f"step {step:>6}/{self._config.total_steps}"
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written be completed, because it is a good one; not collective."""
+        self._background.join()
