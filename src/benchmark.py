@@ -1,4 +1,5 @@
-"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each goes on from any.
+"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each goes on from any;
+``saving`` measures how long training waits for checkpoints.
 
 Every measurement is a command of its own with its own flags; all of them leave a JSON record and a page made of it.
 """
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from dsgpt import save_benchmark
 from dsgpt.any_to_any import command as any_to_any
 from dsgpt.any_to_any.matrix import PAIRS, SEED
 from dsgpt.cli_reader import Parser, Reader, read_words
@@ -25,6 +27,9 @@ is caught. Exit code 0: all are equal and all bugs were caught; 1: not so.""",
 resume: let every strategy take up one and the same checkpoint and write it again, which must give the same bytes; and
 let pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must
 give the losses of a run that nobody disturbed. Exit code 0: they do; 1: not so.""",
+    "saving": """\
+saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
+checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
 }
 EXAMPLES = {
     "parity": f"""\
@@ -40,6 +45,10 @@ examples:
   python src/benchmark.py resume
   python src/benchmark.py resume --pairs 100 --seed 1
   python src/benchmark.py resume --table-from checkpoint/resume/resume.json""",
+    "saving": """\
+examples:
+  python src/benchmark.py saving
+  python src/benchmark.py saving --rounds 10""",
 }
 
 
@@ -75,6 +84,8 @@ def _parser(what: str, reader: Reader) -> Parser:
         _add_parity_flags(parser, reader)
     elif what == "resume":
         _add_resume_flags(parser, reader)
+    elif what == "saving":
+        _add_saving_flags(parser, reader)
     return parser
 
 
@@ -90,13 +101,7 @@ def _add_parity_flags(parser: Parser, reader: Reader) -> None:
     parser.add_argument(
         "--core", action="store_true", help="only what `make test` runs: each strategy in a few trainings"
     )
-    parser.add_argument(
-        "--device",
-        type=reader.choice("--device", ("cpu", "cuda"), "cpu"),
-        default="cpu",
-        metavar="KIND",
-        help="cpu, where every machine can run everything, or cuda with a GPU for each rank (default: cpu)",
-    )
+    _add_device_flag(parser, reader, "cpu, where every machine can run everything, or cuda with a GPU for each rank")
     _add_output_flags(parser, "parity")
 
 
@@ -117,6 +122,28 @@ def _add_resume_flags(parser: Parser, reader: Reader) -> None:
     )
     parser.add_argument("--core", action="store_true", help="only what `make test` runs")
     _add_output_flags(parser, "resume")
+
+
+def _add_saving_flags(parser: Parser, reader: Reader) -> None:
+    parser.add_argument(
+        "--rounds",
+        type=reader.whole("--rounds", low=1),
+        default=5,
+        metavar="N",
+        help="runs of each save mode (default: 5)",
+    )
+    _add_device_flag(parser, reader, "cpu or cuda")
+    _add_output_flags(parser, "saving")
+
+
+def _add_device_flag(parser: Parser, reader: Reader, text: str) -> None:
+    parser.add_argument(
+        "--device",
+        type=reader.choice("--device", ("cpu", "cuda"), "cpu"),
+        default="cpu",
+        metavar="KIND",
+        help=f"{text} (default: cpu)",
+    )
 
 
 def _add_output_flags(parser: Parser, what: str) -> None:
@@ -170,6 +197,15 @@ def _resume(flags: argparse.Namespace) -> int:
     return any_to_any.run_resume(options, repository=REPOSITORY)
 
 
+def _saving(flags: argparse.Namespace) -> int:
+    if flags.table_from:
+        return _only_page(save_benchmark.make_page, flags)
+    options = save_benchmark.SavingOptions(
+        rounds=flags.rounds, device=flags.device, output=flags.output, page=_page(flags), keep=flags.keep
+    )
+    return save_benchmark.run_saving(options, repository=REPOSITORY)
+
+
 def _only_page(make_page: Callable[[Path, Path], None], flags: argparse.Namespace) -> int:
     page = _page(flags)
     make_page(flags.table_from, page)
@@ -177,7 +213,7 @@ def _only_page(make_page: Callable[[Path, Path], None], flags: argparse.Namespac
     return EXIT_DONE
 
 
-COMMANDS = {"parity": _parity, "resume": _resume}
+COMMANDS = {"parity": _parity, "resume": _resume, "saving": _saving}
 
 
 if __name__ == "__main__":

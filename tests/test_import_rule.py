@@ -40,7 +40,7 @@ LAYERS = [
     {"training"},
     {"main"},
     {"parity"},
-    {"any_to_any"},
+    {"any_to_any", "save_benchmark"},
 ]
 """A module imports from its own part of the package and from lower layers; parts of one layer do not know each other,
 except for those of the first."""

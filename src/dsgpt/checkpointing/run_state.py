@@ -32,8 +32,6 @@ class RunState:
     last_val_loss: float | None = None
     last_val_step: int | None = None
     """The step that ``last_val_loss`` was measured at."""
-    saves: list[dict[str, Any]] = field(default_factory=list)
-    """What earlier checkpoints cost, as the record has it; not this one's."""
     failed_saves: int = 0
     """Checkpoints that could not be written so far."""
     changes: list[dict[str, Any]] = field(default_factory=list)

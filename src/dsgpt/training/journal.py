@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,14 @@ class Journal:
         self._failed_saves = 0
         self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
 
-    def take_up(self, state: RunState, steps_file: Path, *, failed_saves: int) -> None:
+    def take_up(self, state: RunState, steps_file: Path, *, failed_saves: int, saves: Sequence[dict[str, Any]]) -> None:
         """Go on where an earlier process of this run stopped.
 
         ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown. ``failed_saves``
-        counts those that the record knows of.
+        counts those that the record knows of, and ``saves`` are its others.
         """
         self.record.epochs = state.epochs
-        self.record.saves = state.saves
+        self.record.saves = [save for save in saves if save["step"] <= state.step]
         self.best_val_loss = state.best_val_loss
         self._failed_saves = max(state.failed_saves, failed_saves)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
@@ -76,7 +77,6 @@ class Journal:
             last_train_loss=self._meter.last_loss,
             last_val_loss=self.last_val_loss,
             last_val_step=self.last_val_step,
-            saves=self.record.saves,
             failed_saves=self._failed_saves,
             changes=self._changes,
         )

@@ -37,6 +37,7 @@ from dsgpt.training.run_folder import (
     holds_own_config,
     make_run_folder,
     may_go_on,
+    saves_of,
 )
 from dsgpt.training.run_lock import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.saving import Saver
@@ -53,7 +54,8 @@ class _Prepared:
     found: list[str]
     """What the run folder held."""
     failed_saves: int
-    """That the record of the run to go on with knows of."""
+    saves: list[dict[str, Any]]
+    """That the record of the run to go on with knows of, as the failed ones."""
     notices: tuple[str, ...]
     """What to tell the user of the tokenizers."""
 
@@ -113,6 +115,7 @@ def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
         hashes=hashes,
         found=contents(run_dir),
         failed_saves=failed_saves_of(run_dir) if start.checkpoint else 0,
+        saves=saves_of(run_dir) if start.checkpoint else [],
         notices=tuple(filter(None, notices)),
     )
 
@@ -258,5 +261,5 @@ def _take_up(
         console.say(f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}")
     barrier()
     journal = Journal(config, device, console, facts, first_step=state.step)
-    journal.take_up(state, steps_file, failed_saves=prepared.failed_saves)
+    journal.take_up(state, steps_file, failed_saves=prepared.failed_saves, saves=prepared.saves)
     return state.step, journal

@@ -138,6 +138,12 @@ def failed_saves_of(run_dir: Path) -> int:
     return count if isinstance(count, int) else 0
 
 
+def saves_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What the checkpoints cost so far, as the record there says; nothing where it does not."""
+    saves = _read_object(run_dir / RECORD_FILE).get("saves")
+    return saves if isinstance(saves, list) else []
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is none that can be read."""
     try:
