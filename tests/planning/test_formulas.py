@@ -97,6 +97,22 @@ def test_zero_3_frees_between_forward_and_backward_pass(setup):
     assert total(gathered(setup("zero3", model=model, zero=kept))) < whole  # DeepSpeed's defaults: all of it stays
 
 
+def test_options_that_move_gradients_otherwise(setup):
+    to_the_owner = setup("zero2", zero={"use_multi_rank_bucket_allreduce": False})
+    assert sent_bytes(to_the_owner) == 3 * 4 * P + 1 / 2 * 4 * P
+    whole_buckets = {"reduce_scatter": False, "reduce_bucket_size": EMBEDDING - 1}  # the embedding goes alone
+    gathered_and_reduced = {t.operation: t.payload_bytes for t in step_traffic(setup("zero3", zero=whole_buckets))}
+    assert gathered_and_reduced["reduce_scatter"] == 3 * 4 * EMBEDDING
+    assert gathered_and_reduced["all_reduce"] == 3 * 4 * (P - EMBEDDING)
+    few_stay = {"stage3_model_persistence_threshold": EMBEDDING + 3}
+    assert state(setup("zero3", zero=few_stay))[0] == 4 * P // 2 + 4 * EMBEDDING
+
+
+def test_zero_plus_plus_has_no_formula(setup):
+    with pytest.raises(ValueError, match="no formula for Zero"):
+        setup("zeropp")
+
+
 def test_fsdp(setup):
     blocks = 2 * (12 * 64 + 13 * 8)
     counters = 4 * len(model_parameters(TINY))

@@ -34,6 +34,15 @@ class Setup:
     activation_checkpointing: bool = False
     """Whether blocks are computed a second time in the backward pass."""
 
+    def __post_init__(self) -> None:
+        """Refuse what has no formula.
+
+        Raises:
+            ValueError: Zero++, of which nothing could be measured.
+        """
+        if self.run_type == "optimized" and self.recipe.zero_plus_plus:
+            raise ValueError(f"{self.recipe.path}: there is no formula for Zero++: plan with ds_configs/zero3.json")
+
     @property
     def sizes(self) -> ParallelSizes:
         """How the model is split; PyTorch's strategies do not split it."""
@@ -88,6 +97,12 @@ class Setup:
         optimizer = self.recipe.optimizer
         offloaded = self.run_type == "optimized" and self.recipe.offload_optimizer != "none"
         return offloaded and optimizer.type == "AdamW" and not optimizer.torch_adam
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed takes its ``BF16_Optimizer``, which knows no buckets, instead of ZeRO-1's own."""
+        recipe = self.recipe
+        return recipe.zero_stage == 1 and self.precision == "bf16" and recipe.offload_optimizer == "none"
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of ``rank``; stages are the outermost dimension of the ranks."""
