@@ -141,6 +141,14 @@ def test_a_pipeline_sends_to_the_neighbours_and_adds_up_the_embedding(setup):
     assert most_sent_bytes(three) == max(sent_bytes(three, rank=rank) for rank in range(3))
 
 
+def test_the_rank_with_most_and_the_one_that_sends_most(setup):
+    for name, ranks in (("zero1", 4), ("zero3", 4), ("tensor", 8), ("3d", 8)):
+        planned = setup(name, world_size=ranks)
+        states = [model_state(planned, rank=rank) for rank in range(ranks)]
+        assert largest_model_state(planned).total == max(found.total for found in states)
+        assert most_sent_bytes(planned) == max(sent_bytes(planned, rank=rank) for rank in range(ranks))
+
+
 def test_3d_data_ranks_divide_a_stages_part(setup):
     found = model_state(setup("3d", precision="bf16", world_size=8), rank=7)
     held = total(setup("3d", world_size=8).held(7))

@@ -54,7 +54,7 @@ def sent_bytes(setup: Setup, *, rank: int = 0) -> int:
 
 def most_sent_bytes(setup: Setup) -> int:
     """That of the rank that sends most."""
-    return max(sent_bytes(setup, rank=rank) for rank in range(setup.world_size))
+    return max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
 
 
 def _ddp(setup: Setup) -> list[Transfer]:
@@ -190,7 +190,7 @@ def _pipeline(setup: Setup, rank: int) -> list[Transfer]:
     """
     sizes, stage = setup.sizes, setup.stage(rank)
     has_next, has_previous = stage < sizes.pipeline - 1, stage > 0
-    stream, dealt = _activations(setup), setup.stages()
+    stream, dealt = _activations(setup), setup.stages
     sent = (has_next + has_previous) * stream // sizes.tensor
     gathered_again = (2 * has_next + has_previous) * stream
     found = [

@@ -60,7 +60,9 @@ def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
 
 def largest_model_state(setup: Setup) -> ModelState:
     """That of the rank with the most."""
-    return max((model_state(setup, rank=rank) for rank in range(setup.world_size)), key=lambda state: state.total)
+    deals_unevenly = setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2}
+    ranks = range(0, setup.world_size, setup.sizes.tensor) if deals_unevenly else setup.first_ranks
+    return max((model_state(setup, rank=rank) for rank in ranks), key=lambda state: state.total)
 
 
 def _zero_rank(setup: Setup, rank: int) -> int:
