@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from run_folders import errors, go_on, record
 from small_run import RECIPE, TOKENS, random_ids, write_recipe, write_tokens
 
@@ -50,6 +51,8 @@ def test_a_changed_recipe_that_was_named_acts_and_is_recorded(stopped, finished_
     assert before != after
     state = read_run_state(stopped / "step-00000012")
     assert state.changes == [change]
+    saved = torch.load(stopped / "step-00000012" / "baseline.pt", weights_only=True)
+    assert [group["betas"] for group in saved["optimizer"]["param_groups"]] == [(0.8, 0.9)] * 2
 
 
 def test_a_change_stays_in_the_record_when_the_run_goes_on_once_more(stopped, finished_run, faster):
