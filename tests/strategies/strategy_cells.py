@@ -178,10 +178,10 @@ class Launched:
                 if (end := next(self._coming, None)) is None:
                     pytest.fail((self._folder / "job.log").read_text(encoding="utf-8", errors="replace")[-3000:])
                 self._done = end[0] + 1
-        ranks = [read_rank(folder, rank) for rank in range(self._ranks)]
-        for rank, end in enumerate(ranks):
-            assert end["status"] == "done", f"rank {rank}: {end['message']}\n" + Seen(folder=folder, ranks=[]).log(rank)
-        return Seen(folder=folder, ranks=ranks)
+        seen = Seen(folder=folder, ranks=[read_rank(folder, rank) for rank in range(self._ranks)])
+        for rank, end in enumerate(seen.ranks):
+            assert end["status"] == "done", f"rank {rank}: {end['message']}\n{seen.log(rank)}"
+        return seen
 
     def close(self) -> None:
         """End what is still under way."""

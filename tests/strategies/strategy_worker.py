@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dsgpt.process_group import barrier, joined
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.strategies.master_weights import DTYPES
+from dsgpt.telemetry.model_state import state_bytes
 from dsgpt.topology import read_topology
 from dsgpt.training.loop import training_batches
 from dsgpt.training.run import _dropout_seed
@@ -59,7 +60,7 @@ def started(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 
 def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     """What is seen in some steps, in which this rank may hold more than its part."""
-    held = sum(tensor.numel() for tensor in strategy.state_tensors().parameters)
+    held = _storage_bytes(strategy.state_tensors().parameters) // 4
     before = {name: digest(value) for name, value in strategy.replicated_weights()}
     batches = training_batches(config, first_step=0)
     with DropoutMasks() as masks:
@@ -118,8 +119,12 @@ class Held(TorchDispatchMode):
 
 
 def _bytes_of_new_tensors() -> int:
-    tensors = [one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter} and one.device.type == "cpu"]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    made = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
+    return _storage_bytes(one for one in made if one.device.type == "cpu")
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(state_bytes({"all": tensors})["all"].values())
 
 
 def _watch_the_model_being_made(held: Held) -> None:

@@ -39,3 +39,11 @@ def test_no_rank_ever_holds_the_whole_model_while_it_is_built(seen, cell, parts)
         shared = largest if "pipeline" in cell.name else 0  # both ends of a pipeline hold the embedding
         buffers = 5 * largest / parts if "nvme" in cell.name else 0  # to swap through
         assert whole / (2 * parts) < facts["most_while_built"] - buffers <= whole / parts + shared + 3 * largest < whole
+
+
+@pytest.mark.parametrize(("cell", "parts"), [case for case in BUILT_IN_PARTS if "steps" in case[0].name], ids=str)
+def test_a_rank_trains_its_part_alone(seen, cell, parts):
+    """What is kept between steps: of a stage or shard, and biases and LayerNorms, which are not worth splitting."""
+    for facts in seen(cell).ranks:
+        shared = facts["largest"] if "pipeline" in cell.name else 0
+        assert facts["whole"] / parts <= facts["held"] <= 1.1 * facts["whole"] / parts + shared

@@ -1,5 +1,6 @@
 """What offload to nvme leaves on a drive: nothing, and nothing of another run is touched."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -75,7 +76,7 @@ def test_ranks_of_other_machines_have_folders_of_their_own(tmp_path, monkeypatch
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
     """A real process, alive and then killed."""
-    left = tmp_path / "nvme-swap-12345678-0"
+    left = tmp_path / f"{swap_space._own_prefix()}12345678-0"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(left)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -91,11 +92,49 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
 
 
 def test_files_of_others_stay(tmp_path):
-    (tmp_path / "nvme-swap-mine").write_text("a file")
+    """A file, a link to a folder of somebody, and what another host left or still uses: its locks may not be seen."""
+    mine, theirs = f"{swap_space._own_prefix()}mine", "nvme-swap-another-host.12345678-0"
+    (tmp_path / mine).write_text("a file")
     (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "kept").touch()
+    (tmp_path / f"{mine}-link").symlink_to(tmp_path / "data")
+    (tmp_path / theirs).mkdir()
+    handles = len(os.listdir("/proc/self/fd"))
     swap, _ = space(tmp_path)
     swap.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "nvme-swap-mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", theirs, mine, f"{mine}-link"]
+    assert (tmp_path / "data" / "kept").exists()
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_a_leftover_that_cannot_be_removed_does_not_matter(tmp_path, monkeypatch):
+    """Another user's, or one that another run removes at the same time."""
+    left = tmp_path / f"{swap_space._own_prefix()}12345678-0"
+    (left / "below").mkdir(parents=True)
+
+    def denied(path: str, *given: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", denied)
+        handles = len(os.listdir("/proc/self/fd"))
+        swap, _ = space(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == handles + 1
+    swap.close()
+    assert left.exists()
+
+
+def test_an_error_without_words_names_the_folder_all_the_same(tmp_path, monkeypatch):
+    def no_locks(handle: int, kind: int) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    handles = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError) as caught:
+        space(tmp_path)
+    assert caught.value.problems == (f"nvme_path {tmp_path}: cannot be used (no locks): name another folder",)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == handles
 
 
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path):
