@@ -3,9 +3,11 @@
 import errno
 import os
 import resource
+import shlex
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,30 +26,55 @@ def a_compiler(path: Path, script: str) -> str:
 def test_the_compiler_is_the_one_that_pytorch_would_call(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert compiler() is None
-    clang = a_compiler(tmp_path / "clang++", "exit 0")
-    assert compiler() == clang
-    gcc = a_compiler(tmp_path / "g++", "exit 0")
-    assert compiler() == gcc
+    assert compiler() == ()
+    for name in ("clang++", "g++", "c++"):
+        found = a_compiler(tmp_path / name, "exit 0")
+        assert compiler() == (found,)
     other = a_compiler(tmp_path / "mine", "exit 0")
     monkeypatch.setenv("CXX", "mine")
-    assert compiler() == other
+    assert compiler() == (other,)
+    monkeypatch.setenv("CXX", "mine g++ '-isystem /with blanks'")
+    assert compiler() == (other, "g++", "-isystem /with blanks")
+    monkeypatch.setenv("CXX", "nobodys g++")
+    assert compiler() == ()
+
+
+def real_compiler() -> str:
+    """For a script that stands before it."""
+    if not (found := compiler()):
+        pytest.skip("this machine has no C++ compiler")
+    return shlex.join(found)
 
 
 def test_libaio_without_its_header(tmp_path):
     """The real compiler, which does not find the header of another name."""
-    if not (found := compiler()):
-        pytest.skip("this machine has no C++ compiler")
-    without = a_compiler(tmp_path / "g++", f'sed s/libaio.h/no-such-header.h/ | "{found}" "$@"')
-    assert "finds no libaio with its header: install it" in libaio_problem(without)
+    without = a_compiler(tmp_path / "g++", f'sed s/libaio.h/no-such-header.h/ | {real_compiler()} "$@"')
+    assert "finds no libaio with its header: install it" in libaio_problem([without])
 
 
-def test_libaio_that_the_system_refuses(tmp_path):
-    """A program that fails as ours does where the kernel refuses ``io_setup``."""
-    program = 'while [ "$1" != -o ]; do shift; done; printf "#!/bin/sh\\nexit 1\\n" > "$2"; chmod +x "$2"'
-    assert "the system refuses io_setup" in libaio_problem(a_compiler(tmp_path / "g++", program))
-    works = a_compiler(tmp_path / "works", program.replace("exit 1", "exit 0"))
-    assert libaio_problem(works) == ""
+LIBRARY = """
+printf 'extern "C" int probe() { return ANSWER; }' > "$0.cpp"
+while [ "$1" != -o ]; do shift; done
+COMPILER -shared -fPIC "$0.cpp" -o "$2"
+"""
+"""Makes of any code a library whose probe answers as the kernel would."""
+
+
+@pytest.mark.parametrize(("answer", "words"), [("1", "the system refuses io_setup"), ("0", "")])
+def test_what_the_system_says_to_asynchronous_io(tmp_path, answer, words):
+    script = LIBRARY.replace("ANSWER", answer).replace("COMPILER", real_compiler())
+    wrapped = [a_compiler(tmp_path / "ccache", 'exec "$@"'), a_compiler(tmp_path / "g++", script)]
+    problem = libaio_problem(wrapped)
+    assert words in problem
+    assert bool(problem) == bool(words)
+
+
+def test_a_folder_for_temporary_files_from_which_nothing_may_be_loaded(tmp_path):
+    """What a file system mounted noexec does to a library; here it is none."""
+    script = a_compiler(tmp_path / "g++", 'while [ "$1" != -o ]; do shift; done; echo no library > "$2"')
+    problem = libaio_problem([script])
+    assert problem.startswith(f"cannot load a library that was compiled in {tempfile.gettempdir()} (OSError: ")
+    assert problem.endswith("): set TMPDIR to another folder")
 
 
 def test_direct_io(tmp_path, monkeypatch):

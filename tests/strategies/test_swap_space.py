@@ -38,6 +38,10 @@ def space(base: Path, topology: Topology = MAIN, **paths: Path) -> tuple[SwapSpa
     return SwapSpace(config, recipe, topology), {name: config["zero_optimization"][name]["nvme_path"] for name in names}
 
 
+def open_handles() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_a_run_has_a_folder_of_its_own_and_takes_it_away(tmp_path):
     one, its_paths = space(tmp_path)
     two, other_paths = space(tmp_path)
@@ -99,12 +103,12 @@ def test_files_of_others_stay(tmp_path):
     (tmp_path / "data" / "kept").touch()
     (tmp_path / f"{mine}-link").symlink_to(tmp_path / "data")
     (tmp_path / theirs).mkdir()
-    handles = len(os.listdir("/proc/self/fd"))
+    handles = open_handles()
     swap, _ = space(tmp_path)
     swap.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", theirs, mine, f"{mine}-link"]
     assert (tmp_path / "data" / "kept").exists()
-    assert len(os.listdir("/proc/self/fd")) == handles
+    assert open_handles() == handles
 
 
 def test_a_leftover_that_cannot_be_removed_does_not_matter(tmp_path, monkeypatch):
@@ -117,9 +121,9 @@ def test_a_leftover_that_cannot_be_removed_does_not_matter(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", denied)
-        handles = len(os.listdir("/proc/self/fd"))
+        handles = open_handles()
         swap, _ = space(tmp_path)
-        assert len(os.listdir("/proc/self/fd")) == handles + 1
+        assert open_handles() == handles + 1
     swap.close()
     assert left.exists()
 
@@ -129,12 +133,12 @@ def test_an_error_without_words_names_the_folder_all_the_same(tmp_path, monkeypa
         raise OSError("no locks")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    handles = len(os.listdir("/proc/self/fd"))
+    handles = open_handles()
     with pytest.raises(UserError) as caught:
         space(tmp_path)
     assert caught.value.problems == (f"nvme_path {tmp_path}: cannot be used (no locks): name another folder",)
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == handles
+    assert open_handles() == handles
 
 
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path):
