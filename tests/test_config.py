@@ -211,7 +211,8 @@ def test_nvme_offload_below_stage_3(here, refused):
     zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
     write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
     assert refused(run_type="optimized") == [
-        "recipe.json: zero_optimization.offload_optimizer to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu"
+        "recipe.json: zero_optimization: offload_optimizer to nvme needs ZeRO stage 3; at stages 1 and 2 take device "
+        "cpu"
     ]
 
 

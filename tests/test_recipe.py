@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_run import RECIPE, REPOSITORY, command_line, write_data, write_recipe
 
-from dsgpt import recipe_keys
+from dsgpt import combinations, recipe_keys
 from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.errors import UserError
@@ -255,6 +255,37 @@ MISTAKES = [
         {"devices": "cpu"},
         "zero_optimization: offload_optimizer: devices is no",
     ),
+    (
+        ("zero_optimization",),
+        {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+        "zero_optimization: offload_optimizer to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu",
+    ),
+    (
+        ("zero_optimization",),
+        {"stage": 2, "zero_quantized_weights": True},
+        "zero_optimization: zero_quantized_weights needs ZeRO stage 3",
+    ),
+    (
+        ("zero_optimization",),
+        {"stage": 2, "zero_quantized_gradients": True},
+        "zero_optimization: zero_quantized_gradients needs ZeRO stage 3",
+    ),
+    (
+        ("zero_optimization",),
+        {"stage": 1, "zero_hpz_partition_size": 2},
+        "zero_optimization: zero_hpz_partition_size needs ZeRO stage 3",
+    ),
+    (
+        ("zero_optimization",),
+        {"stage": 3, "zero_hpz_partition_size": 0},
+        "zero_optimization: zero_hpz_partition_size must be a whole number of at least 1, not 0",
+    ),
+    (
+        ("zero_optimization",),
+        {"stage": 3, "zero_quantized_weights": 1},
+        "zero_optimization: zero_quantized_weights must be true or false, not 1",
+    ),
+    (("aio",), {"block_size": 8192}, "aio means nothing without offload to nvme: leave it out"),
     (("dump_state",), "yes", "dump_state must be true or false, not 'yes'"),
     (
         ("zero_optimization",),
@@ -268,6 +299,35 @@ MISTAKES = [
 def test_each_mistake_is_one_line_with_its_place(file, place, value, line):
     (found,) = problems_of(write_recipe(file, changed(*place, to=value)))
     assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("aio", "line"),
+    [
+        ({"block_size": 1000}, "aio: block_size must be a multiple of 4096 bytes, not 1000"),
+        ({"block_size": 0}, "aio: block_size must be a multiple of 4096 bytes, not 0"),
+        ({"block_size": "big"}, "aio: block_size must be a multiple of 4096 bytes, not 'big'"),
+        ({"queue_depth": 0}, "aio: queue_depth must be a whole number of at least 1, not 0"),
+        ({"use_gds": True}, "aio: use_gds is not supported: reading past the CPU needs a driver"),
+        ({"thread_count": 1}, "aio: thread_count is no known key"),
+        ({"single_submit": "no"}, "aio: single_submit must be true or false, not 'no'"),
+    ],
+)
+def test_mistakes_in_how_files_are_swapped(file, aio, line):
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    (found,) = problems_of(write_recipe(file, zero_optimization=zero, aio=aio))
+    assert found.startswith(line)
+
+
+def test_offload_to_nvme_and_zero_plus_plus(file):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}
+    recipe = understood(write_recipe(file, zero_optimization=zero, aio={"block_size": 2**20, "queue_depth": 8}))
+    assert (recipe.offload_optimizer, recipe.offload_param) == ("cpu", "nvme")
+    assert recipe.nvme_blocks == ("offload_param",)
+    assert not recipe.zero_plus_plus
+    keys = ({"zero_hpz_partition_size": 2}, {"zero_quantized_weights": True}, {"zero_quantized_gradients": True})
+    for key in keys:
+        assert understood(write_recipe(file, zero_optimization={"stage": 3, **key})).zero_plus_plus
 
 
 def test_an_optimizer_is_needed(file):
@@ -354,7 +414,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipes_ship_for_every_stage():
-    stages = {"zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
+    stages = {"zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme", "zeropp"}
     assert {path.stem for path in SHIPPED} >= stages | {"tensor", "sequence", "pipeline", "3d"}
 
 
@@ -386,9 +446,11 @@ def test_shipped_recipes_describe_the_same_training():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("path", [path for path in SHIPPED if "zero" in path.stem], ids=lambda path: path.stem)
-def test_deepspeed_accepts_what_its_engine_is_given(data, path, precision):
+def test_deepspeed_accepts_what_its_engine_is_given(data, monkeypatch, path, precision):
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    for lacking in ("_check_nvme", "_check_zero_plus_plus"):  # to be understood, a recipe needs no drive and no GPUs
+        monkeypatch.setattr(combinations, lacking, lambda request, problems: None)
     config = resolved(data, path, precision=precision, grad_accum_steps=2)
     theirs = DeepSpeedConfig(engine_config(config))
     ours = understood(path)

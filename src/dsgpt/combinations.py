@@ -4,8 +4,10 @@ Everything here is known before a process group or a model exists. The numbers t
 heads, layers, positions) and the way out stand in one line.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsgpt.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
 from dsgpt.model.config import GPT2Config
@@ -48,6 +50,34 @@ def check_combinations(request: Request, problems: Problems) -> None:
     _check_compile(request, problems)
 
 
+def check_accumulation(request: Request, accumulation: int, problems: Problems) -> None:
+    """Complain where gradients of ``accumulation`` micro batches would be added up in low precision."""
+    low = request.recipe.fsdp.reduce_dtype == "low" and request.precision != "fp32"
+    if request.options.run_type == "fsdp" and low and accumulation > 1:
+        problems.add(
+            f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
+            f'step, whose gradients PyTorch would then add up in {request.precision} too: take "fp32", or '
+            "--grad_accum_steps 1"
+        )
+
+
+def notices(request: Request) -> list[str]:
+    """What the user should know about keys of the recipe that are allowed, a line each."""
+    recipe, stage = request.recipe, request.recipe.zero_stage
+    if request.options.run_type != "optimized":
+        if not recipe.deepspeed_only:
+            return []
+        keys = ", ".join(recipe.deepspeed_only)
+        return [f"{request.options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]
+    if request.device == "cuda" and stage and recipe.raw["zero_optimization"].get("overlap_comm"):
+        return [
+            f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
+            f"8061 were races there): set it in ds_configs/zero{stage}.json, run `python src/benchmark.py parity "
+            f"--device cuda --only zero{stage}`, and trust it if that passes"
+        ]
+    return []
+
+
 def _check_ranks(request: Request, problems: Problems) -> None:
     world, run_type = request.topology.world_size, request.options.run_type
     if run_type == "baseline" and world > 1:
@@ -77,6 +107,11 @@ def _check_strategies(request: Request, problems: Problems) -> None:
         problems.add(
             f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
             "micro batches: take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32"
+        )
+    if sizes.pipeline > 1 and recipe.raw.get("wall_clock_breakdown"):
+        problems.add(
+            f"{recipe.path}: wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its "
+            "backward pass twice and fail: leave it out, or look at step_time_sec in metrics.jsonl"
         )
     if sizes.tensor > 1 and sizes.pipeline == 1 and stage > 2:
         problems.add(
@@ -186,8 +221,18 @@ def locked_bytes(request: Request) -> int:
             size += block.get("buffer_count", 5) * elements * (4 if request.precision == "fp32" else 2)
         else:
             group = min(blocks.get("sub_group_size", 10**9), model.parameter_count() // ranks)
-            size += block.get("buffer_count", 4) * group * 4
+            size += swap_buffers(block) * group * 4
     return int(size)
+
+
+def swap_buffers(offload_optimizer: Mapping[str, Any]) -> int:
+    """Through how many buffers the optimizer's state is swapped, each as large as a sub-group, as this block says.
+
+    Weights, gradients and two moments: of the group in work, and with ``pipeline_read`` or ``pipeline_write`` of those
+    that are read and written meanwhile, for which DeepSpeed's default of 4 does not suffice.
+    """
+    pipelined = offload_optimizer.get("pipeline_read") or offload_optimizer.get("pipeline_write")
+    return int(offload_optimizer.get("buffer_count", 12 if pipelined else 4))
 
 
 def _check_zero_plus_plus(request: Request, problems: Problems) -> None:

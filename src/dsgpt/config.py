@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.batch import BatchPlan, BatchRequest, plan_batch
-from dsgpt.combinations import Request, check_combinations
+from dsgpt.combinations import Request, check_accumulation, check_combinations, notices
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
 from dsgpt.init_from import InitFrom, read_init_from
@@ -103,7 +103,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     Raises:
         UserError: with every mistake, a line each.
     """
-    notices: list[str] = []
+    told: list[str] = []
     _check_required(options, problems)
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
     train = _open(options.train_data_path, problems)
@@ -113,7 +113,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     model = _resolve_model(options, train, init_from, problems)
     seq_length = _resolve_seq_length(options, model, problems)
     device, precision = _resolve_device(options, recipe, topology, problems)
-    _check_vocabulary(model, (train, val), options, topology, problems, notices)
+    _check_vocabulary(model, (train, val), options, topology, problems, told)
     if recipe is not None:
         request = Request(
             options=options,
@@ -126,18 +126,18 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
             run_dir=run_dir,
         )
         check_combinations(request, problems)
-        notices += _ignored_keys(options, recipe)
+        told += notices(request)
         topology = topology.split(request.sizes)
-    batch = _resolve_batch(options, recipe, topology, problems, notices)
-    length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=notices)
+    batch = _resolve_batch(options, recipe, topology, problems, told)
+    if recipe is not None and batch is not None:
+        check_accumulation(request, batch.gradient_accumulation_steps, problems)
+    length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=told)
     problems.raise_if_any()
     if init_from and init_from.sha256 is None:
         init_from.weights(model, quiet=not topology.is_main)  # may be no GPT-2's
     if recipe.scheduler and length.total_steps <= recipe.scheduler.warmup_num_steps:
         warm_up = recipe.scheduler.warmup_num_steps
-        notices.append(
-            f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}"
-        )
+        told.append(f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}")
     return RunConfig(
         options=options,
         topology=topology,
@@ -157,7 +157,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         device=device,
         threads_per_device=options.threads_per_device or (1 if device == "cpu" else None),
         steps_per_print=options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
-        notices=tuple(notices),
+        notices=tuple(told),
     )
 
 
@@ -289,11 +289,3 @@ def _check_vocabulary(
             problems.add(
                 f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
             )
-
-
-def _ignored_keys(options: Options, recipe: Recipe) -> list[str]:
-    """What of the recipe means nothing to the strategy of this run, said in a line."""
-    if options.run_type == "optimized" or not recipe.deepspeed_only:
-        return []
-    keys = ", ".join(recipe.deepspeed_only)
-    return [f"{options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]

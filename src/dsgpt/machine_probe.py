@@ -8,45 +8,63 @@ import ctypes
 import mmap
 import os
 import resource
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 DIRECT_IO_BYTES = 1024
 """DeepSpeed pads what it swaps to multiples of this (``swap_tensor/utils.py``, ``AIO_ALIGNED_BYTES``)."""
 _USES_LIBAIO = """
 #include <libaio.h>
-int main() { io_context_t context = 0; return io_setup(1, &context) < 0; }
+extern "C" int probe() { io_context_t context = 0; return io_setup(1, &context) < 0 || io_destroy(context) < 0; }
 """
+_REFUSED = 3
+_CALL = f"import ctypes, sys; sys.exit({_REFUSED} if ctypes.CDLL(sys.argv[1]).probe() else 0)"
 _MLOCK_ONFAULT = 1
 
 
-def compiler() -> str | None:
-    """The C++ compiler that PyTorch would call; None where there is none."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+def compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler that PyTorch would call, which may be several words; empty where there is none.
+
+    ``CXX`` as it is set, such as ``ccache g++``; otherwise ``c++``, PyTorch's default, or by its own name.
+    """
+    if words := shlex.split(os.environ.get("CXX", "")):
+        found = shutil.which(words[0])
+        return (found, *words[1:]) if found else ()
+    return next(((found,) for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), ())
 
 
-def libaio_problem(compiler: str) -> str:
+def libaio_problem(compiler: Sequence[str]) -> str:
     """Why asynchronous I/O by libaio cannot be compiled or does not work here; empty where it does.
 
-    Compiles, links and runs a program of two lines, as the build of DeepSpeed's swapping would: header, library and
-    the system call in one.
+    Compiles and links a library of two lines, as the build of DeepSpeed's swapping would, and calls it: header, library
+    and the system call in one.
+
+    Args:
+        compiler: the words of its command.
     """
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "probe"
-        built = subprocess.run(
-            [compiler, "-x", "c++", "-", "-o", str(program), "-laio"],
-            input=_USES_LIBAIO,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        library = Path(folder) / "probe.so"
+        built = _output_of([*compiler, "-x", "c++", "-", "-shared", "-fPIC", "-o", str(library), "-laio"], _USES_LIBAIO)
         if built.returncode:
             return "finds no libaio with its header: install it (Debian: apt-get install libaio-dev)"
-        if subprocess.run([program], check=False).returncode:
-            return "may not use asynchronous I/O: the system refuses io_setup (see /proc/sys/fs/aio-max-nr)"
+        # In a child, as a process that has loaded a library keeps it.
+        called = _output_of([sys.executable, "-S", "-c", _CALL, str(library)])
+    if called.returncode == _REFUSED:
+        return "may not use asynchronous I/O: the system refuses io_setup (see /proc/sys/fs/aio-max-nr)"
+    if called.returncode:
+        reason = (called.stderr.strip().splitlines() or ["no reason given"])[-1]
+        place = tempfile.gettempdir()
+        return f"cannot load a library that was compiled in {place} ({reason}): set TMPDIR to another folder"
     return ""
+
+
+def _output_of(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
 
 
 def direct_io_problem(folder: Path) -> str:

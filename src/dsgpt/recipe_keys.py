@@ -24,8 +24,11 @@ DEEPSPEED_KEYS = {
     "dump_state": "boolean",
     "aio": "object",
 }
-"""Keys that change how DeepSpeed computes a step, never what it computes, with the kinds of their values; they mean
-nothing to other strategies."""
+"""Keys of DeepSpeed alone, with the kinds of their values; they mean nothing to other strategies.
+
+They change how a step is computed and not what is computed, with one exception inside ``zero_optimization``: Zero++'s
+``zero_quantized_weights`` and ``zero_quantized_gradients`` round what travels, so that the training is another one.
+"""
 
 PARALLEL_KEYS = ("tensor_parallel", "pipeline", "sequence_parallel_size")
 """Keys that split the model or its sequences over ranks under DeepSpeed; strategies tell DeepSpeed what it needs."""

@@ -54,6 +54,7 @@ def test_a_run_leaves_its_record_and_the_page_made_of_it(tmp_path):
     assert record["launches"][0]["seconds"] > 0
     page = (tmp_path / "out" / "record.md").read_text()
     assert page == parity_page(record, source="out/record.json")
+    assert "## What a step costs a rank" in page
     again = benchmark("parity", "--table-from", "out/record.json", "--page", "again.md", cwd=tmp_path)
     assert again.returncode == 0
     assert (tmp_path / "again.md").read_text() == page

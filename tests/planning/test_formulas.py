@@ -97,6 +97,22 @@ def test_zero_3_frees_between_forward_and_backward_pass(setup):
     assert total(gathered(setup("zero3", model=model, zero=kept))) < whole  # DeepSpeed's defaults: all of it stays
 
 
+def test_options_that_move_gradients_otherwise(setup):
+    to_the_owner = setup("zero2", zero={"use_multi_rank_bucket_allreduce": False})
+    assert sent_bytes(to_the_owner) == 3 * 4 * P + 1 / 2 * 4 * P
+    whole_buckets = {"reduce_scatter": False, "reduce_bucket_size": EMBEDDING - 1}  # the embedding goes alone
+    gathered_and_reduced = {t.operation: t.payload_bytes for t in step_traffic(setup("zero3", zero=whole_buckets))}
+    assert gathered_and_reduced["reduce_scatter"] == 3 * 4 * EMBEDDING
+    assert gathered_and_reduced["all_reduce"] == 3 * 4 * (P - EMBEDDING)
+    few_stay = {"stage3_model_persistence_threshold": EMBEDDING + 3}
+    assert state(setup("zero3", zero=few_stay))[0] == 4 * P // 2 + 4 * EMBEDDING
+
+
+def test_zero_plus_plus_has_no_formula(setup):
+    with pytest.raises(ValueError, match="no formula for Zero"):
+        setup("zeropp")
+
+
 def test_fsdp(setup):
     blocks = 2 * (12 * 64 + 13 * 8)
     counters = 4 * len(model_parameters(TINY))
@@ -123,6 +139,14 @@ def test_a_pipeline_sends_to_the_neighbours_and_adds_up_the_embedding(setup):
     three = setup("pipeline", top={"pipeline": {"stages": 3, "partition": "uniform"}}, world_size=3)
     assert sent_bytes(three, rank=1) == 2 * 3 * 4 * RESIDUAL
     assert most_sent_bytes(three) == max(sent_bytes(three, rank=rank) for rank in range(3))
+
+
+def test_the_rank_with_most_and_the_one_that_sends_most(setup):
+    for name, ranks in (("zero1", 4), ("zero3", 4), ("tensor", 8), ("3d", 8)):
+        planned = setup(name, world_size=ranks)
+        states = [model_state(planned, rank=rank) for rank in range(ranks)]
+        assert largest_model_state(planned).total == max(found.total for found in states)
+        assert most_sent_bytes(planned) == max(sent_bytes(planned, rank=rank) for rank in range(ranks))
 
 
 def test_3d_data_ranks_divide_a_stages_part(setup):

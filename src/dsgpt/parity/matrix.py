@@ -115,7 +115,7 @@ STRATEGIES = {
         *(_deepspeed(f"sequence2-zero{stage}", "sequence", ranks=(2, 4), changes=_zero(stage)) for stage in (0, 1, 2)),
         _deepspeed("pipeline2-tensor2-zero1", "3d", ranks=(8,), replicas="some"),
         *(
-            _deepspeed(name, recipe, ranks=(ranks,), changes=_zero(stage), whole=False)
+            _deepspeed(name, recipe, ranks=(ranks,), changes=_zero(stage), replicas="some", whole=False)
             for name, recipe, ranks, stage in (
                 ("tensor2-zero3", "tensor", 2, 3),
                 ("pipeline2-zero2", "pipeline", 2, 2),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 FACTS = ("loss", "gradient norm", "first gradient", "weights")
+COSTS = ("parameters", "gradients", "optimizer", "master", "sent")
 STATUS_WORDS = {"passed": "passed", "failed": "**FAILED**", "refused": "refused", "error": "**ERROR**"}
 
 Record = dict[str, Any]
@@ -24,6 +25,7 @@ def parity_page(record: Record, *, source: str) -> str:
         _strategies(cells),
         _bugs(bugs),
         _refusals(cells),
+        _costs(cells),
         _troubles(record),
         _how(record),
         _all_cells(cells),
@@ -125,6 +127,38 @@ def _refusals(cells: Cells) -> str:
         names = dict.fromkeys(f"{cell['strategy']} {_setting(cell)}".strip() for cell in group)
         rows.append([", ".join(names), "<br>".join(message.splitlines())])
     return f"## Refused\n\nNothing of these was started.\n\n{_table(['what', 'message'], rows)}"
+
+
+def _costs(cells: Cells) -> str:
+    """What the most accumulating AdamW training of each strategy cost; every training counts in the last column."""
+    rows = []
+    for (strategy, ranks, precision), group in _grouped(
+        [cell for cell in cells if cell.get("cost")], lambda cell: (cell["strategy"], cell["ranks"], cell["precision"])
+    ):
+        shown = max(group, key=lambda cell: (cell["optimizer"] == "adamw", not cell["option"], cell["accumulation"]))
+        sizes = [shown["cost"][name]["measured"] for name in COSTS]
+        off = max(_off(size) for cell in group for size in cell["cost"].values())
+        rows.append([strategy, ranks, precision, shown["accumulation"], *map(_bytes, sizes), f"{off:.1%}"])
+    if not rows:
+        return ""
+    header = ["strategy", "ranks", "precision", "acc.", *COSTS, "formulas off by"]
+    return f"""## What a step costs a rank
+
+Measured bytes of model state, of the rank that has most, and sent per optimizer step, of the one that sends most. The
+last column is the largest difference from the formulas of `src/dsgpt/planning`, over all trainings of the row.
+
+{_table(header, rows)}"""
+
+
+def _off(size: dict[str, int | None]) -> float:
+    measured, formula = size["measured"], size["formula"]
+    if measured is None:
+        return float("inf")
+    return abs(formula - measured) / measured if measured else float(formula > 0)
+
+
+def _bytes(size: int | None) -> str:
+    return "unknown" if size is None else f"{size:,}"
 
 
 def _setting(cell: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from dsgpt.planning.flat_groups import flat_groups
 from dsgpt.planning.gathering import gathered
 from dsgpt.planning.parameters import EMBEDDING, ParameterSize, model_parameters, total
 from dsgpt.planning.setup import FULL, Setup
-from dsgpt.planning.sharded import fsdp_elements, is_persistent, zero_piece
+from dsgpt.planning.sharded import fsdp_elements, persistent, zero_piece
 from dsgpt.planning.stages import stages_with_embedding
 from dsgpt.telemetry.ring import ring_factor
 
@@ -54,7 +54,7 @@ def sent_bytes(setup: Setup, *, rank: int = 0) -> int:
 
 def most_sent_bytes(setup: Setup) -> int:
     """That of the rank that sends most."""
-    return max(sent_bytes(setup, rank=rank) for rank in range(setup.world_size))
+    return max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
 
 
 def _ddp(setup: Setup) -> list[Transfer]:
@@ -97,16 +97,25 @@ def _gradient_width(setup: Setup) -> int:
 def _zero012(setup: Setup, held: list[ParameterSize]) -> list[Transfer]:
     """ZeRO-0 and 1: gradients once per step, wP. ZeRO-2: in every micro batch. Stages 1 and 2: then weights, wP.
 
-    Stages 1 and 2 all-reduce gradients although a rank needs its part alone (``use_multi_rank_bucket_allreduce``).
+    Stages 1 and 2 all-reduce gradients although a rank needs its part alone, unless the recipe says otherwise.
     """
     stage, ranks = setup.recipe.zero_stage, setup.zero_ranks
     times = setup.gradient_accumulation_steps if stage == 2 else 1
     size = times * _gradient_width(setup) * total(held)
-    found = [Transfer(what="gradients", operation="all_reduce", ranks=ranks, payload_bytes=size)]
+    operation = "reduce" if _goes_to_the_owner(setup) else "all_reduce"
+    found = [Transfer(what="gradients", operation=operation, ranks=ranks, payload_bytes=size)]
     if stage > 0:
         padded = setup.low * sum(group.padded for group in flat_groups(held, ranks))
         found.append(Transfer(what="weights", operation="all_gather", ranks=ranks, payload_bytes=padded))
     return found
+
+
+def _goes_to_the_owner(setup: Setup) -> bool:
+    """Whether ZeRO-1 or 2 sends every piece of a bucket to the rank whose part it is, and to no other."""
+    if setup.recipe.zero_stage == 0 or setup.uses_bf16_optimizer:
+        return False
+    options = {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True, "contiguous_gradients": True}
+    return all(setup.zero(key, True) == value for key, value in options.items())
 
 
 def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Transfer]:
@@ -119,13 +128,23 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Transfer]:
     def pieces(parameters: list[ParameterSize]) -> int:
         return ranks * sum(zero_piece(part, ranks) for part in parameters)
 
-    after_step = pieces([part for part in held if is_persistent(setup, part)])
+    after_step = pieces(persistent(setup, held))
     weights = setup.low * (micro_batches * pieces(gathered(setup)) + after_step)
-    gradients = micro_batches * _gradient_width(setup) * pieces(held)
+    width = micro_batches * _gradient_width(setup)
+    bucketed = [part for part in held if _is_all_reduced(setup, part)]
+    alone = [part for part in held if not _is_all_reduced(setup, part)]
     return [
         Transfer(what="weights", operation="all_gather", ranks=ranks, payload_bytes=weights),
-        Transfer(what="gradients", operation="reduce_scatter", ranks=ranks, payload_bytes=gradients),
+        Transfer(what="gradients", operation="reduce_scatter", ranks=ranks, payload_bytes=width * pieces(alone)),
+        Transfer(what="gradients", operation="all_reduce", ranks=ranks, payload_bytes=width * total(bucketed)),
     ]
+
+
+def _is_all_reduced(setup: Setup, part: ParameterSize) -> bool:
+    """Whether ZeRO-3 reduces the gradient in a bucket that goes to all ranks whole."""
+    bucket = setup.zero("reduce_bucket_size", 500_000_000)
+    contiguous = setup.zero("contiguous_gradients", True)
+    return contiguous and not setup.zero("reduce_scatter", True) and part.numel <= bucket
 
 
 def _split_model(setup: Setup, rank: int) -> list[Transfer]:
@@ -171,7 +190,7 @@ def _pipeline(setup: Setup, rank: int) -> list[Transfer]:
     """
     sizes, stage = setup.sizes, setup.stage(rank)
     has_next, has_previous = stage < sizes.pipeline - 1, stage > 0
-    stream, dealt = _activations(setup), setup.stages()
+    stream, dealt = _activations(setup), setup.stages
     sent = (has_next + has_previous) * stream // sizes.tensor
     gathered_again = (2 * has_next + has_previous) * stream
     found = [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dsgpt.planning.parameters import EMBEDDING, ParameterSize, model_parameters
 from dsgpt.planning.setup import Setup
-from dsgpt.planning.sharded import is_persistent
+from dsgpt.planning.sharded import persistent
 
 Layer = tuple[ParameterSize, ...]
 """The parameters that a module has for itself."""
@@ -63,7 +63,7 @@ class _Walk:
 
     def __init__(self, setup: Setup, order: Sequence[Layer]) -> None:
         self._order = order
-        self._persistent = {part.name for layer in order for part in layer if is_persistent(setup, part)}
+        self._persistent = {part.name for part in persistent(setup, model_parameters(setup.model))}
         self._prefetch = setup.zero("stage3_prefetch_bucket_size", 50_000_000)
         self._most_live = setup.zero("stage3_max_live_parameters", 10**9)
         self._reuse = setup.zero("stage3_max_reuse_distance", 10**9)

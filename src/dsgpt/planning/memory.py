@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dsgpt.planning.flat_groups import FlatGroup, flat_groups, parts
 from dsgpt.planning.parameters import ParameterSize, total
 from dsgpt.planning.setup import FULL, Setup
-from dsgpt.planning.sharded import Shards, fsdp_elements, is_persistent, zero_piece
+from dsgpt.planning.sharded import Shards, fsdp_elements, persistent, zero_piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +53,16 @@ def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
     if stage == 3:
         return _zero3(setup, held)
     groups, part = flat_groups(held, setup.zero_ranks), _zero_rank(setup, rank)
-    if stage == 1 and setup.precision == "bf16" and setup.recipe.offload_optimizer == "none":
+    if setup.uses_bf16_optimizer:
         return _zero1_bf16(setup, held, groups)
     return _zero12(setup, groups, part)
 
 
 def largest_model_state(setup: Setup) -> ModelState:
     """That of the rank with the most."""
-    return max((model_state(setup, rank=rank) for rank in range(setup.world_size)), key=lambda state: state.total)
+    deals_unevenly = setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2}
+    ranks = range(0, setup.world_size, setup.sizes.tensor) if deals_unevenly else setup.first_ranks
+    return max((model_state(setup, rank=rank) for rank in ranks), key=lambda state: state.total)
 
 
 def _zero_rank(setup: Setup, rank: int) -> int:
@@ -130,12 +132,15 @@ def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
     """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments, 4P/N of master weights, in fp32 too."""
     own, offloaded = parts(groups), setup.recipe.offload_optimizer != "none"
     gradients = _offloaded_gradients(setup, groups, rank) if offloaded else _own_gradients(setup, groups, rank)
+    moved = ("optimizer", "master") if offloaded else ()
+    if offloaded and (setup.recipe.zero_stage == 2 or setup.precision == "fp32"):
+        moved += ("gradients",)
     return ModelState(
         parameters=setup.low * sum(group.padded for group in groups),
         gradients=gradients,
         optimizer=_optimizer(setup, own, tensors=len(groups)),
         master=FULL * own,
-        off_device=("gradients", "optimizer", "master") if offloaded else (),
+        off_device=moved,
     )
 
 
@@ -160,12 +165,17 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
 
 
 def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
-    """4P/N in host memory; with several micro batches their sum beside it, in fp32 of whole parameters."""
-    own = parts(groups)
+    """4P/N in host memory; at stage 2 with several micro batches their sum beside it, in fp32 of whole parameters.
+
+    Stage 1 adds up whole gradients on the device: in fp32 those are freed before the step, in bf16 and fp16 nearly all
+    of them (but for the last buckets') wait for its end.
+    """
+    own, mixed = parts(groups), setup.precision != "fp32"
+    if setup.recipe.zero_stage == 1:
+        return FULL * (own + (sum(group.padded for group in groups) if mixed else 0))
     if setup.gradient_accumulation_steps == 1:
         return FULL * own
-    sums = sum(group.touched(rank) for group in groups) if setup.precision == "fp32" else own
-    return FULL * (own + sums)
+    return FULL * (own + (own if mixed else sum(group.touched(rank) for group in groups)))
 
 
 def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
@@ -176,14 +186,14 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
     """
     shards = Shards.of(setup, held)
     ranks = setup.zero_ranks
-    persistent = 0  # a single rank's pieces are the parameters
+    whole = 0  # a single rank's pieces are the parameters
     if ranks > 1:
-        persistent = sum(ranks * zero_piece(part, ranks) for part in held if is_persistent(setup, part))
+        whole = sum(ranks * zero_piece(part, ranks) for part in persistent(setup, held))
     offloaded = setup.recipe.offload_optimizer != "none"
     second = shards.own if offloaded else max(shards.sub_groups)
     moved = ("gradients", "optimizer", "master") if offloaded else ()
     return ModelState(
-        parameters=setup.low * (shards.own + persistent),
+        parameters=setup.low * (shards.own + whole),
         gradients=FULL * (shards.own + second),
         optimizer=_optimizer(setup, shards.own, tensors=len(shards.sub_groups)),
         master=FULL * shards.own,

@@ -1,6 +1,7 @@
 """What a plan is made for: a model, a recipe, ranks, a precision and a batch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dsgpt.model.config import GPT2Config
@@ -34,6 +35,15 @@ class Setup:
     activation_checkpointing: bool = False
     """Whether blocks are computed a second time in the backward pass."""
 
+    def __post_init__(self) -> None:
+        """Refuse what has no formula.
+
+        Raises:
+            ValueError: Zero++, of which nothing could be measured.
+        """
+        if self.run_type == "optimized" and self.recipe.zero_plus_plus:
+            raise ValueError(f"{self.recipe.path}: there is no formula for Zero++: plan with ds_configs/zero3.json")
+
     @property
     def sizes(self) -> ParallelSizes:
         """How the model is split; PyTorch's strategies do not split it."""
@@ -66,6 +76,7 @@ class Setup:
         """The value of ``key`` in the recipe's block ``zero_optimization``."""
         return self.recipe.raw.get("zero_optimization", {}).get(key, default)
 
+    @cached_property
     def stages(self) -> list[list[ParameterSize]]:
         """What a tensor rank of each pipeline stage holds of the model; one stage where there is no pipeline."""
         if self.sizes.pipeline == 1:
@@ -89,13 +100,24 @@ class Setup:
         offloaded = self.run_type == "optimized" and self.recipe.offload_optimizer != "none"
         return offloaded and optimizer.type == "AdamW" and not optimizer.torch_adam
 
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed takes its ``BF16_Optimizer``, which knows no buckets, instead of ZeRO-1's own."""
+        recipe = self.recipe
+        return recipe.zero_stage == 1 and self.precision == "bf16" and recipe.offload_optimizer == "none"
+
+    @property
+    def first_ranks(self) -> range:
+        """The first rank of every pipeline stage; all ranks of a stage send the same."""
+        return range(0, self.world_size, self.world_size // self.sizes.pipeline)
+
     def stage(self, rank: int) -> int:
         """The pipeline stage of ``rank``; stages are the outermost dimension of the ranks."""
         return rank * self.sizes.pipeline // self.world_size
 
     def held(self, rank: int) -> list[ParameterSize]:
         """What ``rank`` holds of the model, whole or in pieces."""
-        return self.stages()[self.stage(rank)]
+        return self.stages[self.stage(rank)]
 
     def blocks(self, rank: int) -> int:
         """Transformer blocks that ``rank`` computes."""

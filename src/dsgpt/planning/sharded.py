@@ -1,5 +1,6 @@
 """How FSDP and ZeRO-3 cut parameters: each for itself, into as many pieces as there are ranks."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,16 @@ def zero_piece(part: ParameterSize, ranks: int) -> int:
     return -(-part.numel // ranks)
 
 
-def is_persistent(setup: Setup, part: ParameterSize) -> bool:
-    """Whether ZeRO-3 keeps the parameter whole on every rank, because gathering it is not worth a message."""
-    return part.numel <= setup.zero("stage3_param_persistence_threshold", 100_000)
+def persistent(setup: Setup, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
+    """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because gathering them is not worth a message."""
+    each = setup.zero("stage3_param_persistence_threshold", 100_000)
+    together = setup.zero("stage3_model_persistence_threshold", sys.maxsize)
+    found, elements = [], 0
+    for part in parameters:
+        if part.numel <= each and elements + part.numel <= together:
+            found.append(part)
+            elements += part.numel
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

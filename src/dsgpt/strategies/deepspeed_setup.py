@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsgpt.combinations import nvme_paths
+from dsgpt.combinations import nvme_paths, swap_buffers
 from dsgpt.config import RunConfig
 from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
 from dsgpt.recipe import Recipe
@@ -64,6 +64,9 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         ours["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
     if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
         ours["zero_force_ds_cpu_optimizer"] = False
+    if recipe.zero_stage > 0:
+        # DeepSpeed's own default is true at stage 3. There were races on GPUs, where parity has not been shown.
+        ours["zero_optimization"].setdefault("overlap_comm", False)
     _complete_swapping(ours, config)
     return ours
 
@@ -76,9 +79,8 @@ def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
         if name == "offload_param":  # DeepSpeed locks five buffers of 100 million elements, or fails on larger parts
             part = -(-config.model.largest_parameter() // config.topology.world_size)
             block.setdefault("buffer_size", part)
-        elif block.get("pipeline_read") or block.get("pipeline_write"):
-            # Weights, gradients and two moments: of the group in work, and of those read and written meanwhile.
-            block.setdefault("buffer_count", 12)
+        else:
+            block["buffer_count"] = swap_buffers(block)
 
 
 def _autotp_block(size: int) -> dict[str, Any]:

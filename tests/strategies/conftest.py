@@ -1,0 +1,23 @@
+"""One launch for each number of ranks serves all tests that ask for what its ranks saw."""
+
+import pytest
+from strategy_cells import Asked, Launched
+
+
+@pytest.fixture(scope="session")
+def seen(request, tmp_path_factory, corpus):
+    """From a cell to what its ranks saw. Cells that no selected test has as its parameter ``cell`` are not run."""
+    items = (item for item in request.session.items if "seen" in getattr(item, "fixturenames", ()))
+    wanted = {item.callspec.params["cell"] for item in items}
+    launches: dict[int, Launched] = {}
+
+    def get(cell: Asked):
+        if cell.ranks not in launches:
+            names = {name for ranks, name in wanted if ranks == cell.ranks}
+            folder = tmp_path_factory.mktemp(f"ranks-{cell.ranks}-")
+            launches[cell.ranks] = Launched(cell.ranks, names, folder, corpus)
+        return launches[cell.ranks].seen(cell.name)
+
+    yield get
+    for launched in launches.values():
+        launched.close()

@@ -1,0 +1,189 @@
+"""What the tests in this folder ask of ``strategy_worker.py``: one launch for each number of ranks."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from small_run import REPOSITORY
+from training_runs import Corpus
+
+from dsgpt.machine_probe import compiler, libaio_problem
+from dsgpt.parity import launch
+from dsgpt.parity.launch import Assignment, Launch, run_job
+from dsgpt.parity.matrix import STRATEGIES, Cell
+from dsgpt.parity.measurement import read_rank
+from dsgpt.parity.work import write_recipe
+
+NO_LIBAIO = not (found := compiler()) or bool(libaio_problem(found))
+LAYERS = ("--num_layers", "6")
+"""Enough that one parameter is a small part of the model."""
+DROPOUT = ("--dropout", "0.2")
+RUN = ("--max_train_steps", "4", "--save_every", "2", "--keep_checkpoints", "9", "--max_val_steps", "1")
+CHANGED = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.5, 0.6], "weight_decay": 20.0}},
+    "gradient_clipping": 0.05,
+}
+"""A recipe to go on with; each of betas, weight decay and clipping acts within two steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One cell: a strategy of the parity suite, on its recipe."""
+
+    what: str
+    """Of ``strategy_worker.OBSERVATIONS``."""
+    strategy: str
+    flags: tuple[str, ...] = ()
+    after: str = ""
+    """The cell whose run, killed in the middle, goes on here."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """What replaces keys of the recipe."""
+
+    def words(self, corpus: Corpus, recipe: Path, run: Path) -> list[str]:
+        """The flags of ``src/gpt2.py`` but for the run type."""
+        words = [*corpus.flags(), "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "32"]
+        words += [*self.flags, *([] if "--num_layers" in self.flags else ["--num_layers", "2"]), "--device", "cpu"]
+        return [*words, "--grad_accum_steps", "2", "--deepspeed_config", str(recipe), "--checkpoint_path", str(run)]
+
+
+def recipe_of(cell: Observation, ranks: int, path: Path) -> None:
+    """Write the recipe of the cell's strategy to ``path``, without a schedule: the first step changes weights."""
+    plain = Cell(strategy=cell.strategy, ranks=ranks)
+    write_recipe(path, plain, recipes=REPOSITORY / "ds_configs")
+    values = json.loads(path.read_text(encoding="utf-8")) | {"train_batch_size": 8} | cell.recipe
+    del values["scheduler"]
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def _starts(*names: str, flags: tuple[str, ...]) -> dict[str, Observation]:
+    return {f"start {name} {flags[-1]}": Observation(what="start", strategy=name, flags=flags) for name in names}
+
+
+def _steps(*names: str) -> dict[str, Observation]:
+    flags = (*DROPOUT, *LAYERS)
+    return {f"steps {name}": Observation(what="steps", strategy=name, flags=flags) for name in names}
+
+
+def _runs(*names: str) -> Iterator[tuple[str, Observation]]:
+    """A run with dropout, and the same once more from its first checkpoint on."""
+    for name in names:
+        run = f"run {name}"
+        yield run, Observation(what="run", strategy=name, flags=(*RUN, *DROPOUT))
+        resumed = (*RUN, *DROPOUT, "--resume")
+        yield f"resumed {name}", Observation(what="run", strategy=name, flags=resumed, after=run)
+
+
+def _changed(*names: str) -> Iterator[tuple[str, Observation]]:
+    """A run, and how it goes on by another recipe."""
+    for name in names:
+        run = f"before the change {name}"
+        yield run, Observation(what="run", strategy=name, flags=RUN)
+        flags = (*RUN, "--resume", "--allow_changed", "recipe")
+        yield f"changed {name}", Observation(what="run", strategy=name, flags=flags, after=run, recipe=CHANGED)
+
+
+def _full_disks(*names: str, of: str) -> dict[str, Observation]:
+    flags, what = (*RUN, "--on_save_failure", "stop"), f"full disk of {of}"
+    return {f"{what} {name}": Observation(what=what, strategy=name, flags=flags) for name in names}
+
+
+SPLIT = ("tensor2-zero1", "sequence2-zero1", "pipeline2-zero1")
+NVME = () if NO_LIBAIO else ("zero3-nvme",)
+DEEP = ("zero3-offload", *NVME, "fsdp")
+START_FP32 = ("zero0", "zero1", "zero2-offload")
+START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
+RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
+CHANGED_STRATEGIES = ("zero1", "zero3-offload", *NVME, "pipeline2-zero1", "fsdp")
+FULL_DISK = ("zero3", *NVME, "pipeline2-zero1", "fsdp")
+THREE_D = "pipeline2-tensor2-zero1"
+
+CELLS: dict[int, dict[str, Observation]] = {
+    2: {
+        **_starts(*START_FP32, flags=("--precision", "fp32")),
+        **_starts(*START_BF16, flags=("--precision", "bf16")),
+        **_starts(*DEEP, flags=LAYERS),
+        **_steps("zero3", *SPLIT),
+        **dict(_runs(*RESUMED)),
+        **dict(_changed(*CHANGED_STRATEGIES)),
+        **_full_disks(*FULL_DISK, of="main"),
+        **_full_disks(*FULL_DISK[:1], of="last"),
+    },
+    4: _steps(*SPLIT),
+    8: {**_steps(THREE_D), **dict(_runs(THREE_D))},
+}
+"""Number of ranks to name of a cell to what it observes, in the order in which they are run."""
+
+
+class Asked(NamedTuple):
+    """A cell that a test asks for, as its parameter ``cell``."""
+
+    ranks: int
+    name: str
+
+    def __str__(self) -> str:
+        """For test ids."""
+        return f"{self.name}-{self.ranks}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """How a cell ended."""
+
+    folder: Path
+    ranks: list[dict[str, Any]]
+    """Of every rank what it saw."""
+
+    @property
+    def run(self) -> Path:
+        """The run folder."""
+        return Path(json.loads((self.folder / "run.json").read_text(encoding="utf-8")))
+
+    def log(self, rank: int) -> str:
+        """What a rank said."""
+        return (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8")
+
+
+class Launched:
+    """Cells of one number of ranks, in order; they are waited for as far as somebody asks."""
+
+    def __init__(self, ranks: int, wanted: set[str], folder: Path, corpus: Corpus) -> None:
+        self._folder, self._ranks = folder, ranks
+        wanted = wanted | {CELLS[ranks][name].after for name in wanted}
+        self._names = [name for name in CELLS[ranks] if name in wanted]
+        assignments = [self._assignment(name, corpus) for name in self._names]
+        job = Launch(launcher="deepspeed", ranks=ranks, cells=len(assignments))
+        self._coming = run_job(job, assignments, job_file=folder / "job.json", device="cpu")
+        self._done = 0
+
+    def _assignment(self, name: str, corpus: Corpus) -> Assignment:
+        cell = CELLS[self._ranks][name]
+        folder = self._folder / name
+        folder.mkdir()
+        recipe_of(cell, self._ranks, folder / "recipe.json")
+        run = self._folder / cell.after / "killed" if cell.after else folder / "run"
+        (folder / "run.json").write_text(json.dumps(str(run)), encoding="utf-8")
+        words = [cell.what, "--run_type", STRATEGIES[cell.strategy].run_type]
+        return Assignment(folder=str(folder), flags=[*words, *cell.words(corpus, folder / "recipe.json", run)])
+
+    def seen(self, name: str) -> Seen:
+        """What the cell of this name came to."""
+        index, folder = self._names.index(name), self._folder / name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "WORKER", "strategy_worker")
+            here = Path(__file__).parent
+            patch.setenv("PYTHONPATH", f"{here}:{here.parent}")
+            while self._done <= index:
+                if (end := next(self._coming, None)) is None:
+                    pytest.fail((self._folder / "job.log").read_text(encoding="utf-8", errors="replace")[-3000:])
+                self._done = end[0] + 1
+        seen = Seen(folder=folder, ranks=[read_rank(folder, rank) for rank in range(self._ranks)])
+        for rank, end in enumerate(seen.ranks):
+            assert end["status"] == "done", f"rank {rank}: {end['message']}\n{seen.log(rank)}"
+        return seen
+
+    def close(self) -> None:
+        """End what is still under way."""
+        self._coming.close()

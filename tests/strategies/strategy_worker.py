@@ -1,0 +1,214 @@
+"""A rank of the tests in this folder: the parity suite's worker, which makes other observations.
+
+One launch serves many cells, each in a forked child of its own. The first word of a cell's flags names the observation,
+the others are flags of ``src/gpt2.py``.
+"""
+
+import gc
+import hashlib
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import roll_back
+
+from dsgpt import main as command
+from dsgpt.cli import parse_arguments
+from dsgpt.config import RunConfig, resolve
+from dsgpt.device import bring_up
+from dsgpt.files import write_json_atomic
+from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.model.initialization import initial_value
+from dsgpt.parity import worker
+from dsgpt.parity.measurement import rank_file
+from dsgpt.process_group import barrier, joined
+from dsgpt.strategies.base import Strategy
+from dsgpt.strategies.build import build_strategy
+from dsgpt.strategies.master_weights import DTYPES
+from dsgpt.telemetry.model_state import state_bytes
+from dsgpt.topology import read_topology
+from dsgpt.training.loop import training_batches
+from dsgpt.training.run import _dropout_seed
+
+STEPS = 2
+"""Of an observed strategy; the first one changes weights."""
+SAVED = 2
+"""The step of a run's first checkpoint."""
+SMALL_FILE_BYTES = {"main": 60_000, "last": 4_000}
+"""Less than the weights take, more than anything else that the main rank writes; less than a random state takes."""
+
+
+def started(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
+    """Which initial values differ from what seed and name alone make of them."""
+    expected = {
+        name: initial_value(name, shape, config=config.model, seed=config.options.seed).to(DTYPES[config.precision])
+        for name, shape in parameter_shapes(config.model).items()
+    }
+    state = {name: value.weight.clone() for name, value in strategy.iter_state()}
+    return {
+        "missing": sorted(expected.keys() ^ state.keys()),
+        "wrong": [name for name, value in state.items() if not torch.equal(value, expected[name].float())],
+    }
+
+
+def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
+    """What is seen in some steps, in which this rank may hold more than its part."""
+    held = _storage_bytes(strategy.state_tensors().parameters) // 4
+    before = {name: digest(value) for name, value in strategy.replicated_weights()}
+    batches = training_batches(config, first_step=0)
+    with DropoutMasks() as masks:
+        for step in range(1, STEPS + 1):
+            strategy.train_step(batches, step)
+    replicas = {name: digest(value) for name, value in strategy.replicated_weights()}
+    return {
+        "held": held,
+        "masks": masks.drawn,
+        "replicas": replicas,
+        "unchanged": [name for name, value in replicas.items() if value == before.get(name)],
+    }
+
+
+def digest(value: Tensor) -> str:
+    """The same for the same bits."""
+    data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+class DropoutMasks(TorchDispatchMode):
+    """Notes shape and digest of every dropout mask that is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[list[int], str]] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.bernoulli_.float:  # what dropout is made of on a CPU
+            self.drawn.append((list(result.shape), digest(result)))
+        return result
+
+
+class Held(TorchDispatchMode):
+    """The most elements that tensors made since held at any moment: memory that was taken, whoever uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __enter__(self) -> "Held":
+        gc.collect()
+        gc.freeze()  # what exists is no longer looked at
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() > 1000:
+            self.most = max(self.most, _bytes_of_new_tensors() // 4)
+        return result
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        gc.unfreeze()
+
+
+def _bytes_of_new_tensors() -> int:
+    made = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
+    return _storage_bytes(one for one in made if one.device.type == "cpu")
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(state_bytes({"all": tensors})["all"].values())
+
+
+def _watch_the_model_being_made(held: Held) -> None:
+    """Where a model is built in parts; what an engine makes of it afterwards is another matter."""
+    from dsgpt.strategies import fsdp, pipeline_layers, zero
+
+    def watched(build: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return build(*args, **kwargs)
+
+        return call
+
+    zero.build_sharded = watched(zero.build_sharded)
+    fsdp.sharded_model = watched(fsdp.sharded_model)
+    pipeline_layers.StageModule.__init__ = watched(pipeline_layers.StageModule.__init__)
+
+
+def observed_strategy(flags: list[str], *, steps: bool) -> dict[str, Any]:
+    """Build a strategy, and with ``steps`` train some."""
+    options, problems = parse_arguments(flags)
+    config = resolve(options, topology=read_topology(), problems=problems)
+    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=1)
+    topology = config.topology
+    place = {"stage": topology.stage, "data": topology.data_rank, "sequence": topology.sequence_rank}
+    with joined(topology, device):
+        from dsgpt.strategies.deepspeed_setup import import_deepspeed
+
+        import_deepspeed(device)
+        held = Held()
+        _watch_the_model_being_made(held)
+        torch.manual_seed(_dropout_seed(config))
+        strategy = build_strategy(config, device)
+        sizes = [shape.numel() for shape in parameter_shapes(config.model).values()]
+        facts = {"place": place, "whole": sum(sizes), "largest": max(sizes), "most_while_built": held.most}
+        facts |= started(config, strategy)
+        if steps:
+            facts |= stepped(config, strategy)
+        barrier()
+        strategy.close()
+    return facts
+
+
+def command_run(flags: list[str]) -> dict[str, Any]:
+    """What ``src/gpt2.py`` does with ``flags``; a copy of a new run is left behind as a kill after a save would."""
+    command.PATIENCE_SEC = 0
+    code = command.train(flags)
+    run = Path(flags[flags.index("--checkpoint_path") + 1])
+    if read_topology().is_main and code == 0 and "--resume" not in flags:
+        roll_back(run, run.with_name("killed"), SAVED)
+    return {"exit": code}
+
+
+def full_disk(flags: list[str], *, of: str) -> dict[str, Any]:
+    """As ``command_run``, where no file of one rank may grow as large as its part of a checkpoint.
+
+    Args:
+        flags: of ``src/gpt2.py``.
+        of: the ``main`` rank, who writes what it gathers from all, or the ``last`` one, who writes a random state.
+    """
+    topology = read_topology()
+    if topology.rank == (0 if of == "main" else topology.world_size - 1):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python starts; the write then fails with an error
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES[of], SMALL_FILE_BYTES[of]))
+    return command_run(flags)
+
+
+OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "start": lambda flags: observed_strategy(flags, steps=False),
+    "steps": lambda flags: observed_strategy(flags, steps=True),
+    "run": command_run,
+    "full disk of main": partial(full_disk, of="main"),
+    "full disk of last": partial(full_disk, of="last"),
+}
+
+
+def observe(words: list[str], folder: Path, *, bug: str, reference: bool) -> None:
+    """Stands in for ``dsgpt.parity.rank.run_cell``."""
+    observation, *flags = words
+    facts = OBSERVATIONS[observation](flags)
+    write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "time": time.time(), **facts})
+
+
+if __name__ == "__main__":
+    worker.run_cell = observe
+    sys.exit(worker.main(sys.argv[1:]))

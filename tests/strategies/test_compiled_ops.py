@@ -1,0 +1,113 @@
+"""DeepSpeed's compiled parts: loaded where they are complete, built anew where a killed build left something."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from strategy_cells import NO_LIBAIO
+
+from dsgpt.errors import UserError
+from dsgpt.strategies import compiled_ops
+from dsgpt.strategies.compiled_ops import load_ops
+
+LOAD_AND_LOOK = """
+import ctypes
+from dsgpt.strategies import compiled_ops
+
+compiled_ops.load_ops("AsyncIOBuilder")
+assert ctypes.CDLL(None).deepspeed_pin_tensor_mgr_holder
+print(compiled_ops._folder())
+"""
+"""Asynchronous I/O is linked against the library of pinned memory, whose symbols must be everybody's."""
+
+
+class Compilation:
+    """Stands in for a compilation, which takes minutes: notes what it finds when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: list[dict[str, object]] = []
+
+    def __call__(self, builder: object, verbose: bool) -> None:
+        marker = self.folder / "part" / "lock"
+        with (self.folder / ".dsgpt-lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.found.append({"marker": marker.exists(), "root": os.environ["TORCH_EXTENSIONS_DIR"]})
+
+
+@pytest.fixture
+def compilation(tmp_path, monkeypatch):
+    """What is called instead of a compiler for a part that DeepSpeed does not have, kept under ``tmp_path``."""
+    import deepspeed.accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    class PartBuilder(OpBuilder):
+        def __init__(self) -> None:
+            super().__init__("part")
+
+        def absolute_name(self) -> str:
+            return "deepspeed.ops.part"
+
+        def sources(self) -> list[str]:
+            return []
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    compilation = Compilation(compiled_ops._folder())
+    monkeypatch.setattr(OpBuilder, "jit_load", compilation)
+    accelerator = SimpleNamespace(create_op_builder=lambda name: PartBuilder())
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
+    return compilation
+
+
+def test_a_part_is_built_alone_in_a_folder_for_this_machine(compilation, tmp_path, capsys):
+    load_ops("PartBuilder")
+    assert compilation.found == [{"marker": False, "root": str(compilation.folder)}]
+    assert compilation.folder.parent == tmp_path
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+    assert "compiling DeepSpeed's part, once on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_what_a_killed_build_left_is_built_anew(compilation, library):
+    """PyTorch would wait for the marker to go away, and nobody takes it away."""
+    place = compilation.folder / "part"
+    place.mkdir(parents=True)
+    (place / "lock").touch()
+    if library:
+        (place / "part.so").write_bytes(b"half a library")
+    load_ops("PartBuilder")
+    assert compilation.found == [{"marker": False, "root": str(compilation.folder)}]
+
+
+def test_a_folder_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"compiled code cannot be kept there \(Not a directory\): name another folder"):
+        load_ops("PartBuilder")
+
+
+@pytest.mark.skipif(NO_LIBAIO or not shutil.which("ninja"), reason="compiling needs a C++ compiler, ninja and libaio")
+def test_a_complete_library_is_loaded_and_a_marker_beside_it_does_not_matter(tmp_path):
+    """The real ones, compiled before if any run with nvme came first; the copy has the marker of a killed build."""
+
+    def loaded(**environment: str) -> tuple[str, str]:
+        command, variables = [sys.executable, "-c", LOAD_AND_LOOK], {**os.environ, "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables | environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1], done.stderr
+
+    folder = Path(loaded()[0])
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    library = copy / "async_io" / "async_io.so"
+    before = library.stat().st_mtime_ns
+    (library.parent / "lock").touch()
+    _, said = loaded(TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert said.count("compiling DeepSpeed's") == 1
+    assert "compiling DeepSpeed's async_io" in said
+    assert not (library.parent / "lock").exists()
+    assert library.stat().st_mtime_ns == before

@@ -1,0 +1,56 @@
+"""Dropout under every way to split a model: masks differ wherever activations do, and nowhere else."""
+
+import itertools
+
+import pytest
+from strategy_cells import SPLIT, THREE_D, Asked
+
+CASES = [
+    *(Asked(2, f"steps {name}") for name in ("zero3", *SPLIT)),
+    *(Asked(4, f"steps {name}") for name in SPLIT),
+    Asked(8, f"steps {THREE_D}"),
+]
+
+
+def activations(facts):
+    """What ranks have in common that compute the same activations."""
+    return facts["place"]["stage"], facts["place"]["data"], facts["place"]["sequence"]
+
+
+def of_attention(shape):
+    return len(shape) == 4  # (B, heads, T, T)
+
+
+@pytest.mark.parametrize("cell", CASES, ids=str)
+def test_masks_are_the_ranks_own(seen, cell):
+    """Ranks of other data, stages and positions have none in common."""
+    for one, two in itertools.combinations(seen(cell).ranks, 2):
+        masks = [{digest for _, digest in facts["masks"]} for facts in (one, two)]
+        assert all(masks)
+        if activations(one) != activations(two):
+            assert not masks[0] & masks[1]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CASES if "tensor2" in cell.name], ids=str)
+def test_tensor_peers_share_the_masks_of_what_they_share(seen, cell):
+    """What both hold is dropped alike; the heads of each have masks of their own."""
+    pairs = itertools.combinations(seen(cell).ranks, 2)
+    peers = [(one, two) for one, two in pairs if activations(one) == activations(two)]
+    assert len(peers) == cell.ranks // 2
+    for one, two in peers:
+        assert any(of_attention(shape) for shape, _ in one["masks"])
+        for (shape, digest), (other_shape, other_digest) in zip(one["masks"], two["masks"], strict=True):
+            assert shape == other_shape
+            assert (digest == other_digest) == (not of_attention(shape))
+
+
+@pytest.mark.parametrize("cell", CASES, ids=str)
+def test_replicated_weights_stay_equal(seen, cell):
+    """After steps with dropout, bit for bit, on every rank that holds the same."""
+    ranks = seen(cell).ranks
+    for one, two in itertools.combinations(ranks, 2):
+        same = one["replicas"].keys() & two["replicas"].keys()
+        assert all(one["replicas"][name] == two["replicas"][name] for name in same)
+        assert same or "pipeline" in cell.name
+    for facts in ranks:
+        assert len(facts["unchanged"]) <= len(facts["replicas"]) / 2

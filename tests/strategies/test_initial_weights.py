@@ -1,0 +1,49 @@
+"""Initial weights come from seed and name alone, whoever holds them; a model that is split is never whole anywhere."""
+
+import pytest
+from strategy_cells import DEEP, LAYERS, NO_LIBAIO, NVME, START_BF16, START_FP32, THREE_D, Asked
+
+BUILT_IN_PARTS = [
+    *((Asked(2, f"start {name} {LAYERS[-1]}"), 2) for name in DEEP),
+    (Asked(2, "steps zero3"), 2),
+    (Asked(2, "steps pipeline2-zero1"), 2),
+    (Asked(4, "steps pipeline2-zero1"), 2),
+    (Asked(8, f"steps {THREE_D}"), 4),
+]
+CASES = [
+    *(Asked(2, f"start {name} fp32") for name in START_FP32),
+    *(Asked(2, f"start {name} bf16") for name in START_BF16),
+    *(Asked(ranks, f"steps {name}") for ranks in (2, 4) for name in ("tensor2-zero1", "sequence2-zero1")),
+    *(cell for cell, _ in BUILT_IN_PARTS),
+]
+
+
+@pytest.mark.skipif(NO_LIBAIO, reason="this machine has no libaio with its header (Debian: apt-get install libaio-dev)")
+def test_offload_to_nvme_is_tested_here():
+    assert NVME
+
+
+@pytest.mark.parametrize("cell", CASES, ids=str)
+def test_every_rank_starts_from_the_baselines_weights_bit_for_bit(seen, cell):
+    """In bf16 the masters too: they start as the rounded weights, as the baseline's do."""
+    for facts in seen(cell).ranks:
+        assert facts["missing"] == []
+        assert facts["wrong"] == []
+
+
+@pytest.mark.parametrize(("cell", "parts"), BUILT_IN_PARTS, ids=str)
+def test_no_rank_ever_holds_the_whole_model_while_it_is_built(seen, cell, parts):
+    """At its worst moment a rank holds its part, and a parameter three times: drawn, rounded and cut, for example."""
+    for facts in seen(cell).ranks:
+        whole, largest = facts["whole"], facts["largest"]
+        shared = largest if "pipeline" in cell.name else 0  # both ends of a pipeline hold the embedding
+        buffers = 5 * largest / parts if "nvme" in cell.name else 0  # to swap through
+        assert whole / (2 * parts) < facts["most_while_built"] - buffers <= whole / parts + shared + 3 * largest < whole
+
+
+@pytest.mark.parametrize(("cell", "parts"), [case for case in BUILT_IN_PARTS if "steps" in case[0].name], ids=str)
+def test_a_rank_trains_its_part_alone(seen, cell, parts):
+    """What is kept between steps: of a stage or shard, and biases and LayerNorms, which are not worth splitting."""
+    for facts in seen(cell).ranks:
+        shared = facts["largest"] if "pipeline" in cell.name else 0
+        assert facts["whole"] / parts <= facts["held"] <= 1.1 * facts["whole"] / parts + shared
