@@ -1,6 +1,7 @@
 """What the tests in this folder ask of ``strategy_worker.py``: one launch for each number of ranks."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,7 +175,7 @@ class Launched:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "WORKER", "strategy_worker")
             here = Path(__file__).parent
-            patch.setenv("PYTHONPATH", f"{here}:{here.parent}")
+            patch.setenv("PYTHONPATH", f"{here}:{here.parent}", prepend=os.pathsep)
             while self._done <= index:
                 if (end := next(self._coming, None)) is None:
                     pytest.fail((self._folder / "job.log").read_text(encoding="utf-8", errors="replace")[-3000:])
