@@ -1,6 +1,6 @@
 """One training run as the charts see it, whichever generation of training_metrics.json recorded it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,15 @@ def read_run(path: Path, *, name: str) -> Run:
     return _build(Fields(values, notes=notes), name=name, log=path.with_name(LOG_NAME), notes=notes)
 
 
+def _moves(record: Fields) -> Iterator[str]:
+    """Where another strategy, or another number of ranks, took over: figures of the whole run are then of both."""
+    changes = record.raw("changed_at_resume")
+    for change in changes if isinstance(changes, list) else []:
+        if isinstance(change, dict) and change.get("name") == "executed by":
+            after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
+            yield f"times are of two strategies: {after} after step {step}, {before} before"
+
+
 def _missing(path: Path, name: str) -> str:
     """What to do about a record that is not there."""
     if path.with_name(LOG_NAME).exists():
@@ -109,6 +118,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
     train_curve, val_curve = _curves(log, epochs, notes)
     if record.raw("resumed_from") is not None:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
+    notes.extend(_moves(record))
     return Run(
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],

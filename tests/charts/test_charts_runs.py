@@ -91,6 +91,13 @@ def test_any_section_may_be_missing_or_of_the_wrong_type(tmp_path, section, inst
     assert read_run(write_run(tmp_path, values), name="a").name == "a"
 
 
+def test_a_run_that_two_strategies_share_says_so(tmp_path):
+    moved = {"step": 200, "name": "executed by", "before": "zero2 on 4 ranks", "after": "ddp on 2 ranks"}
+    values = record(changed_at_resume=[{"step": 100, "name": "optimizer", "before": {}, "after": {}}, moved])
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert run.notes == ("times are of two strategies: ddp on 2 ranks after step 200, zero2 on 4 ranks before",)
+
+
 def test_a_torn_last_line_is_ignored_without_a_word(tmp_path):
     path = write_run(tmp_path, record(), lines=step_lines(steps=5, every=5))
     log = path.with_name("metrics.jsonl")

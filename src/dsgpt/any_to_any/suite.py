@@ -16,7 +16,7 @@ from dsgpt.parity.launch import IMPORTS, Assignment, Launch, run_job
 from dsgpt.parity.matrix import Cell
 from dsgpt.parity.measurement import rank_file
 from dsgpt.parity.work import STEPS, flags, write_recipe
-from dsgpt.telemetry.record import STEPS_FILE
+from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 
 SAVED = 10
 """The step at which a source leaves; the target takes those to ``STEPS``."""
@@ -173,7 +173,9 @@ class AnyToAny:
             load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (undisturbed, run_dir)
         )
         (line,) = [line for line in _log(run_dir) if line.startswith("resuming from")]
+        record = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
         return {
+            "changes": record["changed_at_resume"],
             "line": line.replace(f"{self._folder}/", ""),
             "steps": sorted(found),
             "loss": max(abs(found[step] - expected[step]) for step in range(SAVED + 1, STEPS + 1)),
@@ -195,6 +197,9 @@ class AnyToAny:
         said = f"({by(pair.source)}) as {by(pair.target)}"
         if said not in measured["line"]:
             wrong.append(f"it said: {measured['line']}")
+        moved = {"step": SAVED, "name": "executed by", "before": by(pair.source), "after": by(pair.target)}
+        if measured["changes"] != [moved]:
+            wrong.append(f"its record says: {measured['changes']}")
         return "; ".join(wrong)
 
 

@@ -35,7 +35,7 @@ class RunState:
     failed_saves: int = 0
     """Checkpoints that could not be written so far."""
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """What was changed at resumes with ``--allow_changed``: ``step``, ``name``, ``before``, ``after``."""
+    """What changed at resumes, by ``--allow_changed`` or in who executes: ``step``, ``name``, ``before``, ``after``."""
 
     @property
     def val_loss(self) -> float | None:

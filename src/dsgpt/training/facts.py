@@ -69,7 +69,7 @@ def record_facts(
         config: the run.
         hashes: sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none.
         resumed_from: name of a checkpoint.
-        changes: what ``--allow_changed`` let through.
+        changes: what changed at resumes.
         run_id: that of a run to go on with.
     """
     return {
@@ -152,7 +152,9 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
 
 
 CHANGES_KEY = "changed_at_resume"
-"""Of the record: what ``--allow_changed`` let through, as ``RunState.changes``."""
+"""Of the record: what changed when the run went on, as ``RunState.changes``."""
+EXECUTED_BY = "executed by"
+"""The name of a change of strategy or ranks, which needs no ``--allow_changed``."""
 
 CHANGEABLE = {
     "data": ("train data", "validation data", "validation windows"),

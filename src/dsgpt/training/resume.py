@@ -11,7 +11,7 @@ from dsgpt.config import RunConfig
 from dsgpt.errors import UserError
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE
-from dsgpt.training.facts import CHANGEABLE
+from dsgpt.training.facts import CHANGEABLE, EXECUTED_BY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Start:
     messages: tuple[str, ...] = ()
     """The same in words; none for an ordinary fresh start."""
     changes: tuple[dict[str, Any], ...] = ()
-    """What ``--allow_changed`` let through now and at earlier resumes, as in ``RunState``."""
+    """What changed now and at earlier resumes, as in ``RunState``."""
     run_id: str | None = None
     """Of the run to go on with."""
     same_ranks: bool = True
@@ -53,7 +53,7 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
     if checkpoint is None:
         return Start(messages=(f"--resume: {config.run_dir} holds no checkpoint yet; starting fresh",))
     manifest, state = store.parse_manifest(checkpoint), read_run_state(checkpoint)
-    same_ranks = _has_same_ranks(config, manifest)
+    moved, same_ranks = _moved(config, manifest), _has_same_ranks(config, manifest)
     changes = _compare(config, store.fixed_in(manifest, checkpoint), fixed, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
         problems.add(
@@ -65,10 +65,10 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
         refused=tuple(path for path, _ in refused),
         messages=(
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
-            _taken_up(config, checkpoint, manifest, same_ranks=same_ranks),
+            _taken_up(config, checkpoint, moved, same_ranks=same_ranks),
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
         ),
-        changes=(*state.changes, *({"step": state.step, **one} for one in changes)),
+        changes=(*state.changes, *({"step": state.step, **one} for one in [*moved, *changes])),
         run_id=manifest.get("run_id"),
         same_ranks=same_ranks,
     )
@@ -82,13 +82,18 @@ def _has_same_ranks(config: RunConfig, manifest: dict[str, Any]) -> bool:
     return same_split and same_number and manifest.get("device") == config.device
 
 
-def _taken_up(config: RunConfig, checkpoint: Path, manifest: dict[str, Any], *, same_ranks: bool) -> str:
+def _moved(config: RunConfig, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The change of who executes the run, if it is one; its figures are then those of both."""
+    before = _by(manifest.get("strategy"), manifest.get("topology", {}).get("world_size"))
+    after = _by(config.strategy_name, config.topology.world_size)
+    return [{"name": EXECUTED_BY, "before": before, "after": after}] if before != after else []
+
+
+def _taken_up(config: RunConfig, checkpoint: Path, moved: list[dict[str, Any]], *, same_ranks: bool) -> str:
     """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, in short where nothing changed."""
-    saved_by = _by(manifest.get("strategy"), manifest.get("topology", {}).get("world_size"))
-    resumed_by = _by(config.strategy_name, config.topology.world_size)
     line = f"resuming from {checkpoint}"
-    if saved_by != resumed_by:
-        line += f" ({saved_by}) as {resumed_by}"
+    for change in moved:
+        line += f" ({change['before']}) as {change['after']}"
     if not same_ranks and config.model.dropout > 0:
         line += "; dropout draws other masks than it would have there"
     return line
