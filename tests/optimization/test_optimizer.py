@@ -6,7 +6,7 @@ import torch
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize
-from dsgpt.optimization.optimizer import build_optimizer, decays, parameter_groups, set_learning_rate
+from dsgpt.optimization.optimizer import begin_state, build_optimizer, decays, parameter_groups, set_learning_rate
 from dsgpt.recipe import OptimizerRecipe
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=101)
@@ -69,6 +69,29 @@ def test_sgd_takes_its_numbers_from_the_recipe(nesterov, second):
         weight.grad = torch.full((3,), 0.1)
         optimizer.step()
     torch.testing.assert_close(before - weight.detach(), torch.full((3,), second))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [ADAMW, OptimizerRecipe(type="SGD", lr=1.0, momentum=0.5), OptimizerRecipe(type="SGD", lr=1.0)],
+    ids=["AdamW", "momentum", "SGD"],
+)
+def test_a_state_that_is_begun_is_what_the_optimizer_would_have_made(recipe):
+    def built(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return build_optimizer(parameter_groups({"wte.weight": weight}, recipe), recipe)
+
+    stepped, weight = torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(3, 2))
+    stepped.grad = torch.ones(3, 2)
+    expected, found = built(stepped), built(weight)
+    expected.step()
+    moments = begin_state(found, weight, steps=1)
+    theirs, ours = dict(expected.state[stepped]), dict(found.state[weight])
+    assert moments.keys() == {key for key in theirs if theirs[key] is not None} - {"step"}
+    assert {key: (value.shape, value.dtype) for key, value in ours.items()} == {
+        key: (value.shape, value.dtype) for key, value in theirs.items() if value is not None
+    }
+    assert ours.get("step") == theirs.get("step")
+    assert all(not value.any() and not value.requires_grad for value in moments.values())
 
 
 def test_sgd_decays_as_the_recipe_says():

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_folders import checkpoints, damage, errors, go_on, record
+from run_folders import LONG, checkpoints, damage, errors, go_on, record
+from small_run import command_line, write_recipe
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.main import train
 
 
 def test_a_run_that_goes_on_is_the_same_run(stopped, finished_run):
@@ -18,6 +20,21 @@ def test_a_run_that_goes_on_is_the_same_run(stopped, finished_run):
     assert record(stopped)["run_id"] == old["run_id"]
     assert record(stopped)["resumed_from"] == "step-00000009"
     assert (stopped / "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_goes_on_bit_for_bit(finished_run, tmp_path, momentum):
+    sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": momentum}}
+    flags = LONG | {"deepspeed_config": write_recipe(tmp_path / "sgd.json", optimizer=sgd)}
+    flags |= {"checkpoint_path": tmp_path / "run"}
+    assert train(command_line(finished_run, **flags)) == 0
+    last = tmp_path / "run" / "step-00000012"
+    weights = (last / "model.safetensors").read_bytes()
+    assert (last / "optimizer.safetensors").exists() == (momentum > 0)
+    (tmp_path / "run" / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(last)
+    assert train(command_line(finished_run, **flags, resume=True)) == 0
+    assert (last / "model.safetensors").read_bytes() == weights
 
 
 def test_wall_time_of_an_epoch_that_was_interrupted(stopped, finished_run):
