@@ -7,7 +7,8 @@ import torch
 
 from dsgpt.data.loader import Batch
 from dsgpt.parity.comparison import BOUNDS, compare
-from dsgpt.parity.measurement import Measurement, WatchedBatches, full_gradient, read_rank
+from dsgpt.parity.first_gradient import full_gradient
+from dsgpt.parity.measurement import Measurement, WatchedBatches, read_rank
 
 NAMES = ("wte.weight", "blocks.0.ln_1.bias")
 STEPS = 3

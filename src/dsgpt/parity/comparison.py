@@ -100,9 +100,8 @@ def compare(
     _check_samples(comparison, ranks, theirs)
     _check_ranks_agree(comparison, ranks)
     expected, actual = read_tensors(reference_folder, GRADIENT), read_tensors(folder, GRADIENT)
-    if expected:  # under SGD there is no state to take a gradient from
-        comparison.require("first gradient", "names", sorted(expected), sorted(actual))
-        comparison.note("first gradient", list(_tensors(expected, actual)), bounds.gradient)
+    comparison.require("first gradient", "names", sorted(expected), sorted(actual))
+    comparison.note("first gradient", list(_tensors(expected, actual)), bounds.gradient)
     expected, actual = read_tensors(reference_folder, WEIGHT), read_tensors(folder, WEIGHT)
     comparison.require("weights", "names", sorted(expected), sorted(actual))
     tensors = _together(expected, actual) if bounds.weights_together else _tensors(expected, actual)
