@@ -213,18 +213,15 @@ def _resolve_seq_length(options: Options, model: GPT2Config | None, problems: Pr
 
 
 def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology, problems: Problems) -> tuple[str, str]:
-    from dsgpt.device import cuda_devices, default_precision  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.device import cuda_devices, default_precision, gpu_problem  # noqa: PLC0415 - torch takes seconds; --help should not
 
     gpus = cuda_devices()
     kind = ("cuda" if gpus else "cpu") if options.device == "auto" else options.device
     if kind == "cuda" and not gpus:
         problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi")
         kind = "cpu"
-    if kind == "cuda" and topology.local_world_size > gpus:
-        problems.add(
-            f"{topology.local_world_size} processes were started on this machine but it has {gpus} GPUs: start at most "
-            f"{gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
-        )
+    if kind == "cuda" and (trouble := gpu_problem(topology)):
+        problems.add(trouble)
     asked = options.precision if options.precision != "auto" else (recipe.precision if recipe else None)
     precision = asked or default_precision(kind)
     if kind == "cpu" and precision == "fp16":

@@ -2,14 +2,33 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from dsgpt.topology import Topology
 
 
 def cuda_devices() -> int:
     """GPUs that this process can see."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ) -> str:
+    """Why the processes of this machine cannot have a GPU each; empty where they can.
+
+    Slurm may show every task its own GPU alone (``srun --gpus-per-task=1``). Then one is enough, if each process is a
+    task: those that another launcher started inside a task would share its GPU.
+    """
+    gpus, processes = cuda_devices(), topology.local_world_size
+    tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
+    if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
+        return ""
+    return (
+        f"{processes} processes were started on this machine but it has {gpus} GPUs: start at most {gpus} (deepspeed "
+        f"--num_gpus {gpus}), or use --device cpu"
+    )
 
 
 def default_precision(kind: str) -> str:
@@ -24,14 +43,14 @@ def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        local_rank: the GPU's index on this machine.
+        local_rank: the GPU's index on this machine, where more than one is seen.
         threads: CPU threads that this process computes with; None leaves torch's choice.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank if cuda_devices() > 1 else 0)
     torch.cuda.set_device(device)
     return device
 

@@ -62,7 +62,7 @@ def test_a_run_leaves_its_record_and_the_page_made_of_it(tmp_path):
 
 def test_a_failure_is_the_exit_code_and_says_where(tmp_path, monkeypatch, capsys):
     """With bounds of nothing even the baseline fails, which adds up its micro batches in another order."""
-    none = replace(suite.BOUNDS["fp32"], loss=0, norm=0, gradient=0, weights=0)
+    none = replace(suite.BOUNDS["fp32"], loss=0, norm=0, gradient=0, layer_norm_gradient=0, weights=0)
     monkeypatch.setattr(suite, "BOUNDS", {"fp32": none, "bf16": none})
     options = ParityOptions(
         ranks=(),

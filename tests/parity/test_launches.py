@@ -14,16 +14,36 @@ import psutil
 import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
-from dsgpt.parity.launch import Assignment, Launch, run_job
+from dsgpt.parity import launch as launching
+from dsgpt.parity.launch import Assignment, Launch, environment_for, run_job
 from dsgpt.parity.measurement import read_rank
 
 START_A_JOB = """
 import json, sys
 from pathlib import Path
-from dsgpt.parity.launch import Assignment, Launch, run_job
+from dsgpt.parity import launch as launching
+from dsgpt.parity.launch import Assignment, Launch, environment_for, run_job
 
 assignments = [Assignment(**fields) for fields in json.loads(sys.argv[1])]
 list(run_job(Launch(launcher="python", ranks=1, cells=1), assignments, job_file=Path(sys.argv[2]), device="cpu"))
+"""
+
+FAILING_WORKER = """
+import sys, time
+from dsgpt.parity import worker
+from dsgpt.topology import read_topology
+
+train = worker.run_cell
+
+def fail_or_wait(flags, folder, **named):
+    if folder.name != "one fails":
+        return train(flags, folder, **named)
+    if read_topology().rank == 0:
+        raise RuntimeError("this rank fails")
+    time.sleep(600)
+
+worker.run_cell, worker.PATIENCE_SEC = fail_or_wait, 1
+sys.exit(worker.main(sys.argv[1:]))
 """
 
 
@@ -56,6 +76,42 @@ def test_every_end_is_a_result_and_the_next_training_goes_on(assignment, tmp_pat
     assert "Traceback" in (tmp_path / "crashed" / "rank-0.log").read_text()
     assert done["status"] == "done"
     assert len(done["steps"]) == 2
+
+
+def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch):
+    """As on GPUs: a rank that fails is not waited for half an hour, and the next training starts afresh."""
+    (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launching, "WORKER", "failing_worker")
+    cells = [assignment("one fails", run_type="ddp"), assignment("done", run_type="ddp")]
+    launch = Launch(launcher="torchrun", ranks=2, cells=2)
+    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start="spawn"))
+    assert [index for index, _ in finished] == [0, 1]
+    failed, waiting = (read_rank(tmp_path / "one fails", rank) for rank in range(2))
+    assert (failed["status"], failed["message"]) == ("error", "RuntimeError: this rank fails")
+    assert (waiting["status"], waiting["message"]) == ("error", "rank 1 was killed by signal 9")
+    assert [read_rank(tmp_path / "done", rank)["status"] for rank in range(2)] == ["done", "done"]
+
+
+def test_a_launch_that_does_nothing_is_ended(assignment, tmp_path, monkeypatch):
+    (tmp_path / "idle_worker.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launching, "WORKER", "idle_worker")
+    monkeypatch.setattr(launching, "STUCK_SEC", 1)
+    launch = Launch(launcher="python", ranks=1, cells=1)
+    assert list(run_job(launch, [assignment("never")], job_file=tmp_path / "job.json", device="cpu")) == []
+    assert "no training ended within 1 s" in (tmp_path / "job.log").read_text()
+
+
+def test_a_launcher_around_the_suite_does_not_reach_its_ranks(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "DS_SKIP"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("KEPT", "7")
+    ours = environment_for("cpu")
+    assert ours["KEPT"] == "7"
+    assert (ours["OMP_NUM_THREADS"], ours["DS_ACCELERATOR"]) == ("1", "cpu")
+    assert "7" not in {value for name, value in ours.items() if name.startswith(("DS_", *launching.ELSEWHERE))}
+    assert not {"RANK", "WORLD_SIZE"} & ours.keys()
 
 
 def test_a_training_whose_process_is_killed(assignment, tmp_path):

@@ -55,7 +55,7 @@ def recipe_of(cell: Observation, ranks: int, path: Path) -> None:
     plain = Cell(strategy=cell.strategy, ranks=ranks)
     write_recipe(path, plain, recipes=REPOSITORY / "ds_configs")
     values = json.loads(path.read_text(encoding="utf-8")) | {"train_batch_size": 8} | cell.recipe
-    del values["scheduler"]
+    values.pop("scheduler", None)
     path.write_text(json.dumps(values), encoding="utf-8")
 
 

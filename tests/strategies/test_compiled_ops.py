@@ -84,7 +84,46 @@ def test_what_a_killed_build_left_is_built_anew(compilation, library):
     assert compilation.found == [{"marker": False, "root": str(compilation.folder)}]
 
 
-def test_a_folder_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+@pytest.fixture
+def complete(compilation, monkeypatch) -> list[str]:
+    """A library that is whole; names of what is loaded."""
+    place = compilation.folder / "part"
+    place.mkdir(parents=True)
+    (place / "part.so").write_bytes(b"a library")
+    loaded: list[str] = []
+    monkeypatch.setattr(compiled_ops, "_loaded", lambda builder, library: loaded.append(library.name))
+    return loaded
+
+
+def test_what_is_complete_is_loaded_where_nothing_can_be_written(compilation, complete):
+    """A folder that somebody filled for all users; this test's own may be root, who may write anywhere."""
+    (compilation.folder / ".dsgpt-lock").mkdir()  # cannot be opened for writing by anybody
+    load_ops("PartBuilder")
+    assert complete == ["part.so"]
+    assert compilation.found == []
+
+
+def test_what_is_missing_where_nothing_can_be_written_is_told(compilation):
+    (compilation.folder / ".dsgpt-lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"compiled code cannot be kept there \(Is a directory\)"):
+        load_ops("PartBuilder")
+
+
+def test_what_another_process_completed_meanwhile_is_not_built_again(compilation, complete, monkeypatch):
+    marker, original = compilation.folder / "part" / "lock", fcntl.flock
+    marker.touch()
+
+    def wait(file: object, kind: int) -> None:
+        original(file, kind)
+        marker.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", wait)
+    load_ops("PartBuilder")
+    assert complete == ["part.so"]
+    assert compilation.found == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(compilation, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"compiled code cannot be kept there \(Not a directory\): name another folder"):

@@ -129,6 +129,10 @@ def _announce(launch: Any) -> str:
 
 def _line(result: Any, *, done: int, total: int, progress: Progress) -> str:
     said = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
+    if result.status == "refused" and not result.refusal_expected:
+        said = "REFUSED, though it should train"
+    if result.refusal_expected and result.status != "refused":
+        said = f"NOT REFUSED ({result.status})"
     if result.cell.bug:
         said = "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
     reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()

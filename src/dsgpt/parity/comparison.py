@@ -1,7 +1,7 @@
 """Whether a training is the reference's: every fact, at every step, for every parameter, within its bound."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,28 @@ class Bounds:
     """Of the gradient's norm, relative, at every step."""
     gradient: float
     """Of the first step's gradient: relative L2 distance, for every parameter."""
+    layer_norm_gradient: float
+    """The same for weights and biases of LayerNorms."""
     weights: float
     """Of the weights after the last step: relative L2 distance."""
     weights_together: bool = False
     """Measure it over all parameters as one vector, not for every one."""
 
+    def for_gradient(self, name: str) -> float:
+        """The bound of one parameter's first gradient, by its canonical name."""
+        return self.layer_norm_gradient if "ln_" in name else self.gradient
 
-_LOW = Bounds(loss=2e-2, norm=2e-2, gradient=1e-1, weights=2e-2, weights_together=True)
-BOUNDS = {"fp32": Bounds(loss=2e-4, norm=1e-4, gradient=1e-5, weights=1e-3), "bf16": _LOW, "fp16": _LOW}
-"""By precision. In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch: a
-bias whose gradient is a sum that almost cancels differs by several percent. The gradient of the keys' biases is zero
-but for rounding (softmax ignores what all keys share), and Adam makes full steps of it: in bf16 these biases end
-anywhere, so the weights are measured together."""
+
+_HIGH = Bounds(loss=2e-4, norm=1e-4, gradient=1e-5, layer_norm_gradient=1e-5, weights=1e-3)
+_LOW = Bounds(loss=3e-3, norm=2e-2, gradient=1.5e-2, layer_norm_gradient=1.5e-1, weights=1e-2, weights_together=True)
+BOUNDS = {"fp32": _HIGH, "bf16": _LOW, "fp16": _LOW}
+"""By precision; in bf16 about three times what was measured, and for the norm twice.
+
+In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. The gradients of
+LayerNorms are sums over all positions that almost cancel: up to 600 times smaller than those of the layers beside them,
+they differ by up to 5%, all others by 0.5%. The gradient of the keys' biases is zero but for rounding (softmax ignores
+what all keys share), and Adam makes full steps of it: in bf16 these biases end anywhere, so the weights are measured
+together."""
 
 
 @dataclass(kw_only=True)
@@ -45,15 +55,24 @@ class Comparison:
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Facts out of bounds, each where it is so first, with both values."""
 
-    def note(self, fact: str, found: list[tuple[float, str, Any, Any]], bound: float) -> None:
-        """Take up one fact's differences: (difference, where, expected, actual), in the order of where."""
+    def note(
+        self,
+        fact: str,
+        found: list[tuple[float, str, Any, Any]],
+        bound: float | Callable[[str], float],
+    ) -> None:
+        """Take up one fact's differences: (difference, where, expected, actual), in the order of where.
+
+        ``bound`` is one number, or gives it by where.
+        """
         if not found:
             return
         largest = max(found, key=lambda entry: entry[0])
         self.measured.setdefault(fact, {}).update(difference=largest[0], where=largest[1])
         for difference, where, expected, actual in found:
-            if not difference <= bound:
-                self._fail(fact, where, expected, actual, difference=difference, bound=bound)
+            allowed = bound(where) if callable(bound) else bound
+            if not difference <= allowed:
+                self._fail(fact, where, expected, actual, difference=difference, bound=allowed)
                 return
 
     def _fail(self, fact: str, where: str, expected: Any, actual: Any, **more: float) -> None:
@@ -100,9 +119,8 @@ def compare(
     _check_samples(comparison, ranks, theirs)
     _check_ranks_agree(comparison, ranks)
     expected, actual = read_tensors(reference_folder, GRADIENT), read_tensors(folder, GRADIENT)
-    if expected:  # under SGD there is no state to take a gradient from
-        comparison.require("first gradient", "names", sorted(expected), sorted(actual))
-        comparison.note("first gradient", list(_tensors(expected, actual)), bounds.gradient)
+    comparison.require("first gradient", "names", sorted(expected), sorted(actual))
+    comparison.note("first gradient", list(_tensors(expected, actual)), bounds.for_gradient)
     expected, actual = read_tensors(reference_folder, WEIGHT), read_tensors(folder, WEIGHT)
     comparison.require("weights", "names", sorted(expected), sorted(actual))
     tensors = _together(expected, actual) if bounds.weights_together else _tensors(expected, actual)

@@ -22,6 +22,11 @@ IMPORTS = {
     "deepspeed": ["torch._dynamo", "deepspeed"],
 }
 """What takes seconds to import and would otherwise be imported in every cell; torch's optimizers need its compiler."""
+ELSEWHERE = ("DS_", "OMP_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+"""How the names of variables begin that a launcher around the suite (a pod's, ``srun``) sets for its own ranks, or a
+machine for its own jobs."""
+STUCK_SEC = 900
+"""After so long without the end of a training a launch is stuck; each rank of it ends its own training sooner."""
 LEAVE_SEC = 5
 """How long a launcher and its ranks get to leave after they were asked to."""
 
@@ -65,32 +70,52 @@ def launch_command(launcher: str, ranks: int) -> list[str]:
     return [*command, "--module", WORKER]
 
 
+def environment_for(device: str) -> dict[str, str]:
+    """This process's variables without those that would make its ranks part of other jobs.
+
+    DeepSpeed's launcher would look for GPUs on its own, and every rank is a process of one thread.
+    """
+    ours = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(ELSEWHERE) and key not in {"RANK", "WORLD_SIZE"}
+    }
+    return ours | {"OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
+
+
 def run_job(
     launch: Launch,
     assignments: Sequence[Assignment],
     *,
     job_file: Path,
     device: str,
+    start: str | None = None,
     imports: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Run ``assignments`` one after the other; the index and seconds of each come as soon as all its ranks are done.
 
-    What does not come was lost with its launch; ``job_file`` with the suffix ``.log`` holds what was said. ``imports``
-    are made once for all, by default what the launcher's own strategies need.
+    What does not come was lost with its launch; ``job_file`` with the suffix ``.log`` holds what was said.
+
+    Args:
+        launch: how to start the ranks; its times are filled in.
+        assignments: what to train.
+        job_file: to be written, for the ranks.
+        device: ``cpu`` or ``cuda``.
+        start: how a rank starts each training: ``fork``, which is faster, or ``spawn``, which GPUs need; by default
+            what fits the device.
+        imports: to be made once for all forked trainings; by default what the launcher's own strategies need.
     """
     job = {
-        "device": device,
+        "start": start or ("fork" if device == "cpu" else "spawn"),
+        "worker": WORKER,
         "runner": os.getpid(),
         "imports": list(imports or IMPORTS[launch.launcher]),
         "cells": [asdict(assignment) for assignment in assignments],
     }
     write_json_atomic(job_file, job)
     command = [*launch_command(launch.launcher, launch.ranks), str(job_file)]
-    # What a machine sets for its own jobs must change nothing here; DeepSpeed's launcher would look for GPUs.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
-    environment |= {"OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if device == "cpu" else {})
     started = time.perf_counter()
-    with job_file.with_suffix(".log").open("wb") as log, _process(command, environment, log) as process:
+    with job_file.with_suffix(".log").open("wb") as log, _process(command, environment_for(device), log) as process:
         done, since = 0, started
         while done < len(assignments):
             ended = process.poll() is not None  # asked first: a file may appear just before the end
@@ -104,9 +129,13 @@ def run_job(
                 done, since = done + 1, now
             elif ended:
                 break
+            elif time.perf_counter() - since > STUCK_SEC:
+                log.write(f"no training ended within {STUCK_SEC} s\n".encode())
+                break
             else:
                 time.sleep(POLL_SEC)
-        process.wait()
+        else:
+            _wait(process)
     launch.seconds = time.perf_counter() - started
 
 
@@ -121,6 +150,12 @@ def _process(command: list[str], environment: dict[str, str], log) -> Iterator[s
     finally:
         if process.poll() is None:
             _end_group(process)
+
+
+def _wait(process: subprocess.Popen) -> None:
+    """Wait for a launcher whose ranks have nothing left to do; one that stays is ended by ``_process``."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=STUCK_SEC)
 
 
 def _end_group(process: subprocess.Popen) -> None:

@@ -97,16 +97,6 @@ class WatchedBatches:
         return samples
 
 
-def full_gradient(exp_avg: Tensor, *, beta1: float, grad_norm: float, clipping: float) -> Tensor:
-    """The gradient of the first step, from Adam's first moment after it.
-
-    ``exp_avg`` is then (1 - beta1) times the clipped gradient (Kingma and Ba 2015, algorithm 1), and clipping divided
-    by ``(norm + 1e-6) / clipping`` where that exceeds 1, in torch's ``clip_grad_norm_`` and in DeepSpeed alike.
-    """
-    shrunk = max(1.0, (grad_norm + 1e-6) / clipping) if clipping > 0 else 1.0
-    return exp_avg / (1 - beta1) * shrunk
-
-
 def read_rank(folder: Path, rank: int) -> dict[str, Any] | None:
     """What a rank left, None as long as it has not."""
     path = rank_file(folder, rank)

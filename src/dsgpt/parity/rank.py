@@ -9,7 +9,8 @@ from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.device import bring_up
 from dsgpt.parity.cost import compared
-from dsgpt.parity.measurement import Measurement, WatchedBatches, full_gradient
+from dsgpt.parity.first_gradient import SgdGradients, full_gradient
+from dsgpt.parity.measurement import Measurement, WatchedBatches
 from dsgpt.parity.planted import plant
 from dsgpt.parity.reference import train_reference
 from dsgpt.process_group import barrier, joined
@@ -61,7 +62,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
         report=lambda cost: measurement.cost(compared(cost, config)),
     )
     for step in range(1, config.total_steps + 1):
-        with costs.watch(step):
+        with costs.watch(step), SgdGradients() if step == 1 else contextlib.nullcontext() as noted:
             result = strategy.train_step(batches, step)
         measurement.step(
             loss=float(result.loss),
@@ -70,8 +71,9 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
             skipped=bool(result.skipped),
             samples=batches.take(),
         )
-        if step == 1 and config.recipe.optimizer.type == "AdamW":
+        if step == 1:
             _take_gradient(config, strategy, result, measurement)
+            noted.forget()
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     for name, state in strategy.iter_state():
@@ -83,11 +85,12 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
 def _take_gradient(config: RunConfig, strategy: Strategy, result: StepResult, measurement: Measurement) -> None:
     """Note the first step's gradient; every rank walks through the state, because that is collective."""
     recipe = config.recipe
+    beta1 = recipe.optimizer.betas[0] if recipe.optimizer.type == "AdamW" else 0.0  # see ``SgdGradients``
     for name, state in strategy.iter_state():
         if config.topology.is_main and state.exp_avg is not None:
             gradient = full_gradient(
                 state.exp_avg.float(),
-                beta1=recipe.optimizer.betas[0],
+                beta1=beta1,
                 grad_norm=float(result.grad_norm),
                 clipping=recipe.gradient_clipping,
             )

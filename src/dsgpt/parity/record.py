@@ -11,7 +11,7 @@ from dsgpt.files import write_json_atomic
 from dsgpt.parity.comparison import BOUNDS
 from dsgpt.parity.planted import BUGS
 from dsgpt.parity.suite import Result, Suite
-from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, SHAPE, STEPS
+from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, STEPS, shape
 from dsgpt.telemetry.environment import git_commit, software_versions
 from dsgpt.telemetry.record import finite
 
@@ -33,7 +33,7 @@ def suite_record(suite: Suite, results: Sequence[Result], *, seconds: float, dev
         "git_commit": git_commit(),
         "env": software_versions(),
         "hardware": describe_hardware(device),
-        "work": {"steps": STEPS, "global_batch_size": GLOBAL_BATCH, "seq_len": SEQUENCE, "model": SHAPE},
+        "work": {"steps": STEPS, "global_batch_size": GLOBAL_BATCH, "seq_len": SEQUENCE, "model": shape(device)},
         "bounds": {precision: asdict(bounds) for precision, bounds in BOUNDS.items()},
         "references": suite.references,
         "seconds": round(seconds, 1),
@@ -51,6 +51,7 @@ def _cell(result: Result) -> dict[str, Any]:
         **asdict(result.cell),
         **bug,
         "status": result.status,
+        "refusal_expected": result.refusal_expected,
         "as_expected": result.as_expected,
         "seconds": round(result.seconds, 2),
         "message": result.message or None,

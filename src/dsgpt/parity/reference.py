@@ -4,6 +4,8 @@ It takes the whole global batch at once, so that it knows neither ranks nor accu
 model, its initial weights, the order of the samples and the schedule, which have golden tests of their own.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,9 +26,9 @@ def train_reference(config: RunConfig, device: torch.device) -> Measurement:
     recipe, measurement = config.recipe, Measurement(data_rank=0, strategy="reference")
     model = GPT2(config.model)
     initialize(model, config=config.model, seed=config.options.seed)
-    model.to(device)
-    masters = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
-    model.to(DTYPES[config.precision])
+    model.to(device, DTYPES[config.precision])
+    # Mixed precision begins with rounded weights: the fp32 ones are copies of those that the model computes with.
+    masters = {name: value.detach().float().clone().requires_grad_() for name, value in model.named_parameters()}
     scale = FP16_LOSS_SCALE if config.precision == "fp16" else 1.0
     optimizer = _optimizer(config, masters)
     schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
@@ -39,10 +41,10 @@ def train_reference(config: RunConfig, device: torch.device) -> Measurement:
         (loss * scale).backward()
         for name, value in model.named_parameters():
             masters[name].grad = value.grad.float() / scale
-        if step == 1 and recipe.optimizer.type == "AdamW":
+        if step == 1:
             for name, master in masters.items():
                 measurement.gradient(name, master.grad)
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping)
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping or math.inf)
         optimizer.step()
         with torch.no_grad():
             for name, value in model.named_parameters():
@@ -56,10 +58,10 @@ def train_reference(config: RunConfig, device: torch.device) -> Measurement:
 
 def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
     recipe = config.recipe.optimizer
-    if recipe.type == "SGD":
-        return torch.optim.SGD(weights.values(), lr=recipe.lr)
     decayed, plain = [w for w in weights.values() if w.dim() > 1], [w for w in weights.values() if w.dim() == 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if recipe.type == "SGD":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from dsgpt.parity.comparison import BOUNDS, compare
 from dsgpt.parity.corpus import Corpus, prepare_corpus
 from dsgpt.parity.launch import Assignment, Launch, run_job
-from dsgpt.parity.matrix import STRATEGIES, Cell
+from dsgpt.parity.matrix import Cell, refusal_expected
 from dsgpt.parity.measurement import read_rank
+from dsgpt.parity.tested import STRATEGIES, TRAININGS
 from dsgpt.parity.work import CLIPPING, flags, write_recipe
 
 
@@ -19,6 +20,8 @@ class Result:
     """How one cell ended."""
 
     cell: Cell
+    refusal_expected: bool = False
+    """Whether the product must refuse the cell."""
     status: str
     """``passed``, ``failed``, ``refused`` by the product, or ``error``."""
     seconds: float
@@ -31,8 +34,19 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the suite may be content: a planted bug must fail, everything else must pass or be refused."""
-        return self.status == "failed" if self.cell.bug else self.status in {"passed", "refused"}
+        """Whether the suite may be content: a bug must fail, all else pass, or be refused where that is known."""
+        if self.cell.bug:
+            return self.status == "failed"
+        return self.status == ("refused" if self.refusal_expected else "passed")
+
+
+Work = tuple[str, str, str]
+"""What is computed, however it is split: optimizer, precision, and one of ``TRAININGS``."""
+
+
+def work_of(cell: Cell) -> Work:
+    """Cells that agree in this have the same reference."""
+    return cell.optimizer, cell.precision, STRATEGIES[cell.strategy].training
 
 
 class Suite:
@@ -42,7 +56,8 @@ class Suite:
         """Work in ``folder``, which exists; ``repository`` holds the scripts and recipes, ``device`` is cpu or cuda."""
         self._folder, self._repository, self._device = folder, repository, device
         self._corpus: Corpus | None = None
-        self._references: dict[tuple[str, str], tuple[dict[str, Any], Path]] = {}
+        self._references: dict[Work, tuple[dict[str, Any], Path]] = {}
+        self._without_reference: dict[Work, str] = {}
         self.launches: list[Launch] = []
 
     @property
@@ -52,12 +67,13 @@ class Suite:
             {
                 "optimizer": optimizer,
                 "precision": precision,
+                "training": training,
                 "first_loss": end["steps"][0]["loss"],
                 "last_loss": end["steps"][-1]["loss"],
                 "smallest_grad_norm": min(step["grad_norm"] for step in end["steps"]),
-                "clipping": CLIPPING[optimizer],
+                "clipping": TRAININGS[training].get("gradient_clipping", CLIPPING[optimizer]),
             }
-            for (optimizer, precision), (end, _) in sorted(self._references.items())
+            for (optimizer, precision, training), (end, _) in sorted(self._references.items())
         ]
 
     @property
@@ -76,10 +92,10 @@ class Suite:
 
         Raises:
             UserError: the text could not be prepared.
-            RuntimeError: the reference itself failed.
         """
         cells = list(cells)
-        self._run_references({(cell.optimizer, cell.precision) for cell in cells} - self._references.keys())
+        known = self._references.keys() | self._without_reference.keys()
+        self._run_references(sorted({work_of(cell) for cell in cells} - known))
 
         def place(cell: Cell) -> tuple[str, int]:
             return STRATEGIES[cell.strategy].launcher, cell.ranks
@@ -87,51 +103,45 @@ class Suite:
         order = list(STRATEGIES)
         cells.sort(key=lambda cell: (cell.ranks, place(cell)[0], order.index(cell.strategy)))
         for (launcher, ranks), group in itertools.groupby(cells, key=place):
-            for part in self._parts(list(group)):
-                launch = Launch(launcher=launcher, ranks=ranks, cells=len(part))
-                self.launches.append(launch)
-                started(launch)
-                yield from self._run_launch(launch, part)
+            part = list(group)
+            launch = Launch(launcher=launcher, ranks=ranks, cells=len(part))
+            self.launches.append(launch)
+            started(launch)
+            yield from self._run_launch(launch, part)
 
-    def _parts(self, cells: list[Cell]) -> list[list[Cell]]:
-        """All cells in one launch on CPU; a launch each on GPUs, which cannot be shared with a forked child."""
-        return [cells] if self._device == "cpu" else [[cell] for cell in cells]
-
-    def _run_references(self, wanted: set[tuple[str, str]]) -> None:
-        cells = [
-            Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=optimizer, precision=precision)
-            for optimizer, precision in sorted(wanted)
-        ]
-        assignments = [self._assignment(cell, prefix="reference_", reference=True) for cell in cells]
-        for part in [assignments] if self._device == "cpu" else [[assignment] for assignment in assignments]:
-            if part:
-                list(
-                    run_job(
-                        Launch(launcher="python", ranks=1, cells=len(part)),
-                        part,
-                        job_file=self._job_file(),
-                        device=self._device,
-                    )
-                )
-        for cell, assignment in zip(cells, assignments, strict=True):
+    def _run_references(self, wanted: list[Work]) -> None:
+        if not wanted:
+            return
+        assignments = [self._reference(work) for work in wanted]
+        launch, job_file = Launch(launcher="python", ranks=1, cells=len(wanted)), self._job_file()
+        list(run_job(launch, assignments, job_file=job_file, device=self._device))
+        for work, assignment in zip(wanted, assignments, strict=True):
             folder = Path(assignment.folder)
             end = read_rank(folder, 0)
-            if end is None or end["status"] == "error":
-                raise RuntimeError(f"the reference for {cell.name} failed: {end and end['message']}; see {folder}")
-            if end["status"] == "refused":  # its cells will be refused for the same reason
-                continue
-            smallest = min(step["grad_norm"] for step in end["steps"])
-            if cell.optimizer == "sgd" and smallest <= CLIPPING["sgd"]:
-                raise RuntimeError(f"the reference for {cell.name} is not clipped at every step: norm {smallest:g}")
-            self._references[cell.optimizer, cell.precision] = (end, folder)
+            if end is None:
+                self._without_reference[work] = f"never ended; {_last_words(job_file)}"
+            elif end["status"] != "done":  # refused: its cells will be so for the same reason
+                self._without_reference[work] = end["message"]
+            elif (smallest := min(step["grad_norm"] for step in end["steps"])) <= CLIPPING["sgd"] and work[0] == "sgd":
+                self._without_reference[work] = f"is not clipped at every step: gradient norm {smallest:g}"
+            else:
+                self._references[work] = (end, folder)
+
+    def _reference(self, work: Work) -> Assignment:
+        optimizer, precision, training = work
+        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=optimizer, precision=precision)
+        prefix = f"reference_{training.replace(' ', '-')}_" if training else "reference_"
+        return self._assignment(cell, prefix=prefix, training=training, reference=True)
 
     def _job_file(self) -> Path:
         return self._folder / f"job-{len(list(self._folder.glob('job-*.json'))) + 1}.json"
 
-    def _assignment(self, cell: Cell, *, prefix: str = "", reference: bool = False) -> Assignment:
+    def _assignment(
+        self, cell: Cell, *, prefix: str = "", training: str | None = None, reference: bool = False
+    ) -> Assignment:
         folder = self._folder / f"{prefix}{cell.folder}"
         folder.mkdir()
-        recipe = write_recipe(folder / "recipe.json", cell, recipes=self._repository / "ds_configs")
+        recipe = write_recipe(folder / "recipe.json", cell, recipes=self._repository / "ds_configs", training=training)
         words = flags(cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self._device)
         return Assignment(folder=str(folder), flags=words, bug=cell.bug, reference=reference)
 
@@ -141,10 +151,12 @@ class Suite:
         for index, seconds in run_job(launch, assignments, job_file=job_file, device=self._device):
             done = index + 1
             yield self._judge(cells[index], Path(assignments[index].folder), seconds)
-        said = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         for cell in cells[done:]:
-            why = f"the launch ended before it; its last words: {' / '.join(said[-3:])}"
-            yield Result(cell=cell, status="error", seconds=0.0, message=why)
+            yield self._result(cell, "error", message=f"the launch ended before it; {_last_words(job_file)}")
+
+    def _result(self, cell: Cell, status: str, *, seconds: float = 0.0, **more: Any) -> Result:
+        expected = not cell.bug and refusal_expected(cell, device=self._device)
+        return Result(cell=cell, refusal_expected=expected, status=status, seconds=seconds, **more)
 
     def _judge(self, cell: Cell, folder: Path, seconds: float) -> Result:
         ends = [read_rank(folder, rank) for rank in range(cell.ranks)]
@@ -152,8 +164,12 @@ class Suite:
         if bad:
             first = min(bad, key=lambda end: end["time"])  # the others only miss it
             message = first["message"].replace(f"{folder}/", "").replace(f"{self._folder}/", "")
-            return Result(cell=cell, status=first["status"], seconds=seconds, message=message)
-        reference, reference_folder = self._references[cell.optimizer, cell.precision]
+            return self._result(cell, first["status"], seconds=seconds, message=message)
+        work = work_of(cell)
+        if work not in self._references:
+            why = f"there is nothing to compare with: the reference {self._without_reference[work]}"
+            return self._result(cell, "error", seconds=seconds, message=why)
+        reference, reference_folder = self._references[work]
         found = compare(
             ends,
             folder,
@@ -162,12 +178,16 @@ class Suite:
             bounds=BOUNDS[cell.precision],
             replicas=STRATEGIES[cell.strategy].replicas,
         )
-        status = "failed" if found.failures else "passed"
-        return Result(
-            cell=cell,
-            status=status,
+        return self._result(
+            cell,
+            "failed" if found.failures else "passed",
             seconds=seconds,
             measured=found.measured,
             failures=found.failures,
             cost=ends[0].get("cost", {}),
         )
+
+
+def _last_words(job_file: Path) -> str:
+    said = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"the last words of its launch: {' / '.join(said[-3:])}"

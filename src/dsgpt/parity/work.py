@@ -7,7 +7,8 @@ from typing import Any
 
 from dsgpt.files import write_json_atomic
 from dsgpt.parity.corpus import Corpus
-from dsgpt.parity.matrix import STRATEGIES, Cell
+from dsgpt.parity.matrix import Cell
+from dsgpt.parity.tested import STRATEGIES, TRAININGS
 
 STEPS = 20
 GLOBAL_BATCH = 12
@@ -19,13 +20,8 @@ OPTIMIZERS = {
     "sgd": {"type": "SGD", "params": {"lr": 1.0}},
 }
 SCHEDULER = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
-SHAPE = {
-    "num_layers": 2,
-    "num_heads": 2,
-    "embedding_size": 34,  # 4 ranks do not divide it: shards are uneven or padded
-    "max_position_embeddings": SEQUENCE,
-    "seq_length": SEQUENCE,
-}
+WIDTHS = {"cpu": 34, "cuda": 128}
+"""4 ranks do not divide 34: shards are uneven or padded. The fused attention of GPUs wants heads of 64."""
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
 """Dynamic, and low enough that this model never overflows: a skipped step would compare different steps."""
 
@@ -44,13 +40,25 @@ SMALL_BUCKETS_3 = {
 """In parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would split nothing."""
 
 
-def write_recipe(path: Path, cell: Cell, *, recipes: Path) -> Path:
+def shape(device: str) -> dict[str, int]:
+    """The model's shape on ``device``, ``cpu`` or ``cuda``, as flags of ``src/gpt2.py``."""
+    return {
+        "num_layers": 2,
+        "num_heads": 2,
+        "embedding_size": WIDTHS[device],
+        "max_position_embeddings": SEQUENCE,
+        "seq_length": SEQUENCE,
+    }
+
+
+def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None = None) -> Path:
     """Write the shipped recipe of the cell's strategy, as the cell changes it, to ``path``.
 
     Args:
         path: the new file.
         cell: says which.
         recipes: the folder of the shipped ones.
+        training: of ``TRAININGS``; by default the one of the cell's strategy.
     """
     strategy = STRATEGIES[cell.strategy]
     recipe = json.loads((recipes / strategy.recipe).read_text(encoding="utf-8"))
@@ -67,6 +75,7 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path) -> Path:
         recipe["fp16"] = FP16
     if cell.option != "compile":  # PyTorch compiles DDP with buckets of at least 1 MiB
         recipe = merged(recipe, {"dsgpt": {"ddp": {"bucket_cap_mb": 0.02}}})
+    recipe = merged(recipe, TRAININGS[strategy.training if training is None else training])
     recipe = merged(recipe, strategy.changes)
     stage = recipe.get("zero_optimization", {}).get("stage", 0)
     if stage:
@@ -76,11 +85,14 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path) -> Path:
 
 
 def merged(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``recipe`` with ``changes`` laid over it, object by object."""
+    """``recipe`` with ``changes`` laid over it, object by object; None removes a key."""
     result = dict(recipe)
     for key, value in changes.items():
         below = result.get(key)
-        result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
 
 
@@ -92,7 +104,7 @@ def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: st
         "val_data_path": corpus.val,
         "checkpoint_path": run_dir,
         "deepspeed_config": recipe,
-        **SHAPE,
+        **shape(device),
         "dropout": 0,
         "max_train_steps": STEPS,
         "grad_accum_steps": cell.accumulation,

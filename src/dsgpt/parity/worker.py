@@ -2,7 +2,7 @@
 
 A launch takes seconds, most of them imports, so one launch serves many cells: every rank imports everything once and
 then trains each cell in a forked child of its own, which joins a process group of its own. No cell finds anything that
-another one left behind. On GPUs, which cannot be forked, a job has one cell, trained in this process.
+another one left behind. A process that uses a GPU cannot be forked: there every child is a new interpreter.
 """
 
 import argparse
@@ -30,6 +30,8 @@ CELL_LIMIT_SEC = 600
 PATIENCE_SEC = 15
 """How long a rank may go on after another one has failed; then it is waiting for a peer that will not come."""
 PORT_FILE = "port"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""With this variable ranks meet in torchrun's own store, which knows one process group, not many."""
 POLL_SEC = 0.02
 
 
@@ -38,17 +40,25 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("--local_rank", type=int, help="from launchers; the environment says it too")
-    job = json.loads(parser.parse_args(arguments).job.read_text(encoding="utf-8"))
+    parser.add_argument("--cell", type=int, help="train this one alone, in this process, which is a spawned child")
+    given = parser.parse_args(arguments)
+    job = json.loads(given.job.read_text(encoding="utf-8"))
     topology = read_topology()
-    if job["device"] != "cpu":
-        (cell,) = job["cells"]
-        _run(cell, topology.rank)
-        return 0
-    for module in job["imports"]:
-        importlib.import_module(module)
+    if given.cell is not None:
+        _run(job["cells"][given.cell], topology.rank)
+        leave(0)
+    if job["start"] == "fork":
+        for module in job["imports"]:
+            importlib.import_module(module)
     alive = _Alive(runner=job["runner"])
-    for cell in job["cells"]:
-        _run_in_child(cell, topology, alive)
+    for index, cell in enumerate(job["cells"]):
+        folder = Path(cell["folder"])
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_agree_on_port(folder, topology, alive))}
+        if job["start"] == "fork":
+            child = _fork(cell, topology.rank, meeting)
+        else:
+            child = _spawn([job["worker"], str(given.job), "--cell", str(index)], folder, topology.rank, meeting)
+        _watch(child, folder, topology, alive)
     return 0
 
 
@@ -89,20 +99,39 @@ def _write_end(folder: Path, rank: int, *, status: str, message: str) -> None:
     write_json_atomic(rank_file(folder, rank), end)
 
 
-def _run_in_child(cell: dict[str, Any], topology: Topology, alive: _Alive) -> None:
-    folder = Path(cell["folder"])
-    port = _agree_on_port(folder, topology, alive)
+def _fork(cell: dict[str, Any], rank: int, meeting: dict[str, str]) -> int:
+    """Train ``cell`` in a forked child; its process id."""
     child = os.fork()
-    if child:
-        _watch(child, folder, topology, alive)
-        return
-    with (folder / f"rank-{topology.rank}.log").open("w", encoding="utf-8") as log:
+    if not child:
+        _train_forked(cell, rank, meeting)
+    return child
+
+
+def _train_forked(cell: dict[str, Any], rank: int, meeting: dict[str, str]) -> None:
+    """What the forked child does, until it leaves."""
+    with _log_file(Path(cell["folder"]), rank).open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's own store knows one process group, not many
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    _run(cell, topology.rank)
+    os.environ.pop(AGENT_STORE, None)
+    os.environ.update(meeting)
+    _run(cell, rank)
     leave(0)
+
+
+def _spawn(module: list[str], folder: Path, rank: int, meeting: dict[str, str]) -> int:
+    """Train a cell in a new interpreter that runs ``module``, a name and arguments; its process id."""
+    environment = {key: value for key, value in os.environ.items() if key != AGENT_STORE}
+    log, new = str(_log_file(folder, rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", *module],
+        environment | meeting,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 1, log, new, 0o644), (os.POSIX_SPAWN_DUP2, 1, 2)],
+    )
+
+
+def _log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
 
 
 def _agree_on_port(folder: Path, topology: Topology, alive: _Alive) -> int:

@@ -4,8 +4,8 @@ PyTorch marks a build in progress by a file, which a killed process leaves behin
 waits for it for ever after. Here parts are built in folders of our own under a lock that the system frees with the
 process, so that such a file is known to be a leftover and is removed.
 
-A folder is of one kind of processor and one pair of versions, so what is complete in it is loaded as it is: DeepSpeed
-asks the machine for seconds, in every process, what it would compile for.
+A folder is of one kind of processor and one pair of versions, so what is complete in it is loaded as it is, also where
+it may only be read: DeepSpeed asks the machine for seconds, in every process, what it would compile for.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from dsgpt.errors import UserError
+from dsgpt.machine_probe import compiler
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
 
@@ -34,14 +37,13 @@ def load_ops(*builders: str) -> None:
         builders: names of classes of ``deepspeed.ops.op_builder``.
 
     Raises:
-        UserError: the folder for compiled code cannot be written.
+        UserError: something is missing, and the folder for compiled code cannot be written.
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - DeepSpeed's strategies alone import it
 
     folder = _folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / ".dsgpt-lock"), _built_in(folder), _complete_ones_as_they_are(folder):
+        with _built_in(folder), _complete_ones_as_they_are(folder):
             for name in builders:
                 get_accelerator().create_op_builder(name).load(verbose=False)
     except OSError as error:
@@ -56,23 +58,43 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
 
     compile_and_load = OpBuilder.jit_load
+    lock, alone = contextlib.ExitStack(), []  # taken when something has to be compiled, and kept until all is
 
     def jit_load(builder: Any, verbose: bool = False) -> Any:
         library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
-        if library.exists() and not marker.exists():
-            spec = importlib.util.spec_from_file_location(builder.name, library)
-            module = OpBuilder._loaded_ops[builder.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
+        if _is_complete(library, marker):
+            return _loaded(builder, library)
+        if not alone:
+            lock.enter_context(_alone(folder))
+            alone.append(True)
+            if _is_complete(library, marker):  # by whoever had the lock
+                return _loaded(builder, library)
         marker.unlink(missing_ok=True)
+        if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
+            os.environ["CXX"] = shlex.join(found)  # PyTorch looks for c++ alone
         print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
         return compile_and_load(builder, verbose)
 
     OpBuilder.jit_load = jit_load
     try:
-        yield
+        with lock:
+            yield
     finally:
         OpBuilder.jit_load = compile_and_load
+
+
+def _is_complete(library: Path, marker: Path) -> bool:
+    """PyTorch's marker stands beside a library until it is whole; what a killed process left has one for ever."""
+    return not marker.exists() and library.exists()
+
+
+def _loaded(builder: Any, library: Path) -> Any:
+    """Load ``library`` where DeepSpeed will look for what ``builder`` makes."""
+    spec = importlib.util.spec_from_file_location(builder.name, library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    type(builder)._loaded_ops[builder.name] = module  # the one dictionary of all builders
+    return module
 
 
 def _folder() -> Path:
@@ -94,8 +116,9 @@ def _processor() -> str:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".dsgpt-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -22,6 +22,8 @@ from dsgpt.strategies.compiled_ops import load_ops
 def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed, quiet, for ``device``, attached to the process group that exists."""
     os.environ["DS_ACCELERATOR"] = device.type
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # which DeepSpeed takes for the number of the GPU
     import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
     import deepspeed.ops  # noqa: PLC0415
 
