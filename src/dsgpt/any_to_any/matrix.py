@@ -27,8 +27,18 @@ class Pair:
 
 
 def by(cell: Cell) -> str:
-    """``zero2 on 4 ranks``, as the product has it."""
-    return f"{cell.strategy} on {cell.ranks} rank{'s' * (cell.ranks != 1)}"
+    """``fsdp-offload on 4 ranks``."""
+    return _on_ranks(cell.strategy, cell.ranks)
+
+
+def executed_by(cell: Cell) -> str:
+    """The same as the product says it, in whose names a setting of PyTorch's strategies makes no difference."""
+    strategy = STRATEGIES[cell.strategy]
+    return _on_ranks(cell.strategy if strategy.run_type == "optimized" else strategy.run_type, cell.ranks)
+
+
+def _on_ranks(strategy: str, ranks: int) -> str:
+    return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
 
 
 def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
@@ -49,7 +59,7 @@ def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
         sources, targets = _shuffled(chance), _shuffled(chance)
         for source, target in zip(sources, targets, strict=True):
             again = any((by(source), by(target)) == (by(pair.source), by(pair.target)) for pair in found)
-            if by(source) != by(target) and not again and len(found) < count:
+            if executed_by(source) != executed_by(target) and not again and len(found) < count:
                 found.append(Pair(source=source, target=target))
     return found
 

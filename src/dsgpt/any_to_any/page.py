@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from dsgpt.parity.table import table
+
 Record = dict[str, Any]
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "refused": "refused", "error": "**ERROR**"}
 
@@ -62,7 +64,7 @@ def _pairs(record: Record) -> str:
         ]
         for pair in record["pairs"]
     ]
-    return f"## Pairs\n\n{_table(header, rows)}"
+    return f"## Pairs\n\n{table(header, rows)}"
 
 
 def _steps(accumulation: int) -> str:
@@ -82,15 +84,10 @@ def _rewritten(record: Record) -> str:
     )
     header = ["strategy", *(f"{ranks} rank{'s' * (ranks > 1)}, {precision}" for ranks, precision in places)]
     rows = [[strategy, *(found.get(place, "") for place in places)] for strategy, found in groups.items()]
-    return f"## Who writes what it read\n\n{_table(header, rows)}"
+    return f"## Who writes what it read\n\n{table(header, rows)}"
 
 
 def _troubles(record: Record) -> str:
     bad = [one for one in [*record["pairs"], *record["rewritten"]] if one["status"] != "passed"]
     lines = [f"* {one['name']}: {STATUS_WORDS[one['status']]}: {one['message']}" for one in bad]
     return "## Not shown\n\n" + "\n".join(lines) if lines else ""
-
-
-def _table(header: list[str], rows: list[list[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from dsgpt.any_to_any.matrix import Pair, by
+from dsgpt.any_to_any.matrix import Pair, by, executed_by
 from dsgpt.parity.corpus import prepare_corpus
 from dsgpt.parity.launch import IMPORTS, Assignment, Launch, run_job
 from dsgpt.parity.matrix import Cell
@@ -194,10 +194,11 @@ class AnyToAny:
         ]
         if measured["steps"] != list(range(1, STEPS + 1)):
             wrong.append(f"its steps are {measured['steps']}")
-        said = f"({by(pair.source)}) as {by(pair.target)}"
+        before, after = executed_by(pair.source), executed_by(pair.target)
+        said = f"({before}) as {after}"
         if said not in measured["line"]:
             wrong.append(f"it said: {measured['line']}")
-        moved = {"step": SAVED, "name": "executed by", "before": by(pair.source), "after": by(pair.target)}
+        moved = {"step": SAVED, "name": "executed by", "before": before, "after": after}
         if measured["changes"] != [moved]:
             wrong.append(f"its record says: {measured['changes']}")
         return "; ".join(wrong)
