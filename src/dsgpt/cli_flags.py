@@ -204,7 +204,8 @@ def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> No
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint that is whole; start fresh where there is none yet",
+        help="go on from the newest checkpoint that is whole, whichever strategy made it on however many ranks; start "
+        "fresh where there is none yet",
     )
     group.add_argument(
         "--allow_changed",
