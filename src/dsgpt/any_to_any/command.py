@@ -102,11 +102,17 @@ def _line(result: "Result", *, done: int, total: int, progress: Progress) -> str
 def _record(suite: "AnyToAny", results: list["Result"], *, seconds: float, seed: int) -> dict[str, Any]:
     from dsgpt.any_to_any.suite import BOUND, SAVED  # noqa: PLC0415
     from dsgpt.device import describe_hardware  # noqa: PLC0415
-    from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, SHAPE, STEPS  # noqa: PLC0415
+    from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, STEPS, shape  # noqa: PLC0415
     from dsgpt.telemetry.environment import git_commit, software_versions  # noqa: PLC0415
     from dsgpt.telemetry.record import finite  # noqa: PLC0415
 
-    work = {"steps": STEPS, "saved": SAVED, "global_batch_size": GLOBAL_BATCH, "seq_len": SEQUENCE, "model": SHAPE}
+    work = {
+        "steps": STEPS,
+        "saved": SAVED,
+        "global_batch_size": GLOBAL_BATCH,
+        "seq_len": SEQUENCE,
+        "model": shape("cpu"),
+    }
     return finite(
         {
             "schema_version": SCHEMA_VERSION,
