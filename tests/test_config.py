@@ -510,6 +510,16 @@ def test_dry_run_shows_the_plan_and_writes_nothing(here, capsys):
     assert sorted(here.rglob("*")) == before
 
 
+def test_the_plan_says_what_a_rank_holds_and_sends(here, capsys):
+    """In fp32 with AdamW: 4 bytes each of weights, gradients and two moments; one rank sends nothing."""
+    shape = resolved(here, model_size="tiny", num_layers=None).model
+    elements = shape.parameter_count() + (shape.padded_vocab_size - shape.vocab_size) * shape.n_embd
+    train(command_line(here, dry_run=True, model_size="tiny", num_layers=None))
+    said = capsys.readouterr().out
+    assert f"state       {16 * elements / 1e6:,.1f} MB of weights, gradients and optimizer per rank" in said
+    assert "each step a rank sends 0.0 MB" in said
+
+
 def test_any_seed_works(here):
     """Dropout draws from a stream seeded by it, and torch takes no more than 64 bits."""
     assert train(command_line(here, seed=20_260_101_123_456_789, dropout=0.1, max_train_steps=1)) == 0

@@ -91,7 +91,7 @@ def core() -> list[Cell]:
             continue
         cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd"))
         if not strategy.fp32_only:
-            cells.append(Cell(strategy=strategy.name, ranks=few, precision="bf16"))
+            cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
     cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]

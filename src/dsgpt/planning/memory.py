@@ -118,11 +118,15 @@ def _zero0(setup: Setup, held: list[ParameterSize]) -> ModelState:
 
 
 def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]) -> ModelState:
-    """ZeRO-1 in bf16 (DeepSpeed's ``BF16_Optimizer``): all gradients twice, 2P + 4P; 4mP/N and 4P/N of the rest."""
+    """ZeRO-1 in bf16 (DeepSpeed's ``BF16_Optimizer``): all gradients twice, 2P + 4P; 4mP/N and 4P/N of the rest.
+
+    With ``immediate_grad_update`` each low gradient is freed as soon as it is added to the fp32 one.
+    """
     whole, own = sum(group.padded for group in groups), parts(groups)
+    freed = setup.recipe.raw.get("bf16", {}).get("immediate_grad_update", False)
     return ModelState(
         parameters=setup.low * whole,
-        gradients=setup.low * total(held) + FULL * whole,
+        gradients=(0 if freed else setup.low * total(held)) + FULL * whole,
         optimizer=_optimizer(setup, own, tensors=len(groups)),
         master=FULL * own,
     )

@@ -20,15 +20,25 @@ from dsgpt.strategies.zero import Zero
 
 
 class Tensor(Zero):
-    """One DeepSpeed engine per rank, each with its part of every layer."""
+    """One DeepSpeed engine per rank, each with its part of every layer.
+
+    The model is made whole in host memory, in fp32, and only what a rank keeps ever comes to its device: AutoTP
+    (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and lets go of the whole one, and the
+    engine moves the rest after that (``_configure_distributed_model``). So a model may be larger than one device, but
+    each rank needs host memory for all of it while it starts; a model larger than that is for ``ds_configs/3d.json``,
+    which builds parts alone.
+    """
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:
         from deepspeed.utils import groups  # noqa: PLC0415
+
+        from dsgpt.strategies.tensor_reduction import reduce_contiguous  # noqa: PLC0415
 
         # AutoTP would make these groups itself, but only after DeepSpeed has multiplied the batch by all ranks.
         groups._init_tp_mesh_device(tensor_model_parallel_size=config.topology.sizes.tensor)
         self._tensor_rank = config.topology.tensor_rank
         self._group = groups.get_tensor_model_parallel_group()
+        reduce_contiguous()
         for block in model.blocks:
             block.attn.attend = attend_with_own_dropout(block.attn.attend, rank=config.topology.tensor_rank)
         return groups

@@ -224,6 +224,7 @@ class Zero:
 
 
 def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
+    """GPT-2 with its initial weights on ``device``; for tensor ranks in host memory, see ``Tensor``."""
     model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
     initialize_whole(model, config)
-    return model.to(device)
+    return model if config.topology.sizes.tensor > 1 else model.to(device)

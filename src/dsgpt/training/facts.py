@@ -11,6 +11,9 @@ from typing import Any
 from dsgpt.config import RunConfig
 from dsgpt.data.token_file import TokenFile
 from dsgpt.device import describe_hardware
+from dsgpt.planning.communication import most_sent_bytes
+from dsgpt.planning.memory import largest_model_state
+from dsgpt.planning.setup import Setup
 from dsgpt.strategies.deepspeed_setup import engine_config
 from dsgpt.telemetry.environment import git_commit, host_name, software_versions
 
@@ -37,10 +40,34 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"validation on {config.val_windows:,} windows",
         f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
+        f"state       {_state_line(config)}",
         f"run folder  {config.run_dir}",
         *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
         *(f"note        {notice}" for notice in config.notices),
     ]
+
+
+def _state_line(config: RunConfig) -> str:
+    """What a rank will hold and send, by the formulas."""
+    if config.run_type == "optimized" and config.recipe.zero_plus_plus:
+        return "not known for Zero++"
+    setup = Setup(
+        run_type=config.run_type,
+        model=config.model,
+        recipe=config.recipe,
+        world_size=config.topology.world_size,
+        precision=config.precision,
+        micro_batch_size=config.batch.micro_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        seq_length=config.seq_length,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+    state, sent = largest_model_state(setup), most_sent_bytes(setup)
+    elsewhere = f", {state.on_device / 1e6:,.1f} MB of it on the device" if state.off_device else ""
+    return (
+        f"{state.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}, besides activations; "
+        f"each step a rank sends {sent / 1e6:,.1f} MB"
+    )
 
 
 def _split(config: RunConfig) -> str:

@@ -1,0 +1,69 @@
+"""What tensor parallelism mends of DeepSpeed's sums over ranks, and where its model is made."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from deepspeed.module_inject import layers
+from small_run import RECIPE, command_line, write_data, write_recipe
+
+from dsgpt.cli import parse_arguments
+from dsgpt.config import RunConfig, resolve
+from dsgpt.strategies import tensor_reduction, zero
+from dsgpt.topology import ParallelSizes, Topology
+
+PEERS = 2
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """As if as many ranks held the same: a sum over them is made in place, as every collective's."""
+    monkeypatch.setattr(layers.pg_utils, "is_parallel", lambda group: True)
+    monkeypatch.setattr(layers.dist, "all_reduce", lambda tensor, **_: tensor.mul_(PEERS))
+
+
+def sums(column: type, row: type, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the gradient through ``column`` and the output of ``row`` are for ``x``."""
+    leaf = torch.zeros_like(x, requires_grad=True)
+    column.apply(None, leaf).backward(x.clone())
+    return leaf.grad, row.apply(None, x.clone(), False)
+
+
+LAYOUTS = {"contiguous": torch.ones(3, 4), "transposed": torch.ones(4, 3).t()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_of_any_layout(peers, layout):
+    ours = (tensor_reduction.ContiguousColumnParallel, tensor_reduction.ContiguousRowParallel)
+    for total in sums(*ours, LAYOUTS[layout]):
+        assert (total == PEERS).all()
+
+
+def test_deepspeeds_own_lose_what_is_not_contiguous(peers):
+    """If this fails, DeepSpeed has been mended, and ours can go."""
+    for total in sums(tensor_reduction._Column, tensor_reduction._Row, LAYOUTS["transposed"]):
+        assert (total == 1).all()
+
+
+def test_layers_use_ours(monkeypatch):
+    for name in ("ColumnParallel", "RowParallel"):
+        monkeypatch.setattr(layers, name, getattr(layers, name))  # put back afterwards
+    for _ in range(2):
+        tensor_reduction.reduce_contiguous()
+        assert layers.ColumnParallel is tensor_reduction.ContiguousColumnParallel
+        assert layers.RowParallel is tensor_reduction.ContiguousRowParallel
+
+
+def config_of(folder, *, tensor: int) -> RunConfig:
+    write_recipe(write_data(folder) / "recipe.json", RECIPE, tensor_parallel={"autotp_size": tensor})
+    options, problems = parse_arguments(command_line(folder, run_type="optimized"))
+    topology = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed")
+    config = resolve(options, topology=topology, problems=problems)
+    return replace(config, topology=topology.split(ParallelSizes(tensor=tensor)))
+
+
+@pytest.mark.parametrize(("tensor", "place"), [(1, "meta"), (2, "cpu")])
+def test_a_whole_model_stays_in_host_memory_where_tensor_ranks_will_split_it(tmp_path, tensor, place):
+    """``meta`` stands for a GPU, which might not hold it."""
+    model = zero._build_whole(config_of(tmp_path, tensor=tensor), torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {place}
