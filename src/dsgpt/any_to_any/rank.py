@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader, write_training_state
 from dsgpt.cli import parse_arguments
@@ -20,7 +19,6 @@ from dsgpt.parity.measurement import rank_file
 from dsgpt.process_group import barrier, joined
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.strategies.master_weights import DTYPES
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import COMPLETE_FILE
 from dsgpt.topology import read_topology
@@ -66,20 +64,20 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             strategy.load_state(reader)
             shapes, writes = parameter_shapes(config.model), config.topology.is_main
             write_training_state(out, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=writes)
-            wrong = _wrong_weights(strategy, reader, DTYPES[config.precision])
+            wrong = _wrong_weights(strategy, reader)
             barrier()
         same = {name: sha256_of(out / name) == sha256_of(Path(checkpoint) / name) for name in STATE_FILES if writes}
         _done(folder, config, same=same, wrong=wrong)
         barrier()
 
 
-def _wrong_weights(strategy: Strategy, reader: StateReader, dtype: torch.dtype) -> list[str]:
-    """Of the whole weights that this rank computes with, those that are not the checkpoint's, rounded."""
-
-    def expected(name: str) -> Tensor:
-        return reader.state(name).weight.to(dtype)
-
-    return [name for name, value in strategy.replicated_weights() if not torch.equal(value.cpu(), expected(name))]
+def _wrong_weights(strategy: Strategy, reader: StateReader) -> list[str]:
+    """Of the weights that this rank holds whole, those that are not the checkpoint's, rounded."""
+    wrong = []
+    for name, value in strategy.replicated_weights():
+        if not torch.equal(value.cpu(), reader.state(name).weight.to(value.dtype)):
+            wrong.append(name)
+    return wrong
 
 
 def _resolved(flags: list[str]) -> RunConfig:
