@@ -42,7 +42,7 @@ demo: $(BIN)/.installed
 test: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity

@@ -1,4 +1,6 @@
-"""Real text, prepared by the real script, and small real runs over it."""
+"""Real text, prepared by the real script, and small real runs over it; and which tests share a process."""
+
+from pathlib import Path
 
 import pytest
 from training_runs import REPOSITORY, Corpus
@@ -10,3 +12,30 @@ from dsgpt.parity.corpus import prepare_corpus
 def corpus(tmp_path_factory) -> Corpus:
     """The parity suite's: a few of the standard library's files, with a tokenizer of 300 ids trained on them."""
     return Corpus(folder=prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus")).train.parent)
+
+
+TOGETHER = {"parity": "result_of", "strategies": "seen"}
+"""Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where two processes share the tests (``make test``): a file, or what shares launches, stays in one; long first.
+
+    Launchers spend much of their time in imports on one core, so that two tests at once end sooner on two.
+    """
+    tests = Path(__file__).parent
+    slow_first = ["parity", "strategies", "training", "convert"]
+
+    def group(item: pytest.Item) -> str:
+        folder = item.path.relative_to(tests).parts[0]
+        shares = TOGETHER.get(folder) in getattr(item, "fixturenames", ())
+        return folder if shares else item.path.relative_to(tests).as_posix()
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        folder = item.path.relative_to(tests).parts[0]
+        rank = slow_first.index(folder) if folder in slow_first else len(slow_first)
+        return rank, "/" in group(item)
+
+    items.sort(key=place)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))

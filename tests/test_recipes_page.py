@@ -3,13 +3,14 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_run import REPOSITORY
 
 from dsgpt.cli import parse_arguments
-from dsgpt.model.config import PRESETS
+from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.parity.matrix import STRATEGIES, select, whole_matrix
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.gathering import gathered
@@ -125,19 +126,27 @@ def test_default_limits_would_keep_all_of_gpt2_large_whole():
         assert total(gathered(setup)) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
 
 
-def example(name: str, *, run_type: str = "optimized", model=PRESETS["small"], raw: dict | None = None) -> Setup:
+def example(
+    name: str,
+    *,
+    run_type: str = "optimized",
+    model: GPT2Config = PRESETS["small"],
+    raw: dict | None = None,
+    ranks: int = 8,
+    precision: str = "bf16",
+) -> Setup:
     """The page's example: 8 ranks, the recipes' global batch in micro batches of 2 sequences of 1,024 tokens."""
     recipe = recipe_of(name)
     if raw is not None:
         recipe = Recipe(**(vars(recipe) | {"raw": raw}))
-    ranks, micro = 8, 2
+    micro = 2
     readers = ranks // recipe.parallel.ranks_per_copy if run_type == "optimized" else ranks
     return Setup(
         run_type=run_type,
         model=model,
         recipe=recipe,
         world_size=ranks,
-        precision="bf16",
+        precision=precision,
         micro_batch_size=micro,
         gradient_accumulation_steps=recipe.train_batch_size // readers // micro,
         seq_length=1024,
@@ -160,3 +169,54 @@ def example_rows() -> list[list[str]]:
 
 def test_the_example_is_what_the_formulas_give():
     assert rows("What it comes to") == example_rows()
+
+
+STAGES = {
+    **{kind: {"name": "zero1.json", "run_type": kind} for kind in ("ddp", "fsdp")},
+    **{name: {"name": name} for name in ("zero0.json", "zero1.json", "zero2.json", "zero3.json")},
+}
+
+
+def test_the_example_in_the_other_precisions_is_what_the_formulas_give():
+    table = rows("The same in fp32 and fp16")
+    for (label, how), row in zip(STAGES.items(), table, strict=True):
+        setups = {precision: example(**how, precision=precision) for precision in ("fp32", "bf16", "fp16")}
+        sent = {precision: most_sent_bytes(setup) for precision, setup in setups.items()}
+        assert sent["bf16"] == sent["fp16"]
+        sizes = [*(largest_model_state(setup).total for setup in setups.values()), sent["fp32"], sent["bf16"]]
+        assert row == [f"`{label}`", *(f"{size / 1e6:,.0f}" for size in sizes)]
+
+
+def test_the_commands_models_are_what_the_formulas_give():
+    """The demo model with the embedded corpus's vocabulary, on the commands' 2 ranks."""
+    model = replace(PRESETS["demo"], vocab_size=8192)
+    for precision, row in zip(("fp32", "bf16"), rows("Who holds what"), strict=True):
+        setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
+        assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
+    setup = example("zero3.json", model=model, ranks=2)
+    assert {part.name for part in gathered(setup)} == {"wte.weight"}
+
+
+def test_gradients_that_are_gone_when_the_optimizer_steps_are_told():
+    """ZeRO-1's at the end of the backward pass, and FSDP's until the last micro batch: 4P beside the rest."""
+    whole = 4 * total(model_parameters(PRESETS["small"]))
+
+    def before_the_step(label: str, **how) -> str:
+        state = largest_model_state(example(**STAGES[label], **how))
+        return f"{(state.total - state.gradients + whole) / 1e6:,.0f} MB"
+
+    told = PAGE.replace("\n", " ")
+    assert f"whole gradients, {before_the_step('fsdp')} in all" in told
+    assert f"`fsdp` reaches {before_the_step('fsdp', precision='fp16')} in each" in told
+    fp32, fp16 = (before_the_step("zero1.json", precision=precision) for precision in ("fp32", "fp16"))
+    assert f"a rank has at least {fp32} in fp32 and {fp16} in fp16" in told
+    cloud = {"ranks": 4, "precision": "fp16"}
+    state = {
+        label: f"{largest_model_state(example(**how, **cloud)).total / 1e6:,.0f} MB" for label, how in STAGES.items()
+    }
+    assert state["zero1.json"] == state["zero2.json"]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"{state['ddp']} (10^6 bytes) with `ddp`, {state['zero1.json']} with `zero1.json` or `zero2.json`" in readme
+    assert f"{state['zero3.json']} with `zero3.json`, {state['fsdp']} with `fsdp`" in readme
+    zero1, fsdp = (before_the_step(label, **cloud) for label in ("zero1.json", "fsdp"))
+    assert f"it is {zero1} at the end of the backward pass, with `fsdp` and accumulation {fsdp}" in readme

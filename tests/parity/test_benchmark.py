@@ -28,6 +28,10 @@ def benchmark(*arguments, cwd=REPOSITORY):
             "error: --only zero7: is no strategy (did you mean zero3?); known are baseline, ",
         ),
         (["parity", "--ranks", "3"], "error: --ranks 3: no cell has so many ranks; give 1, 2, 4 or 8"),
+        (
+            ["parity", "--only", "tensor2-zero1", "--ranks", "1"],
+            "error: --ranks 1: no cell of tensor2-zero1 has so many ranks; give 2 or 4",
+        ),
         (["parity", "--ranks", "two"], "error: --ranks must be a whole number of at least 1, not two"),
         (["parity", "--table-from", "nowhere.json"], "error: --table-from nowhere.json: cannot be read as a record"),
         (["parity", "--oly", "ddp"], "error: --oly is no known flag (did you mean --only?)"),

@@ -66,12 +66,16 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
     ]
     page = parity_page(suite_record(suite, ends, seconds=2.0, device="cpu"), source="x.json")
     assert "| zero1 | 2 | 1 of 2 (1 refused) |" in page
+    assert "2 cells: 1 trained and compared with plain PyTorch, **all passed**;\n1 refused by the product" in page
     assert "## Failures" not in page
     ends += [
         Result(cell=Cell(strategy="zero2", ranks=2), status="refused", seconds=1.0, message="no compiler"),
         Result(cell=REFUSED, refusal_expected=True, status="passed", seconds=1.0),
+        Result(cell=Cell(strategy="ddp", ranks=2), status="failed", seconds=1.0),
+        Result(cell=Cell(strategy="fsdp", ranks=2), status="error", seconds=1.0, message="the launch ended before it"),
     ]
     page = parity_page(suite_record(suite, ends, seconds=2.0, device="cpu"), source="x.json")
+    assert "6 cells: 3 trained and compared with plain PyTorch, **1 failed; 1 ended in an error**;\n2 refused" in page
     assert "| zero2 | 2 | **0 of 1 (1 refused)** |" in page
     assert "* zero2, 2 ranks, accumulation 3, adamw, fp32: refused, though it should train: no compiler" in page
     assert "* tensor2-zero3, 2 ranks, accumulation 3, adamw, fp32: trained, though it should be refused" in page

@@ -115,5 +115,8 @@ def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], 
             problems.add(f"--only {name}: is no strategy{did_you_mean(name, known)}; known are {', '.join(STRATEGIES)}")
     chosen = [cell for cell in cells if (not ranks or cell.ranks in ranks) and (not only or cell.strategy in only)]
     if not chosen and not problems:
-        problems.add(f"--ranks {' '.join(map(str, ranks))}: no cell has so many ranks; give 1, 2, 4 or 8")
+        *others, most = map(str, sorted({cell.ranks for cell in cells if not only or cell.strategy in only}))
+        numbers = f"{', '.join(others)} or {most}" if others else most
+        whose = f" of {', '.join(only)}" if only else ""
+        problems.add(f"--ranks {' '.join(map(str, ranks))}: no cell{whose} has so many ranks; give {numbers}")
     return chosen

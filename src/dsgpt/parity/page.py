@@ -54,14 +54,20 @@ def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
 Generated from `{source}` by `python src/benchmark.py parity --table-from {source} --page docs/parity.md`; `make parity`
 runs the whole suite on your machine.
 
-Of {len(cells)} trainings, compared with plain PyTorch, **{count["passed"]} passed,
-{count["failed"] + count["error"]} failed**; {count["refused"]} were refused by the product before they started (the
-reasons are below), {wrongly} of them unexpectedly. Of {len(bugs)} bugs planted into the strategies,
-{sum(cell["status"] == "failed" for cell in bugs)} were reported.
+{len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, {_outcome(count)};
+{count["refused"]} refused by the product before they started (the reasons are below), {wrongly} of them unexpectedly.
+Of {len(bugs)} bugs planted into the strategies, {sum(cell["status"] == "failed" for cell in bugs)} were reported.
 
 Machine: {machine}; {hardware["device"]}. Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed
 {env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. The suite took
 {record["seconds"] / 60:.0f} minutes."""
+
+
+def _outcome(count: dict[str, int]) -> str:
+    """``**all passed**``, or how many failed, and how many ended in an error before there was anything to compare."""
+    failed = f"{count['failed']} failed" if count["failed"] else ("all passed" if count["passed"] else "none passed")
+    errors = f"; {count['error']} ended in an error" if count["error"] else ""
+    return f"**{failed}{errors}**"
 
 
 def _strategies(cells: Cells) -> str:
