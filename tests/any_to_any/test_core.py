@@ -3,11 +3,20 @@
 ``python src/benchmark.py resume`` does it for 30 seeded pairs and all ranks; its record is ``docs/resume.md``.
 """
 
+import hashlib
+import json
+from pathlib import Path
+
 import pytest
 from small_run import REPOSITORY
+from training_runs import read_lines, roll_back
 
 from dsgpt.any_to_any.matrix import by, cells, core_pairs, core_rewritten, seeded_pairs
-from dsgpt.any_to_any.suite import AnyToAny
+from dsgpt.any_to_any.suite import BASELINE, BOUND, SAVED, AnyToAny
+from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS
+from dsgpt.main import train
+from dsgpt.parity.corpus import Corpus
+from dsgpt.parity.work import STEPS, flags, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +51,40 @@ def test_the_pairs_are_the_same_for_a_seed_and_hold_every_strategy():
     assert len({pair.name for pair in pairs}) == 30
     strategies = {cell.strategy for cell in cells()}
     assert {pair.source.strategy for pair in pairs} == {pair.target.strategy for pair in pairs} == strategies
+
+
+def trained(run, folder, corpus, *more):
+    """The baseline of the suite, in ``run``; its losses."""
+    recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
+    text = Corpus(train=corpus.folder / "train.bin", val=corpus.folder / "val.bin")
+    words = flags(BASELINE, recipe=recipe, corpus=text, run_dir=run, device="cpu")
+    assert train([*words, "--save_every", str(SAVED), "--keep_checkpoints", "9", "--max_val_steps", "1", *more]) == 0
+    return {line["step"]: line["loss"] for line in read_lines(run)}
+
+
+def lose_the_moments(checkpoint: Path) -> dict[str, bytes | None]:
+    return {MOMENTS: None}
+
+
+def miscount(checkpoint: Path) -> dict[str, bytes | None]:
+    counters = json.loads((checkpoint / COUNTERS).read_text()) | {"optimizer_steps": 2 * SAVED}
+    return {COUNTERS: json.dumps(counters).encode()}
+
+
+@pytest.mark.parametrize("harm", [lose_the_moments, miscount])
+def test_what_a_strategy_forgets_is_noticed(tmp_path, corpus, harm):
+    """The bound is far below what a checkpoint without moments, or with another count of steps, does to the loss."""
+    straight = trained(tmp_path / "run", tmp_path, corpus)
+    copy = roll_back(tmp_path / "run", tmp_path / "copy", SAVED)
+    checkpoint = copy / f"step-{SAVED:08d}"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, data in harm(checkpoint).items():
+        if data is None:
+            (checkpoint / name).unlink()
+            del manifest["files"][name]
+        else:
+            (checkpoint / name).write_bytes(data)
+            manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    resumed = trained(copy, tmp_path, corpus, "--resume")
+    assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, STEPS + 1)) > 10 * BOUND
