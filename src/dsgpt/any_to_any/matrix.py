@@ -56,11 +56,13 @@ def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
     chance = random.Random(seed)
     found: list[Pair] = []
     while len(found) < count:
-        sources, targets = _shuffled(chance), _shuffled(chance)
-        for source, target in zip(sources, targets, strict=True):
-            again = any((by(source), by(target)) == (by(pair.source), by(pair.target)) for pair in found)
-            if executed_by(source) != executed_by(target) and not again and len(found) < count:
-                found.append(Pair(source=source, target=target))
+        drawn = [
+            Pair(source=one, target=other) for one, other in zip(_shuffled(chance), _shuffled(chance), strict=True)
+        ]
+        names = [pair.name for pair in [*found, *drawn]]
+        moves = all(executed_by(pair.source) != executed_by(pair.target) for pair in drawn)
+        if moves and len(set(names)) == len(names):  # else all of them are drawn again
+            found += drawn[: count - len(found)]
     return found
 
 
