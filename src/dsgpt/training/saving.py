@@ -12,7 +12,7 @@ from dsgpt.process_group import HostGroup
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Console
 from dsgpt.training.background import Background
-from dsgpt.training.checkpoint import open_checkpoint, write_checkpoint, write_kept
+from dsgpt.training.checkpoint import Contents, open_checkpoint, write_checkpoint, write_kept
 from dsgpt.training.journal import Journal
 
 
@@ -87,7 +87,7 @@ class Saver:
             self._failed(step, error, needed=needed)
         self._journal.after_save()
 
-    def _write_kept(self, contents: Any) -> int:
+    def _write_kept(self, contents: Contents) -> int:
         size = write_kept(contents, self._kept)
         self._begun["ended"] = time.perf_counter()
         return size
