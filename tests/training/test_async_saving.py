@@ -12,6 +12,7 @@ from small_run import command_line
 from dsgpt.main import train
 from dsgpt.training import checkpoint
 from dsgpt.training.journal import Journal
+from dsgpt.training.saving import Saver
 
 
 def trained(finished_run: Path, run_dir: Path, **flags: Any) -> int:
@@ -75,6 +76,32 @@ def test_a_failure_in_the_background_is_heard(finished_run, tmp_path, monkeypatc
         assert code == 0
         assert checkpoints(tmp_path / "run") == [3, 9, 12]
         assert record(tmp_path / "run")["summary"]["failed_saves"] == 1
+
+
+def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_saved(
+    finished_run, tmp_path, monkeypatch, capsys
+):
+    original, last = checkpoint.store.publish, threading.Event()
+    original_step = Journal.step_done
+
+    def publish(run_dir: Path, folder: Path, **values: Any) -> Path:
+        if folder.name.endswith("9"):
+            assert last.wait(60)
+            raise OSError(28, "No space left on device", str(folder))
+        return original(run_dir, folder, **values)
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        original_step(self, *args, step=step, **values)
+        monkeypatch.setattr(Saver, "look", lambda self: None)  # the failure is not heard of before the last save
+        if step == 12:
+            last.set()
+
+    monkeypatch.setattr(checkpoint.store, "publish", publish)
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    assert trained(finished_run, tmp_path / "run") == 0
+    assert "step      9/12  not saved: " in (said := capsys.readouterr().out)
+    assert "earlier checkpoints are untouched; the present step is saved now" in said
+    assert checkpoints(tmp_path / "run") == [3, 6, 12]
 
 
 def test_a_run_that_fails_lets_a_good_checkpoint_be_completed(finished_run, tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ class Saver:
         """
         started = time.perf_counter()
         if self._background.busy:
-            self._hear()
+            self._hear(superseded=needed)
         mode = "sync" if needed else self._config.options.save_mode
         try:
             contents = open_checkpoint(
@@ -84,7 +84,7 @@ class Saver:
                 seconds = time.perf_counter() - started
                 self._tell(step, mode=mode, stall=seconds, total=seconds, size=size)
         except SaveError as error:
-            self._failed(step, error, needed=needed)
+            self._failed(step, error, stops=needed or self._stops, then="going on (--on_save_failure continue)")
         self._journal.after_save()
 
     def _write_kept(self, contents: Contents) -> int:
@@ -102,12 +102,18 @@ class Saver:
         if self._background.is_done():
             self._hear()
 
-    def _hear(self) -> None:
+    @property
+    def _stops(self) -> bool:
+        return self._config.options.on_save_failure == "stop"
+
+    def _hear(self, *, superseded: bool = False) -> None:
+        """Take the end of the save in the background; a failure matters less if a needed one follows."""
         begun = self._begun
         try:
             size = self._background.wait()
         except SaveError as error:
-            self._failed(begun["step"], error, needed=False)
+            then = "the present step is saved now" if superseded else "going on (--on_save_failure continue)"
+            self._failed(begun["step"], error, stops=self._stops and not superseded, then=then)
         else:
             total = begun["ended"] - begun["started"]
             self._tell(begun["step"], mode="async", stall=begun["stall"], total=total, size=size)
@@ -117,13 +123,13 @@ class Saver:
         waited = f"; training waited {stall:.2f} s for it" if mode == "async" else ""
         self._say(step, f"saved in {total:.1f} s{waited}")
 
-    def _failed(self, step: int, error: SaveError, *, needed: bool) -> None:
+    def _failed(self, step: int, error: SaveError, *, stops: bool, then: str) -> None:
         self._journal.save_failed()
         line = f"not saved: {error}; earlier checkpoints are untouched"
-        if needed or self._config.options.on_save_failure == "stop":
+        if stops:
             way_out = "make room or mend the folder, then continue with --resume"
             raise SaveError(f"{self._place(step)}  {line}: {way_out}") from error
-        self._say(step, f"{line}; going on (--on_save_failure continue)")
+        self._say(step, f"{line}; {then}")
 
     def _say(self, step: int, what: str) -> None:
         self._console.say(f"{self._place(step)}  {what}")
