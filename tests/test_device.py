@@ -30,10 +30,10 @@ def test_a_gpu_each(monkeypatch, gpus, environment, fits):
         assert trouble.startswith(f"8 processes were started on this machine but it has {gpus} GPUs: start at most")
 
 
-@pytest.mark.parametrize(("seen", "index"), [(1, 0), (8, 3)])
-def test_the_only_gpu_that_is_seen_has_number_0(monkeypatch, seen, index):
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
+def test_the_only_gpu_that_is_seen_has_number_0(monkeypatch, visible, index):
     chosen = []
-    monkeypatch.setattr(device, "cuda_devices", lambda: seen)
+    monkeypatch.setattr(device, "cuda_devices", lambda: visible)
     monkeypatch.setattr(device.torch.cuda, "set_device", chosen.append)
     assert device.bring_up("cuda", local_rank=3, threads=None).index == index
     assert [one.index for one in chosen] == [index]

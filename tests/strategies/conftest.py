@@ -8,7 +8,7 @@ from strategy_cells import Asked, Launched
 def seen(request, tmp_path_factory, corpus):
     """From a cell to what its ranks saw. Cells that no selected test has as its parameter ``cell`` are not run."""
     items = (item for item in request.session.items if "seen" in getattr(item, "fixturenames", ()))
-    wanted = {item.callspec.params["cell"] for item in items}
+    wanted = {item.callspec.params["cell"] for item in items if "cell" in item.callspec.params}
     launches: dict[int, Launched] = {}
 
     def get(cell: Asked):
