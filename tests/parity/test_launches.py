@@ -1,5 +1,6 @@
 """What happens around the trainings: refusals and crashes are results, and nobody is left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -120,7 +121,7 @@ def test_a_training_whose_process_is_killed(assignment, tmp_path):
     coming = run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu")
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(next, coming)
-        _, training = wait_for(lambda: grandchildren(os.getpid()), seconds=120)
+        training = wait_for(lambda: trainings(os.getpid(), tmp_path / "job.json"), seconds=120)[0]
         training.send_signal(signal.SIGKILL)
         assert first.result()[0] == 0
     assert next(coming)[0] == 1
@@ -133,17 +134,25 @@ def test_a_killed_suite_takes_its_ranks_along(assignment, tmp_path):
     endless = json.dumps([asdict(assignment("endless", max_train_steps=100_000))])
     suite = subprocess.Popen([sys.executable, "-c", START_A_JOB, endless, str(tmp_path / "job.json")], cwd=REPOSITORY)
     try:
-        ranks = wait_for(lambda: grandchildren(suite.pid), seconds=120)
+        trained = wait_for(lambda: trainings(suite.pid, tmp_path / "job.json"), seconds=120)
+        ranks = [*trained, *(child.parent() for child in trained)]
     finally:
         suite.send_signal(signal.SIGKILL)
         suite.wait()
     wait_for(lambda: not any(alive(rank) for rank in ranks), seconds=30)
 
 
-def grandchildren(pid: int) -> list[psutil.Process]:
-    """The worker and the child in which it trains, as soon as both are there."""
-    found = psutil.Process(pid).children(recursive=True)
-    return found if len(found) >= 2 else []
+def trainings(pid: int, job_file: Path) -> list[psutil.Process]:
+    """The forked children below process ``pid`` in which workers of ``job_file`` train.
+
+    A fork keeps its worker's command line. Imports start programs of their own now and then, which do not.
+    """
+    ranks = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if str(job_file) in process.cmdline():
+                ranks[process.pid] = process
+    return [process for process in ranks.values() if process.ppid() in ranks]
 
 
 def alive(process: psutil.Process) -> bool:

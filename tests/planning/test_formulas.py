@@ -76,7 +76,8 @@ def test_offload_keeps_the_parameters_alone_on_the_device(setup):
     found = model_state(setup("zero2_offload", precision="bf16"))
     assert found.on_device == found.parameters == 2 * P
     assert (found.gradients, found.optimizer, found.master) == (4 * P, 4 * P, 2 * P)
-    assert model_state(setup("zero2_offload", precision="bf16", gradient_accumulation_steps=1)).gradients == 2 * P
+    assert model_state(setup("zero2_offload", precision="bf16", gradient_accumulation_steps=1)).gradients == 4 * P
+    assert model_state(setup("zero2_offload", gradient_accumulation_steps=1)).gradients == 2 * P
     assert model_state(setup("zero3_offload")).on_device == 0
 
 

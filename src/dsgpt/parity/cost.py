@@ -5,26 +5,11 @@ from typing import Any
 from dsgpt.config import RunConfig
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.memory import largest_model_state
-from dsgpt.planning.setup import Setup
 from dsgpt.telemetry.cost import MODEL_STATE
+from dsgpt.training.facts import setup_of
 
 SENT = "sent"
 """Bytes that the busiest rank sends in a step, beside the categories of ``MODEL_STATE``."""
-
-
-def setup_of(config: RunConfig) -> Setup:
-    """What ``dsgpt.planning`` needs to know of a run."""
-    return Setup(
-        run_type=config.run_type,
-        model=config.model,
-        recipe=config.recipe,
-        world_size=config.topology.world_size,
-        precision=config.precision,
-        micro_batch_size=config.batch.micro_batch_size,
-        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        seq_length=config.seq_length,
-        activation_checkpointing=config.activation_checkpointing,
-    )
 
 
 def compared(measured: dict[str, Any], config: RunConfig) -> dict[str, dict[str, int | None]]:

@@ -169,7 +169,7 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
 
 
 def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
-    """4P/N in host memory; at stage 2 with several micro batches their sum beside it, in fp32 of whole parameters.
+    """4P/N in host memory; at stage 2 their sum beside it: in fp32 with several micro batches, of whole parameters.
 
     Stage 1 adds up whole gradients on the device: in fp32 those are freed before the step, in bf16 and fp16 nearly all
     of them (but for the last buckets') wait for its end.
@@ -177,9 +177,11 @@ def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> in
     own, mixed = parts(groups), setup.precision != "fp32"
     if setup.recipe.zero_stage == 1:
         return FULL * (own + (sum(group.padded for group in groups) if mixed else 0))
+    if mixed:
+        return FULL * 2 * own
     if setup.gradient_accumulation_steps == 1:
         return FULL * own
-    return FULL * (own + (own if mixed else sum(group.touched(rank) for group in groups)))
+    return FULL * (own + sum(group.touched(rank) for group in groups))
 
 
 def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:

@@ -47,11 +47,9 @@ def plan_lines(config: RunConfig) -> list[str]:
     ]
 
 
-def _state_line(config: RunConfig) -> str:
-    """What a rank will hold and send, by the formulas."""
-    if config.run_type == "optimized" and config.recipe.zero_plus_plus:
-        return "not known for Zero++"
-    setup = Setup(
+def setup_of(config: RunConfig) -> Setup:
+    """What ``dsgpt.planning`` needs to know of a run."""
+    return Setup(
         run_type=config.run_type,
         model=config.model,
         recipe=config.recipe,
@@ -62,6 +60,13 @@ def _state_line(config: RunConfig) -> str:
         seq_length=config.seq_length,
         activation_checkpointing=config.activation_checkpointing,
     )
+
+
+def _state_line(config: RunConfig) -> str:
+    """What a rank will hold and send, by the formulas."""
+    if config.run_type == "optimized" and config.recipe.zero_plus_plus:
+        return "not known for Zero++"
+    setup = setup_of(config)
     state, sent = largest_model_state(setup), most_sent_bytes(setup)
     elsewhere = f", {state.on_device / 1e6:,.1f} MB of it on the device" if state.off_device else ""
     return (
