@@ -1,6 +1,7 @@
 # make demo    text to two trained models to charts, on this machine
 # make test    style and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
+# make faults  kill, stop, damage and fill the disk: every run must go on
 # make charts  the README's pictures again, from the committed records
 #
 # PYTHON=python3.12 make demo   uses another interpreter
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 
-.PHONY: help demo test parity charts
+.PHONY: help demo test parity faults charts
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +47,9 @@ test: $(BIN)/.installed-for-tests
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity
+
+faults: $(BIN)/.installed
+	@$(BIN)/python src/benchmark.py faults
 
 charts: $(BIN)/.installed
 	$(BIN)/python charts/generate_charts.py --output-dir docs/images \

@@ -1,5 +1,6 @@
-"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each goes on from any;
-``saving`` measures how long training waits for checkpoints.
+"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each goes on from any,
+``faults`` that no fault costs more than the steps since the last checkpoint; ``saving`` measures how long training
+waits for checkpoints.
 
 Every measurement is a command of its own with its own flags; all of them leave a JSON record and a page made of it.
 """
@@ -14,6 +15,9 @@ from dsgpt.any_to_any import command as any_to_any
 from dsgpt.any_to_any.matrix import PAIRS, SEED
 from dsgpt.cli_reader import Parser, Reader, read_words
 from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from dsgpt.faults import command as faults
+from dsgpt.faults.plan import KILLS
+from dsgpt.faults.plan import SEED as FAULT_SEED
 from dsgpt.parity import command as parity
 from dsgpt.parity.matrix import STRATEGIES
 
@@ -27,6 +31,10 @@ is caught. Exit code 0: all are equal and all bugs were caught; 1: not so.""",
 resume: let every strategy take up one and the same checkpoint and write it again, which must give the same bytes; and
 let pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must
 give the losses of a run that nobody disturbed. Exit code 0: they do; 1: not so.""",
+    "faults": """\
+faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
+resume every run, which must end with the losses of a run that nobody disturbed, to the last bit. Exit code 0: they all
+do; 1: not so.""",
     "saving": """\
 saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
@@ -45,6 +53,11 @@ examples:
   python src/benchmark.py resume
   python src/benchmark.py resume --pairs 100 --seed 1
   python src/benchmark.py resume --table-from checkpoint/resume/resume.json""",
+    "faults": """\
+examples:
+  python src/benchmark.py faults
+  python src/benchmark.py faults --kills 200 --seed 1
+  python src/benchmark.py faults --table-from checkpoint/faults/faults.json""",
     "saving": """\
 examples:
   python src/benchmark.py saving
@@ -84,6 +97,8 @@ def _parser(what: str, reader: Reader) -> Parser:
         _add_parity_flags(parser, reader)
     elif what == "resume":
         _add_resume_flags(parser, reader)
+    elif what == "faults":
+        _add_fault_flags(parser, reader)
     elif what == "saving":
         _add_saving_flags(parser, reader)
     return parser
@@ -122,6 +137,25 @@ def _add_resume_flags(parser: Parser, reader: Reader) -> None:
     )
     parser.add_argument("--core", action="store_true", help="only what `make test` runs")
     _add_output_flags(parser, "resume")
+
+
+def _add_fault_flags(parser: Parser, reader: Reader) -> None:
+    parser.add_argument(
+        "--kills",
+        type=reader.whole("--kills", low=0),
+        default=KILLS,
+        metavar="N",
+        help=f"how many kills (default: {KILLS})",
+    )
+    parser.add_argument(
+        "--seed",
+        type=reader.whole("--seed", low=0),
+        default=FAULT_SEED,
+        metavar="N",
+        help=f"that victims and instants are drawn with (default: {FAULT_SEED}, as in docs/faults.md)",
+    )
+    parser.add_argument("--core", action="store_true", help="only what `make test` runs")
+    _add_output_flags(parser, "faults")
 
 
 def _add_saving_flags(parser: Parser, reader: Reader) -> None:
@@ -197,6 +231,20 @@ def _resume(flags: argparse.Namespace) -> int:
     return any_to_any.run_resume(options, repository=REPOSITORY)
 
 
+def _faults(flags: argparse.Namespace) -> int:
+    if flags.table_from:
+        return _only_page(faults.make_page, flags)
+    options = faults.FaultOptions(
+        kills=flags.kills,
+        seed=flags.seed,
+        core=flags.core,
+        output=flags.output,
+        page=_page(flags),
+        keep=flags.keep,
+    )
+    return faults.run_faults(options, repository=REPOSITORY)
+
+
 def _saving(flags: argparse.Namespace) -> int:
     if flags.table_from:
         return _only_page(save_benchmark.make_page, flags)
@@ -213,7 +261,7 @@ def _only_page(make_page: Callable[[Path, Path], None], flags: argparse.Namespac
     return EXIT_DONE
 
 
-COMMANDS = {"parity": _parity, "resume": _resume, "saving": _saving}
+COMMANDS = {"parity": _parity, "resume": _resume, "faults": _faults, "saving": _saving}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsgpt.cli_reader import Parser, Reader, read_words
 from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from dsgpt.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
 DESCRIPTION = """\
 Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
@@ -15,7 +16,11 @@ than its largest tensor; the run is only read.
   hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, where the
              training data had one, the tokenizer; the vocabulary's padding is cut off
   portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
-             with their hashes; generate.py takes it as --checkpoint. Weights alone: training does not go on from it"""
+             with their hashes; generate.py takes it as --checkpoint. Weights alone: training does not go on from it
+  deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
+             ds_to_universal.py: weights in fp32, and the optimizer's moments where there are any. What is no tensor of
+             training (learning rate, loss scale, random state) is left out. The files are pickles, as DeepSpeed wants
+             them; this program writes but never reads them"""
 
 EXAMPLES = """\
 examples:
@@ -25,14 +30,13 @@ examples:
     python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
   one checkpoint of a run:
     python src/convert.py --from checkpoint/demo-zero1/step-00000200 --to portable exported/demo-200
+  one checkpoint for DeepSpeed's tools, and its weights by DeepSpeed's script:
+    python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
+    python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
   published weights, to ask them for text with generate.py:
     python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
 
 In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py."""
-
-FORMS = ("hf", "portable")
-DTYPES = ("fp32", "bf16", "fp16")
-WHICH = ("latest", "best")
 
 
 def main(words: Sequence[str]) -> int:
@@ -42,7 +46,7 @@ def main(words: Sequence[str]) -> int:
         options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
         for flag, value, what in (
             ("--from", options.source, "a run folder such as checkpoint/demo-zero1"),
-            ("--to", options.form, f"one of {', '.join(FORMS)}"),
+            ("--to", options.form, f"one of {', '.join(EXPORT_FORMS)}"),
             ("OUT", options.out, "the folder to make"),
         ):
             if value is None and not reader.problems.mention(flag):
@@ -88,12 +92,18 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
         help="run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2",
     )
     for flag, name, allowed, default, text in (
-        ("--to", "form", FORMS, None, "hf or portable, see above"),
-        ("--dtype", "dtype", DTYPES, "fp32", "of the weights: fp32, bf16 or fp16 (default: fp32, as trained)"),
+        ("--to", "form", EXPORT_FORMS, None, "hf, portable or deepspeed, see above"),
+        (
+            "--dtype",
+            "dtype",
+            EXPORT_DTYPES,
+            "fp32",
+            "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is fp32 always",
+        ),
         (
             "--which",
             "which",
-            WHICH,
+            WHICH_CHECKPOINT,
             "latest",
             "checkpoint of a run: latest, or best by validation loss (default: latest)",
         ),

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Launchers spend much of their time in imports on one core, so that two tests at once end sooner on two.
     """
     tests = Path(__file__).parent
-    slow_first = ["parity", "strategies", "any_to_any", "training", "convert"]
+    slow_first = ["parity", "strategies", "any_to_any", "faults", "training", "convert"]
 
     def group(item: pytest.Item) -> str:
         folder = item.path.relative_to(tests).parts[0]

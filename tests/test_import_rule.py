@@ -41,6 +41,7 @@ LAYERS = [
     {"main"},
     {"parity"},
     {"any_to_any", "save_benchmark"},
+    {"faults"},
 ]
 """A module imports from its own part of the package and from lower layers; parts of one layer do not know each other,
 except for those of the first."""

@@ -11,7 +11,7 @@ ON_SAVE_FAILURE = ("stop", "continue")
 ALLOW_CHANGED = ("data", "recipe")
 WHICH_CHECKPOINT = ("latest", "best")
 """Of a run: the newest, or the one with the lowest validation loss."""
-EXPORT_FORMS = ("hf", "portable")
+EXPORT_FORMS = ("hf", "portable", "deepspeed")
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 
 

@@ -149,7 +149,7 @@ def test_it_needs_neither_transformers_nor_deepspeed(run_dir, tmp_path):
 def test_mistakes_are_told_together(run_dir, tmp_path):
     lines = refusal("--to", "hg", "--dtype", "int8", "--which", "worst", "--checkpoint", "x", "--quantize")
     assert lines == [
-        "--to must be one of hf, portable, not hg",
+        "--to must be one of hf, portable, deepspeed, not hg",
         "--dtype must be one of fp32, bf16, fp16, not int8",
         "--which must be one of latest, best, not worst",
         "--checkpoint is no known flag: give --from",

@@ -1,12 +1,10 @@
-"""The model of a checkpoint as a folder that others can use: Hugging Face's layout, or this project's own.
+"""The model of a checkpoint as a folder that others can use: Hugging Face's layout, DeepSpeed's, or this project's own.
 
 Tensors go from file to file one at a time, on the CPU, without a network. The folder appears whole or not at all.
 """
 
 import contextlib
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +15,11 @@ import torch
 from torch import Tensor
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.deepspeed_layout import Moments, bytes_needed, open_moments, write_deepspeed
+from dsgpt.checkpointing.new_folder import check_out, check_room, new_folder
 from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files
 from dsgpt.errors import UserError
-from dsgpt.files import sha256_of, sync_directory, write_json_atomic
+from dsgpt.files import sha256_of, write_json_atomic
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.hugging_face import (
@@ -37,6 +37,8 @@ from dsgpt.telemetry.console import Console
 
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", _TOKENIZER_SETTINGS, "special_tokens_map.json", "vocab.json", "merges.txt")
+_LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
+"""What people call each of ``options.EXPORT_FORMS``."""
 _ABOUT = ("step", "strategy", "run_id")
 """What a portable folder's manifest keeps of the checkpoint's."""
 
@@ -54,6 +56,8 @@ class Model:
     """Its files, empty where there are none."""
     about: dict[str, Any]
     """Where it comes from, for the manifest."""
+    checkpoint: Path | None = None
+    """It lies in; None for a Hugging Face folder."""
 
 
 def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
@@ -71,23 +75,30 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
         UserError: no usable model, no place for it, or values that the dtype cannot hold.
     """
     problems = Problems()
+    if form == "deepspeed" and dtype != "fp32":
+        problems.add(f"--dtype {dtype}: DeepSpeed keeps its master weights in fp32: leave --dtype out")
     with _collected(problems):
         check_out(out)
     with _collected(problems):
         model = open_model(source, which=which, console=console)
     problems.raise_if_any()
     tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
-    size = sum(tensor.bytes for tensor in tensors.values())
-    _check_room(out, size)
+    model = replace(model, tensors=tensors)
+    size = needed = sum(tensor.bytes for tensor in tensors.values())
+    write = partial(_write_hugging_face if form == "hf" else _write_portable, dtype=dtype)
+    if form == "deepspeed":
+        moments, optimizer_steps = open_moments(model.checkpoint)
+        size, needed = bytes_needed(tensors, moments)
+        write = partial(_write_deepspeed, moments=moments, optimizer_steps=optimizer_steps)
+    check_room(out, needed)
     console.say(f"from        {model.name}: {model.config.parameter_count():,} parameters")
     progress = console.progress(total=size, what="writing", unit="B")
-    with _new_folder(out) as folder:
-        write = _write_hugging_face if form == "hf" else _write_portable
-        write(folder, replace(model, tensors=tensors), dtype=dtype, progress=progress.advance)
+    with new_folder(out) as folder:
+        write(folder, model, progress=progress.advance)
     progress.close()
-    layout = "Hugging Face" if form == "hf" else "portable"
-    console.say(f"to          {out}: {layout}, {dtype}, {size / 1e6:,.1f} MB")
-    console.say(_tokenizer_line(model, out, form=form))
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    console.say(f"to          {out}: {_LAYOUTS[form]}, {dtype}, {written / 1e6:,.1f} MB")
+    console.say(_usage_line(model, out, form=form))
 
 
 @contextlib.contextmanager
@@ -96,26 +107,6 @@ def _collected(problems: Problems) -> Iterator[None]:
         yield
     except UserError as error:
         problems.add(*error.problems)
-
-
-def check_out(out: Path) -> None:
-    """Require a place for a new folder.
-
-    Raises:
-        UserError: something is there, or its parent cannot be written.
-    """
-    if out.is_dir() and not out.is_symlink():
-        if any(out.iterdir()):
-            raise UserError(f"{out}: is not empty: name a folder that does not exist yet")
-    elif os.path.lexists(out):
-        raise UserError(f"{out}: exists and is no folder: name one that does not exist yet")
-    place = out.absolute().parent
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise UserError(f"{out}: {place} is a file, not a folder: name another folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{out}: no permission to write in {place}: name another folder")
 
 
 def open_model(source: Path, *, which: str, console: Console) -> Model:
@@ -145,6 +136,7 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
         tensors={name: tensors[name] for name in shapes},
         tokenizer=sorted(path for path in files.tokenizer.iterdir() if path.is_file()) if files.tokenizer else [],
         about=about,
+        checkpoint=checkpoint,
     )
 
 
@@ -192,38 +184,6 @@ def _name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def _check_room(out: Path, size: int) -> None:
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < size:
-        raise UserError(f"{out}: needs {size / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free")
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out`` that becomes it at the end, or is removed when something fails."""
-    target = out.resolve()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be made ({error.strerror}): name another folder") from error
-    try:
-        yield folder
-        umask = os.umask(0)
-        os.umask(umask)
-        folder.chmod(0o777 & ~umask)  # mkdtemp's is private
-        sync_directory(folder)
-        folder.rename(target)  # takes the place of an empty folder
-        sync_directory(target.parent)
-    except OSError as error:
-        raise UserError(f"{out}: could not be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:
     for path in model.tokenizer:
         shutil.copyfile(path, folder / path.name)
@@ -249,14 +209,26 @@ def _laid_out(name: str, stored: StoredTensor, config: GPT2Config) -> StoredTens
 
 
 def _write_portable(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:
+    _write_shape_and_tokenizer(folder, model)
+    write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
+    manifest = {"portable": "weights", "dtype": dtype, **model.about, "files": _facts(folder)}
+    write_json_atomic(folder / store.MANIFEST, manifest)
+
+
+def _write_shape_and_tokenizer(folder: Path, model: Model) -> None:
     if model.tokenizer:
         (folder / store.TOKENIZER).mkdir()
     for path in model.tokenizer:
         shutil.copyfile(path, folder / store.TOKENIZER / path.name)
-    write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
     write_json_atomic(folder / store.MODEL, model.config.as_dict())
-    manifest = {"portable": "weights", "dtype": dtype, **model.about, "files": _facts(folder)}
-    write_json_atomic(folder / store.MANIFEST, manifest)
+
+
+def _write_deepspeed(
+    folder: Path, model: Model, *, moments: Moments, optimizer_steps: int | None, progress: Callable[[int], None]
+) -> None:
+    _write_shape_and_tokenizer(folder, model)
+    step = model.about["step"] or 0
+    write_deepspeed(folder, model.tensors, moments, step=step, optimizer_steps=optimizer_steps, progress=progress)
 
 
 def _facts(folder: Path) -> Mapping[str, Any]:
@@ -266,7 +238,9 @@ def _facts(folder: Path) -> Mapping[str, Any]:
     }
 
 
-def _tokenizer_line(model: Model, out: Path, *, form: str) -> str:
+def _usage_line(model: Model, out: Path, *, form: str) -> str:
+    if form == "deepspeed":
+        return f"use it      python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS"
     if not model.tokenizer:
         return "tokenizer   none: the training data came without one, so that only ids go in and come out"
     if form == "hf":

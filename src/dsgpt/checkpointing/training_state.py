@@ -190,6 +190,10 @@ class StateReader:
         """Whether the optimizer had stepped, and keeps anything."""
         return bool(self._keys)
 
+    def stored_moments(self) -> dict[str, dict[str, StoredTensor]]:
+        """Every moment as ``exp_avg`` and its like, then canonical name; none read yet."""
+        return {key: {name: self._moments[_moment(name, key)] for name in self._weights} for key in self._keys}
+
     def require_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Hold the tensors against a model.
 

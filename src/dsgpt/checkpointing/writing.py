@@ -5,7 +5,9 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,6 +29,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
+
+
+def save_pickled(value: Any, path: Path) -> None:
+    """Write the new file ``path`` with ``torch.save``, for other programs; durable on return. Never read such a file.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    with path.open("xb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:
+            raise _as_os_error(error, path) from error
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _as_os_error(error: Exception, path: Path) -> Exception:

@@ -4,11 +4,12 @@ Written are safetensors files alone (https://huggingface.co/docs/safetensors: ei
 header, the header, the tensors' bytes); its library writes from a whole model in memory only.
 """
 
+import contextlib
 import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,7 +132,8 @@ class SafetensorsWriter:
         self._data_start = 8 + len(words)
         self._file = path.open("xb")
         try:
-            self._file.write(len(words).to_bytes(8, "little") + words)
+            with self._named_errors():
+                self._file.write(len(words).to_bytes(8, "little") + words)
         except OSError:
             self._file.close()
             raise
@@ -146,14 +148,23 @@ class SafetensorsWriter:
         shape, dtype = self._missing.pop(name)
         if value.dtype != dtype or tuple(value.shape) != shape:
             raise ValueError(f"{name} was announced as {dtype} {shape}, and is {value.dtype} {tuple(value.shape)}")
-        self._file.seek(self._data_start + self._starts[name])
-        self._file.write(memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        with self._named_errors():
+            self._file.seek(self._data_start + self._starts[name])
+            self._file.write(memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say which file it is that the system refuses to write to."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file.name)) from error
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:  # closed whatever fails below
+        with self._named_errors(), self._file:  # closed whatever fails below
             if kind is None:
                 if self._missing:
                     raise ValueError(f"{', '.join(self._missing)} never came")

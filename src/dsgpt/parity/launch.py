@@ -58,16 +58,19 @@ class Launch:
     """From the launcher's start to the first rank ready for work: imports, mostly."""
 
 
-def launch_command(launcher: str, ranks: int) -> list[str]:
-    """The command in front of the job file."""
+def launcher_words(launcher: str, ranks: int) -> list[str]:
+    """The command in front of a script: this environment's ``python``, or its ``torchrun`` or ``deepspeed``."""
     beside = Path(sys.executable).parent
     if launcher == "python":
-        return [sys.executable, "-m", WORKER]
+        return [sys.executable]
     if launcher == "torchrun":
-        command = [str(beside / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-        return [*command, "-m", WORKER]
-    command = [str(beside / "deepspeed"), "--quiet", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    return [*command, "--module", WORKER]
+        return [str(beside / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+    return [str(beside / "deepspeed"), "--quiet", "--num_gpus", str(ranks), "--master_port", str(free_port())]
+
+
+def launch_command(launcher: str, ranks: int) -> list[str]:
+    """The command in front of the job file."""
+    return [*launcher_words(launcher, ranks), "--module" if launcher == "deepspeed" else "-m", WORKER]
 
 
 def environment_for(device: str) -> dict[str, str]:

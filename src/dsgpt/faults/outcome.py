@@ -1,0 +1,32 @@
+"""How one fault of the campaign ended."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one fault ended."""
+
+    kind: str
+    """``kill``, ``request``, ``damage``, ``disk`` or ``launch``."""
+    name: str
+    """What was done, to which run."""
+    wrong: str = ""
+    """What is not as it should be; empty where everything is."""
+    not_run: str = ""
+    """Why this machine cannot run it; empty where it was run."""
+    seconds: float = 0.0
+    measured: dict[str, Any] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    """What the run told of the fault, without the paths of this machine."""
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed`` or ``not run``."""
+        return "not run" if self.not_run else "failed" if self.wrong else "passed"
+
+
+def first_wrong(*findings: tuple[bool, str]) -> str:
+    """The words of those findings that hold."""
+    return "; ".join(words for holds, words in findings if holds)

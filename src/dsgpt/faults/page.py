@@ -1,0 +1,153 @@
+"""``docs/faults.md`` from a record of the campaign. Every figure on the page is the record's."""
+
+from typing import Any
+
+from dsgpt.parity.table import table
+
+Record = dict[str, Any]
+STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "not run": "not run"}
+
+
+def faults_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.faults.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    parts = [_head(record, source), _kills(record), _requests(record), _others(record), _troubles(record)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The figures of the page's head, for a console."""
+    return [line.strip() for line in _summary(record).splitlines()]
+
+
+def _of(record: Record, *kinds: str) -> list[dict[str, Any]]:
+    return [fault for fault in record["faults"] if fault["kind"] in kinds]
+
+
+def _summary(record: Record) -> str:
+    ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
+    kills = _of(record, "kill")
+    lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should."]
+    facts = [kill["measured"] for kill in kills if kill["measured"]]
+    if facts:
+        saving = sum(one["killed_while"] == "saving" for one in facts)
+        lost = max(one["steps_lost"] for one in facts)
+        gone = max(one["gone_sec"] for one in facts)
+        every = record["work"]["save_every"]
+        lines += [
+            f"* **{_passed(kills)} of {len(kills)} kills** were recovered from by `--resume`, {saving} of them in the",
+            f"  middle of a save. At most {lost} steps had to be taken again, with a checkpoint every {every} steps;",
+            f"  the last process was gone at most {gone:.1f} s after the kill.",
+        ]
+    return "\n".join(lines)
+
+
+def _passed(faults: list[dict[str, Any]]) -> int:
+    return sum(fault["status"] == "passed" for fault in faults)
+
+
+def _head(record: Record, source: str) -> str:
+    hardware, env, work = record["hardware"], record["env"], record["work"]
+    runs = "\n".join(
+        f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
+    )
+    return f"""# Whatever happens to a run, it goes on
+
+Generated from `{source}` by `python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
+runs the campaign on your machine.
+
+{_summary(record)}
+
+Recovered means: `--resume` with the same command ended with exit code 0, every loss, gradient norm, learning rate and
+validation loss of the run is that of a run that nobody disturbed, to the last bit, with dropout {work["dropout"]}; no
+step is there twice or missing; no process was left behind; the launcher ended with another exit code than 0.
+
+{runs}
+
+Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
+{work["save_every"]}. Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python
+{env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit
+`{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
+
+
+def _kills(record: Record) -> str:
+    kills = _of(record, "kill")
+    if not kills:
+        return ""
+    header = ["run", "`kill -9` of", "while", "`--save_mode`", "steps taken", "went on from", "lost", "allowed"]
+    header += ["exit code", "launcher ended after", "all gone after", "recovered"]
+    rows = [_kill_row(kill) for kill in kills if kill["measured"]]
+    return f"""## Kills
+
+Victims and instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save; what was
+under way at the kill is in the third column. Lost are steps that were done and had to be taken again. Allowed are as
+many as lie between two saves, and those taken while the last save was being written.
+
+{table(header, rows)}"""
+
+
+def _kill_row(kill: dict[str, Any]) -> list[Any]:
+    facts = kill["measured"]
+    keys = ("run", "victim", "killed_while", "save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed")
+    times = [f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")]
+    return [*(facts[key] for key in keys), facts["exit_code"], *times, STATUS_WORDS[kill["status"]]]
+
+
+def _requests(record: Record) -> str:
+    requests = _of(record, "request")
+    if not requests:
+        return ""
+    header = ["request", "exit code", "all gone after", "steps lost", "what was said", "as it should be"]
+    rows = [
+        [
+            fault["name"],
+            fault["measured"].get("exit_code"),
+            f"{fault['measured']['gone_sec']:.1f} s" if fault["measured"] else None,
+            fault["measured"].get("steps_lost"),
+            _said(fault),
+            STATUS_WORDS[fault["status"]],
+        ]
+        for fault in requests
+    ]
+    return f"""## Requests to stop
+
+A signal after step 6, between two saves. The exit code is the launcher's, which for a `baseline` is the run's own.
+
+{table(header, rows)}"""
+
+
+def _others(record: Record) -> str:
+    header = ["fault", "exit code", "went on from step", "what was said", "recovered"]
+    rows = [
+        [
+            fault["name"],
+            fault["measured"].get("exit_code"),
+            fault["measured"].get("resumed_from"),
+            _said(fault),
+            STATUS_WORDS[fault["status"]],
+        ]
+        for fault in _of(record, "damage", "disk", "launch")
+    ]
+    if not rows:
+        return ""
+    return f"""## Damaged files, file systems that refuse, launches
+
+Damage is done to the newest checkpoint of a run that was killed, or beside it.
+
+{table(header, rows)}"""
+
+
+def _said(fault: dict[str, Any]) -> str:
+    return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
+
+
+def _troubles(record: Record) -> str:
+    bad = [fault for fault in record["faults"] if fault["status"] != "passed"]
+    lines = [
+        f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}" for fault in bad
+    ]
+    return "## Not as it should be, or not run\n\n" + "\n".join(lines) if lines else ""
