@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from dsgpt.ancestors import Launcher
 from dsgpt.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""From schedulers and launchers, from Slurm and spot instances, from the keyboard."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""From schedulers and launchers, from Slurm and spot instances, from the keyboard, from a terminal that is closed."""
 ECHO_SEC = {True: 2.0, False: 0.2}
 """Signals so close to the first are the same request: launchers (True: there is one) pass on what their ranks got from
 the terminal or the batch system already."""
@@ -53,7 +53,8 @@ class Interruption:
     def __enter__(self) -> "Interruption":
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="interruption", daemon=True)
         self._thread.start()
@@ -125,7 +126,13 @@ class Interruption:
 
     def _say(self, line: str) -> None:
         if self._speaks and self._patient:
-            print(line, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # of a terminal that is gone; this thread must go on
+                print(line, file=sys.stderr, flush=True)
+
+
+def _outlives_its_terminal() -> bool:
+    """Whether it was started with ``nohup``."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def _leave_at_once(why: str, code: int) -> NoReturn:

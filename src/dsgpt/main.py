@@ -1,5 +1,6 @@
 """What happens around every training process: reading the request, and turning its end into an exit code."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -76,9 +77,9 @@ def leave(code: int) -> NoReturn:
     At an ordinary exit a thread of gloo may still run while C++ takes its objects apart, which aborts the process: a
     finished run of two ranks then ended with signal 6, once in about a hundred launches.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            flush()
     os._exit(code)
 
 
@@ -98,7 +99,8 @@ def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
     if not speaks:
         time.sleep(PATIENCE_SEC)
     for line in lines:
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # of a terminal that is gone; the exit code is left
+            print(f"error: {line}", file=sys.stderr, flush=True)
     return code
 
 
@@ -106,5 +108,6 @@ def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
     if not isinstance(error, Interrupted):
         return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
     if speaks and not error.together:  # what ranks agreed to, the run has told and logged
-        print(f"{error}; continue with --resume", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            print(f"{error}; continue with --resume", file=sys.stderr, flush=True)
     return EXIT_STOPPED

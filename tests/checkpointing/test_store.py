@@ -19,7 +19,9 @@ def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") 
     (folder / "deep").mkdir()
     (folder / "deep" / "weights.bin").write_bytes(data)
     state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[{"epoch_idx": 0}])
-    return store.publish(run_dir, folder, state=state, about={"strategy": "test"}, keep=keep)
+    checkpoint = store.publish(run_dir, folder, state=state, about={"strategy": "test"})
+    store.keep_newest(run_dir, count=keep)
+    return checkpoint
 
 
 def test_round_trip(tmp_path):
@@ -144,3 +146,58 @@ def test_a_kill_while_removing_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path, 6, keep=1)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000006"]
+
+
+def test_a_kill_while_a_step_is_saved_again_loses_neither(tmp_path, monkeypatch):
+    saved(tmp_path, 5)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        saved(tmp_path, 5, data=b"others")
+    assert store.checkpoints(tmp_path) == []
+    store.put_back(tmp_path)
+    assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
+    store.read_manifest(tmp_path / "step-00000005")
+
+
+def test_a_step_that_cannot_be_saved_again_is_as_it_was(tmp_path, monkeypatch):
+    saved(tmp_path, 5)
+    rename, refusals = Path.rename, [OSError(5, "Input/output error")]
+
+    def refused(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005" and refusals:
+            raise refusals.pop()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="Input/output error"):
+        saved(tmp_path, 5, data=b"others")
+    assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
+
+
+def test_what_was_removed_does_not_come_back(tmp_path):
+    """A run that is overwritten is taken out of the way first; a kill then must not leave it to go on with."""
+    store.set_aside(saved(tmp_path, 5))
+    store.put_back(tmp_path)
+    assert store.candidates(tmp_path) == []
+
+
+def test_steps_of_any_number_are_in_order(tmp_path):
+    for step in (99_999_999, 100_000_000, 5):
+        saved(tmp_path, step, keep=9)
+    assert [int(path.name[5:]) for path in store.candidates(tmp_path)] == [100_000_000, 99_999_999, 5]
+
+
+@pytest.mark.parametrize("loss", ['"low"', "[1]", "{}"])
+def test_a_loss_that_is_none_makes_no_best_checkpoint(tmp_path, loss):
+    checkpoint = saved(tmp_path, 5)
+    text = (checkpoint / "manifest.json").read_text()
+    (checkpoint / "manifest.json").write_text(text.replace('"val_loss": null', f'"val_loss": {loss}'))
+    assert loss in (checkpoint / "manifest.json").read_text()
+    assert store.name_newest_and_best(tmp_path) is None

@@ -97,6 +97,8 @@ DEEP = ("zero3-offload", *NVME, "fsdp")
 START_FP32 = ("zero0", "zero1", "zero2-offload")
 START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
 RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
+SUMMED_BY_MANY = "ddp"
+"""Of more than two ranks: the sum of two numbers is the same in any order, that of three is not."""
 CHANGED_STRATEGIES = ("zero1", "zero3-offload", *NVME, "pipeline2-zero1", "fsdp")
 FULL_DISK = ("zero3", *NVME, "pipeline2-zero1", "fsdp")
 THREE_D = "pipeline2-tensor2-zero1"
@@ -112,7 +114,7 @@ CELLS: dict[int, dict[str, Observation]] = {
         **_full_disks(*FULL_DISK, of="main"),
         **_full_disks(*FULL_DISK[:1], of="last"),
     },
-    4: _steps(*SPLIT),
+    4: {**_steps(*SPLIT), **dict(_runs(SUMMED_BY_MANY))},
     8: {**_steps(THREE_D), **dict(_runs(THREE_D))},
 }
 """Number of ranks to name of a cell to what it observes, in the order in which they are run."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from strategy_cells import CELLS, CHANGED_STRATEGIES, FULL_DISK, RESUMED, THREE_D, Asked, recipe_of
+from strategy_cells import CELLS, CHANGED_STRATEGIES, FULL_DISK, RESUMED, SUMMED_BY_MANY, THREE_D, Asked, recipe_of
 from training_runs import read_lines, roll_back
 
 from dsgpt.errors import EXIT_NOT_SAVED
@@ -20,7 +20,13 @@ def steps(run: Path) -> list[tuple[int, float, float, float]]:
 
 
 @pytest.mark.parametrize(
-    "cell", [*(Asked(2, f"resumed {name}") for name in RESUMED), Asked(8, f"resumed {THREE_D}")], ids=str
+    "cell",
+    [
+        *(Asked(2, f"resumed {name}") for name in RESUMED),
+        Asked(4, f"resumed {SUMMED_BY_MANY}"),
+        Asked(8, f"resumed {THREE_D}"),
+    ],
+    ids=str,
 )
 def test_a_killed_run_with_dropout_goes_on_bit_for_bit(seen, cell):
     end = seen(cell)

@@ -1,6 +1,8 @@
 """``training_metrics.json`` and ``metrics.jsonl`` as files."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,23 @@ def test_both_generations_of_keys(tmp_path):
 def test_latency_of_another_length_is_unknown_to_older_tools(tmp_path, inference):
     found = written(tmp_path, inference=inference)
     assert (found["inference_latency"], found["inference_throughput"]) == (None, None)
+
+
+def test_what_a_full_disk_refuses_comes_later_and_whole(tmp_path):
+    """A limit on the size of files stands for the disk."""
+    log, path = StepLog(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    log.write(LINES[:1])
+    before = path.read_bytes()
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, old[1]))
+    try:
+        for call in (lambda: log.write(LINES[1:2]), log.sync):
+            with pytest.raises(OSError, match="File too large"):
+                call()
+            assert path.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    log.write(LINES[2:3])
+    log.close()
+    assert list(read_steps(path)) == LINES[:3]

@@ -9,10 +9,10 @@ from run_folders import LONG, checkpoints, errors, record
 from safetensors.torch import load_file
 from small_run import command_line
 
+from dsgpt.checkpointing import training_state
 from dsgpt.main import train
 from dsgpt.training import checkpoint
 from dsgpt.training.journal import Journal
-from dsgpt.training.saving import Saver
 
 
 def trained(finished_run: Path, run_dir: Path, **flags: Any) -> int:
@@ -78,8 +78,9 @@ def test_a_failure_in_the_background_is_heard(finished_run, tmp_path, monkeypatc
         assert record(tmp_path / "run")["summary"]["failed_saves"] == 1
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no memory")], ids=repr)
 def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_saved(
-    finished_run, tmp_path, monkeypatch, capsys
+    finished_run, tmp_path, monkeypatch, capsys, error
 ):
     original, last = checkpoint.store.publish, threading.Event()
     original_step = Journal.step_done
@@ -87,14 +88,16 @@ def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_save
     def publish(run_dir: Path, folder: Path, **values: Any) -> Path:
         if folder.name.endswith("9"):
             assert last.wait(60)
-            raise OSError(28, "No space left on device", str(folder))
+            raise error
         return original(run_dir, folder, **values)
 
     def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
         original_step(self, *args, step=step, **values)
-        monkeypatch.setattr(Saver, "look", lambda self: None)  # the failure is not heard of before the last save
         if step == 12:
             last.set()
+            for thread in threading.enumerate():
+                if thread.name == "background":
+                    thread.join()  # it could be heard of before the last save, and must not end the run there
 
     monkeypatch.setattr(checkpoint.store, "publish", publish)
     monkeypatch.setattr(Journal, "step_done", step_done)
@@ -102,6 +105,17 @@ def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_save
     assert "step      9/12  not saved: " in (said := capsys.readouterr().out)
     assert "earlier checkpoints are untouched; the present step is saved now" in said
     assert checkpoints(tmp_path / "run") == [3, 6, 12]
+
+
+def test_memory_that_cannot_be_had_is_a_failed_save(finished_run, tmp_path, monkeypatch, capsys):
+    def keep(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(training_state, "_copied", keep)
+    assert trained(finished_run, tmp_path / "run", on_save_failure="continue") == 0
+    assert capsys.readouterr().out.count("not saved: rank 0: RuntimeError: can't allocate memory") == 3
+    assert checkpoints(tmp_path / "run") == [12]
+    assert not list((tmp_path / "run").glob(".partial-*"))
 
 
 def test_a_run_that_fails_lets_a_good_checkpoint_be_completed(finished_run, tmp_path, monkeypatch):
@@ -122,3 +136,23 @@ def test_a_run_that_fails_lets_a_good_checkpoint_be_completed(finished_run, tmp_
     with pytest.raises(RuntimeError, match="a fault"):
         trained(finished_run, tmp_path / "run")
     assert checkpoints(tmp_path / "run") == [3]
+    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
+
+
+def test_a_run_that_fails_tells_of_a_checkpoint_that_failed_before(finished_run, tmp_path, monkeypatch, capsys):
+    def write(*args: Any, **values: Any) -> list[str]:
+        raise OSError(28, "No space left on device")
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        if step == 4:
+            raise RuntimeError("a fault")
+
+    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    with pytest.raises(RuntimeError, match="a fault"):
+        trained(finished_run, tmp_path / "run")
+    assert (
+        "step      3/12  not saved: No space left on device; earlier checkpoints are untouched"
+        in capsys.readouterr().out
+    )
+    assert record(tmp_path / "run")["summary"]["failed_saves"] == 1

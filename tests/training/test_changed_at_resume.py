@@ -105,3 +105,10 @@ def test_some_things_never_change(stopped, finished_run, capsys, changes, name):
     assert go_on(stopped, finished_run, allow_changed="data,recipe", **changes) == 2
     assert any(line.startswith(f"error: --resume: {name} is ") for line in errors(capsys))
     assert not any(name in names for names in CHANGEABLE.values())
+
+
+def test_whose_adam_it_is_may_change(stopped, finished_run, tmp_path):
+    """A machine without a compiler takes PyTorch's in the place of DeepSpeed's CPU Adam."""
+    params = RECIPE["optimizer"]["params"] | {"torch_adam": True}
+    recipe = write_recipe(tmp_path / "torch.json", optimizer={"type": "AdamW", "params": params})
+    assert go_on(stopped, finished_run, deepspeed_config=recipe) == 0

@@ -150,6 +150,32 @@ def test_no_whole_checkpoint_is_an_error_that_lists_them(stopped, finished_run, 
     assert checkpoints(stopped) == [3, 6, 9]
 
 
+def test_refused_checkpoints_are_not_forgotten(stopped, finished_run, capsys):
+    """One was marked, the others were lost since: to start fresh would remove what is left."""
+    damage(stopped / "step-00000009" / "model.safetensors")
+    store.mark_damaged(stopped / "step-00000009")
+    for step in (3, 6):
+        store.discard(stopped / f"step-{step:08d}")
+    assert go_on(stopped, finished_run) == 2
+    (line,) = errors(capsys)
+    assert "holds no checkpoint but step-00000009.damaged, refused before" in line
+    assert (stopped / "step-00000009.damaged").is_dir()
+
+
+def test_a_checkpoint_that_was_being_replaced_is_there(stopped, finished_run):
+    newest = stopped / "step-00000009"
+    newest.rename(stopped / ".partial-step-00000009.replaced")
+    shutil.copytree(stopped / "step-00000006", stopped / ".partial-step-00000009")
+    assert go_on(stopped, finished_run) == 0
+    assert record(stopped)["resumed_from"] == "step-00000009"
+
+
+def test_a_finished_run_stays_finished_whatever_its_newest_checkpoint_says(copied_run, finished_run, capsys):
+    (copied_run / "step-00000012" / "manifest.json").write_text("{")
+    assert go_on(copied_run, finished_run) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
 def test_a_lost_latest_and_stale_folders_do_not_matter(stopped, finished_run):
     (stopped / "latest").unlink()
     for name in (".partial-step-00000010", ".partial-step-00000003.old"):

@@ -40,10 +40,12 @@ MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
-STEP_FOLDER = re.compile(r"step-\d{8}")
-PARTIAL_FOLDER = re.compile(r"\.partial-step-\d{8}(\.old)?")
-"""A checkpoint that is being written or, with ``.old``, removed."""
-DAMAGED_FOLDER = re.compile(r"step-\d{8}\.damaged")
+_NAME = r"step-(\d{8}|[1-9]\d{8,})"
+STEP_FOLDER = re.compile(_NAME)
+PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced)?")
+"""A checkpoint that is being written, or with ``.old`` removed, or with ``.replaced`` about to be, by its successor."""
+REMOVED, REPLACED = ".old", ".replaced"
+DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
 """A checkpoint that a resume refused; kept for whoever wants to know why."""
 
 
@@ -65,15 +67,14 @@ def begin(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, Any], keep: int) -> Path:
-    """Turn the complete ``folder`` into the newest checkpoint, and remove what is not to be kept; main rank only.
+def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, Any]) -> Path:
+    """Turn the complete ``folder`` into a checkpoint; main rank only.
 
     Args:
         run_dir: the run.
         folder: from ``begin``, every file of every rank in it.
         state: where the run stands.
         about: strategy, topology, versions and whatever must agree at a resume.
-        keep: of the newest checkpoints, this one included; the best is kept besides.
 
     Raises:
         OSError: the file system refuses. Earlier checkpoints are as they were.
@@ -81,16 +82,36 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
     write_run_state(folder, state)
     _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss})
     final = run_dir / folder_name(state.step)
-    before = set_aside(final)
-    folder.rename(final)
+    replaced = set_aside(final, suffix=REPLACED)
+    try:
+        folder.rename(final)
+    except OSError:
+        put_back(run_dir)
+        raise
     sync_directory(run_dir)
-    if before is not None:
-        remove(before)
+    if replaced is not None:
+        remove(replaced)
+    return final
+
+
+def put_back(run_dir: Path) -> None:
+    """Give a checkpoint its name again that was to be replaced by one that never came."""
+    for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
+        final = run_dir / replaced.name.removeprefix(".partial-").removesuffix(REPLACED)
+        if not final.exists():
+            replaced.rename(final)
+
+
+def keep_newest(run_dir: Path, *, count: int) -> None:
+    """Name the newest and the best checkpoint, and remove all but them and the ``count`` newest; main rank only.
+
+    Raises:
+        OSError: the file system refuses.
+    """
     best = name_newest_and_best(run_dir)
-    for old in checkpoints(run_dir)[keep:]:
+    for old in checkpoints(run_dir)[count:]:
         if old != best:
             discard(old)
-    return final
 
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
@@ -125,9 +146,13 @@ def _best(found: list[Path]) -> Path | None:
     for checkpoint in found:
         with contextlib.suppress(UserError):  # a damaged one is neither
             loss = parse_manifest(checkpoint).get("val_loss")
-            if loss is not None:
-                validated.append((loss, checkpoint.name, checkpoint))
+            if isinstance(loss, float | int):
+                validated.append((loss, _step_of(checkpoint), checkpoint))
     return min(validated)[2] if validated else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def remove(path: Path) -> None:
@@ -138,12 +163,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def set_aside(checkpoint: Path) -> Path | None:
+def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
     """Take a checkpoint out of the run in one step; what is left to remove comes back. Of a link nothing is left."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         remove(checkpoint)
         return None
-    aside = checkpoint.with_name(f".partial-{checkpoint.name}.old")
+    aside = checkpoint.with_name(f".partial-{checkpoint.name}{suffix}")
     remove(aside)
     return checkpoint.rename(aside)
 
@@ -153,6 +178,11 @@ def mark_damaged(checkpoint: Path) -> None:
     marked = checkpoint.with_name(f"{checkpoint.name}.damaged")
     remove(marked)
     checkpoint.rename(marked)
+
+
+def marked_damaged(run_dir: Path) -> list[Path]:
+    """The checkpoints that an earlier resume refused."""
+    return sorted(path for path in run_dir.glob("step-*") if DAMAGED_FOLDER.fullmatch(path.name))
 
 
 def discard(checkpoint: Path) -> None:
@@ -179,7 +209,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
     found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted(found, reverse=True)
+    return sorted(found, key=_step_of, reverse=True)
 
 
 def size_of(checkpoint: Path) -> int:
@@ -204,6 +234,8 @@ def parse_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         for name, facts in manifest["files"].items():
             _ = facts["size"], facts["sha256"]
+            if "\0" in name:
+                raise ValueError(f"{name!r} is no name of a file")
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{name} is outside of the checkpoint")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

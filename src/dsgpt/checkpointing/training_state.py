@@ -107,10 +107,14 @@ class KeptState:
 
     def keep(self, states: Iterator[tuple[str, ParamState]], *, keeps: bool) -> None:
         """Copy what ``states`` gathers, or only take part; collective."""
-        for name, state in states:
-            if keeps:
-                before = self._states.get(name, ParamState(*(None,) * len(state)))
-                self._states[name] = ParamState(*(_copied(*pair) for pair in zip(state, before, strict=True)))
+        states = _gathered(states)
+        try:
+            for name, state in states:
+                if keeps:
+                    before = self._states.get(name, ParamState(*(None,) * len(state)))
+                    self._states[name] = ParamState(*(_copied(*pair) for pair in zip(state, before, strict=True)))
+        finally:
+            _take_part(states)
 
     def states(self) -> Iterator[tuple[str, ParamState]]:
         """What was kept last."""
@@ -147,8 +151,9 @@ def write_training_state(
 
     Raises:
         OSError: the file system refuses; no other rank waits for this one any more.
+        GatheringError: a parameter could not be gathered.
     """
-    spoiled = []
+    spoiled, states = [], _gathered(states)
     try:
         if writes:
             with StateWriter(folder, shapes, counters) as writer:
@@ -157,9 +162,26 @@ def write_training_state(
                     if not torch.isfinite(state.weight).all():
                         spoiled.append(name)
     finally:
-        for _ in states:  # the others gather with this rank to the end, whatever became of its files
-            pass
+        _take_part(states)
     return spoiled
+
+
+class GatheringError(RuntimeError):
+    """A parameter could not be gathered: ranks that take part in it may be anywhere, and none can go on."""
+
+
+def _gathered(states: Iterator[tuple[str, ParamState]]) -> Iterator[tuple[str, ParamState]]:
+    """``states``, whose own failures are told from those of whoever takes them."""
+    try:
+        yield from states
+    except Exception as error:
+        raise GatheringError(f"the state of training could not be gathered: {error}") from error
+
+
+def _take_part(states: Iterator[tuple[str, ParamState]]) -> None:
+    """Gather with the others to the end, whatever became of this rank's own work."""
+    for _ in states:
+        pass
 
 
 def _moment(name: str, key: str) -> str:

@@ -47,6 +47,14 @@ def _fill_up(training: Training) -> None:
     (training.run_dir / "ballast").write_bytes(bytes(free - needed - os.sysconf("SC_PAGE_SIZE")))
 
 
+def _fill_wholly(training: Training) -> None:
+    """Leave nothing: not a line of a log can be written any more."""
+    training.wait_for((training.run_dir / store.folder_name(SAVE_EVERY)).exists, what="the first save")
+    with (training.run_dir / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
+            pass
+
+
 def _forbid(training: Training) -> None:
     training.wait_for_step(SAVE_EVERY + 1)
     training.run_dir.chmod(0o555)
@@ -60,6 +68,12 @@ DISK_FAULTS = (
         policy="stop",
         words="No space left on device",
         spoil=_fill_up,
+    ),
+    DiskFault(
+        name="a file system without a free byte",
+        policy="continue",
+        words="No space left on device",
+        spoil=_fill_wholly,
     ),
     DiskFault(name="a read-only folder", policy="stop", words="Permission denied", spoil=_forbid, small=False),
 )

@@ -48,6 +48,7 @@ REQUESTS = (
     Request(run="baseline", signal=signal.SIGUSR1, to="rank 0"),
     Request(run="baseline", signal=signal.SIGINT, to="the terminal"),
     Request(run="baseline", signal=signal.SIGTERM, to="rank 0", again=True),
+    Request(run="baseline", signal=signal.SIGHUP, to="rank 0"),
     Request(run="ddp", signal=signal.SIGUSR1, to="rank 1"),
     Request(run="ddp", signal=signal.SIGTERM, to="the launcher"),
     Request(run="ddp", signal=signal.SIGUSR1, to="the launcher"),
@@ -59,7 +60,7 @@ REQUESTS = (
     Request(run="pipeline2", signal=signal.SIGTERM, to="rank 0"),
     Request(run="zero3", signal=signal.SIGUSR1, to="rank 1"),
 )
-CORE_REQUESTS = (REQUESTS[2], REQUESTS[3], REQUESTS[4])
+CORE_REQUESTS = (REQUESTS[2], REQUESTS[3], REQUESTS[5])
 
 
 def try_request(runs: Runs, plan: Request) -> Outcome:

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from dsgpt.checkpointing.training_state import StateReader
 from dsgpt.config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.strategies.base import StateTensors
@@ -62,6 +63,22 @@ class Ddp(TorchStrategy):
         if last:
             for parameter in self._low:
                 parameter.grad = None  # its average is in the master's gradient already, and unrounded
+
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        super().load_state(reader)
+        self._order_buckets()
+
+    def _order_buckets(self) -> None:
+        """Let DDP put its buckets in the order that they have from the second step of a process on.
+
+        It does so after the first backward pass. Where an element lies in a bucket decides in which order three or more
+        ranks add it up, so that the first step of a resumed run would differ from an undisturbed one in the last bit.
+        """
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
+        with self._micro_batch(last=True):
+            self._training_loss(Batch(inputs=tokens, targets=tokens)).backward()
+        self._optimizer.zero_grad()
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``."""

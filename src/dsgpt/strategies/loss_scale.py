@@ -83,8 +83,8 @@ class LossScale:
         }
 
     def take_up(self, state: dict[str, float | int] | None) -> None:
-        """Continue where ``state`` was taken."""
-        if state is None:
+        """Continue where ``state`` was taken; a fixed factor is the recipe's."""
+        if state is None or not self._dynamic:
             return
         self.factor, self._step = state["factor"], state["step"]
         self._last_overflow, self._patience = state["last_overflow"], state["patience"]

@@ -1,9 +1,10 @@
 """What a run says: to the terminal and, word for word, to ``train.log``. Progress bars go to the terminal alone."""
 
+import contextlib
 import sys
 import time
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -25,26 +26,31 @@ class Console:
 
     def __init__(self, *, speaks: bool) -> None:
         self._speaks = speaks
-        self._log: TextIO | None = None
+        self._log: FileIO | None = None
         self._early: list[str] = []
 
     def log_to(self, path: Path) -> None:
         """Copy what was said so far, and all that follows, to ``path``, after what it holds already."""
         if self._speaks:
-            self._log = path.open("a", encoding="utf-8", buffering=1)
-            self._log.writelines(f"{line}\n" for line in self._early)
+            self._log = path.open("ab", buffering=0)  # a line that a full disk refuses must not come again
+            self._log.write("".join(f"{line}\n" for line in self._early).encode())
             self._early.clear()
 
     def say(self, line: str = "") -> None:
-        """Print one line, above a progress bar if one is shown."""
+        """Print one line, above a progress bar if one is shown.
+
+        A terminal that is gone, a reader that ended and a full disk end no training: the line is lost.
+        """
         if not self._speaks:
             return
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
-        if self._log:
-            self._log.write(f"{line}\n")
-        else:
+        with contextlib.suppress(OSError):
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        if self._log is None:
             self._early.append(line)
+            return
+        with contextlib.suppress(OSError):
+            self._log.write(f"{line}\n".encode())
 
     def progress(self, *, total: int, done: int = 0, what: str, unit: str) -> "Progress":
         """A progress bar with its time to completion; where the output is no terminal, only the printed lines tell."""

@@ -89,15 +89,39 @@ class StepLog:
     """Appends to ``metrics.jsonl``; the main rank only."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, entries: list[dict[str, Any]]) -> None:
-        """Append ``entries``, a line each, and hand them to the operating system."""
-        self._file.writelines(_line(entry) for entry in entries)
-        self._file.flush()
+        """Append ``entries``, a line each, and hand them to the operating system.
+
+        Raises:
+            OSError: it takes nothing; the lines are kept for the next call, and no half line is left.
+        """
+        self._waiting += "".join(_line(entry) for entry in entries).encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError:
+            self._waiting = self._take_back(end) + self._waiting
+            raise
+
+    def _take_back(self, end: int) -> bytes:
+        """Cut the file back to ``end``; what was after it comes back."""
+        with Path(self._file.name).open("rb") as file:
+            file.seek(end)
+            written = file.read()
+        self._file.truncate(end)
+        return written
 
     def sync(self) -> None:
-        """Make what was written durable: a checkpoint counts on the lines of its steps."""
+        """Make what was written durable: a checkpoint counts on the lines of its steps.
+
+        Raises:
+            OSError: not all of it could be.
+        """
+        self.write([])
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """A piece of work of the main rank that goes on beside training, and how all ranks hear of its end."""
 
 import threading
+import traceback
 from collections.abc import Callable
 
 from dsgpt.errors import NonFiniteError, SaveError
@@ -35,6 +36,8 @@ class Background:
             self._result = work()
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
             self._error = error
+            if not isinstance(error, SaveError | NonFiniteError):
+                traceback.print_exc()
 
     def is_done(self) -> bool:
         """Whether the work has ended; collective, and the same answer everywhere."""
@@ -44,22 +47,28 @@ class Background:
         """Wait for the end of the work, and answer with its result, on every rank; collective.
 
         Raises:
-            SaveError: and
             NonFiniteError: as the work did, on every rank.
-            RuntimeError: the work failed in another way, which the main rank shows.
+            SaveError: the work failed in another way.
         """
-        self.join()
-        self.busy = False
-        kind, message, result = from_main((type(self._error).__name__, str(self._error), self._result))
-        for known in (SaveError, NonFiniteError):
-            if kind == known.__name__:
-                raise known(message)
+        _, error, result = self.end()
+        kind, message, result = from_main((type(error).__name__, str(error), result))
+        if kind == NonFiniteError.__name__:
+            raise NonFiniteError(message)
+        if kind == SaveError.__name__:
+            raise SaveError(message)
         if kind != type(None).__name__:
-            raise RuntimeError(f"the work beside training failed: {kind}: {message}") from self._error
+            raise SaveError(f"{kind}: {message}") from error
         return result
 
-    def join(self) -> None:
-        """Wait for the end of the work on this rank, whatever it is; not collective."""
+    def end(self) -> tuple[bool, BaseException | None, int]:
+        """Wait for the end of the work on this rank, whatever it is; not collective.
+
+        Returns:
+            Whether this rank had something under way that nobody had waited for, its error, and its result.
+        """
+        had = self._thread is not None
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.busy = False
+        return had, self._error, self._result

@@ -7,6 +7,7 @@ for a rank that has given up.
 import contextlib
 import copy
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
-from dsgpt.checkpointing.training_state import Counters, KeptState, write_training_state
+from dsgpt.checkpointing.training_state import Counters, GatheringError, KeptState, write_training_state
 from dsgpt.checkpointing.writing import reason_of, require_room, try_to_write
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError, SaveError, UserError
@@ -41,6 +42,8 @@ class Contents:
     state: RunState
     about: dict[str, Any]
     counters: Counters
+    warn: Callable[[str], None]
+    """Tells the user what went wrong beside a checkpoint that is good."""
 
     def complete(self) -> int:
         """Add what is not there yet, and publish; main rank only.
@@ -54,9 +57,11 @@ class Contents:
         config = self.config
         write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
         _copy_tokenizer(config, self.folder)
-        final = store.publish(
-            config.run_dir, self.folder, state=self.state, about=self.about, keep=config.options.keep_checkpoints
-        )
+        final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about)
+        try:
+            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
+        except OSError as error:
+            self.warn(f"{final.name} is saved, but the older ones could not be cleared up: {reason_of(error)}")
         return store.size_of(final)
 
 
@@ -69,6 +74,7 @@ def open_checkpoint(
     fixed: dict[str, Any],
     run_id: str | None,
     prepare: Callable[[], None],
+    warn: Callable[[str], None],
 ) -> Contents:
     """Make the folder and write every rank's random state into it; collective.
 
@@ -80,6 +86,7 @@ def open_checkpoint(
         fixed: what must agree when it is resumed.
         run_id: of the record.
         prepare: makes durable what the checkpoint counts on, on every rank.
+        warn: as in ``Contents``.
 
     Raises:
         SaveError: on every rank, where one could not write; nothing is left of the attempt.
@@ -98,6 +105,7 @@ def open_checkpoint(
         state=copy.deepcopy(state),  # the run goes on with its lists while a thread writes
         about=_about(config, fixed=fixed, run_id=run_id),
         counters=strategy.counters(),
+        warn=warn,
     )
     with _removed_after_failure(contents):
         _together(make_folder)
@@ -127,6 +135,16 @@ def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
         return _together(lambda: contents.complete() if writes else 0)
 
 
+def keep_state(contents: Contents, strategy: Strategy, kept: KeptState) -> None:
+    """Copy the state of training into the main rank's memory; collective.
+
+    Raises:
+        SaveError: on every rank, where the memory could not be had; nothing is left of the attempt.
+    """
+    with _removed_after_failure(contents):
+        _together(lambda: kept.keep(strategy.iter_state(), keeps=contents.config.topology.is_main))
+
+
 def write_kept(contents: Contents, kept: KeptState) -> int:
     """Write a state of training that was kept in memory, and publish; on the main rank alone, without the others.
 
@@ -153,13 +171,19 @@ def _together(action: Callable[[], T]) -> T:
     """Do ``action`` on this rank, and hear how it went on the others.
 
     Raises:
-        SaveError: on every rank, with the reason of each that could not write.
+        SaveError: on every rank, with the reason of each that failed.
+        GatheringError: on this rank alone; the others are somewhere else in their collectives.
     """
     reason = None
     try:
         result = action()
+    except GatheringError:
+        raise
     except OSError as error:
         reason = reason_of(error)
+    except Exception as error:  # noqa: BLE001 - the others must hear of it, or they would wait for this rank
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
     if failures:
         raise SaveError("; ".join(failures))

@@ -190,7 +190,7 @@ EXECUTED_BY = "executed by"
 
 CHANGEABLE = {
     "data": ("train data", "validation data", "validation windows"),
-    "recipe": ("optimizer", "schedule", "gradient clipping", "total steps"),
+    "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
 }
 """What ``--allow_changed`` may name, and which of ``fixed_facts`` it lets through.
 
@@ -204,6 +204,7 @@ def fixed_facts(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str
     """What must be the same when a run goes on, by the name that an error message gives it."""
     recipe = config.recipe
     settings = {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)}
+    settings.pop("torch_adam")  # whose code computes the same update
     return {
         "model": config.model.as_dict(),
         "initial weights": hashes.get("initial weights"),
@@ -219,4 +220,5 @@ def fixed_facts(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str
         "schedule": asdict(recipe.scheduler) if recipe.scheduler else None,
         "gradient clipping": recipe.gradient_clipping,
         "precision": config.precision,
+        "loss scaling": asdict(recipe.loss_scaling) if config.precision == "fp16" else None,
     }

@@ -2,13 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsgpt.checkpointing.run_state import RunState
+from dsgpt.checkpointing.writing import reason_of
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError
 from dsgpt.strategies.base import StepResult
@@ -40,6 +41,7 @@ class Journal:
         self.last_val_step: int | None = None
         self.best_val_loss: float | None = None
         self._failed_saves = 0
+        self._refused = False
         self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
 
     def take_up(self, state: RunState, steps_file: Path, *, failed_saves: int, saves: Sequence[dict[str, Any]]) -> None:
@@ -100,7 +102,7 @@ class Journal:
 
     def before_save(self) -> None:
         """Make durable what a checkpoint counts on, and the record of a run that may be killed while it saves."""
-        self.write()
+        self._write()
         if self._log:
             self._log.sync()
 
@@ -139,11 +141,34 @@ class Journal:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
         lines = self._meter.flush()
-        if self._log:
-            self._log.write(lines)
+        self._put(lines)
         if lines and print_last:
             self._say_step(lines[-1])
         require_finite(lines)
+
+    def _put(self, lines: list[dict[str, Any]]) -> None:
+        """Add lines to ``metrics.jsonl``; what a full disk does not take comes later, if the run may go on with it."""
+        if self._log:
+            with self._tolerant():
+                self._log.write(lines)
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """Go on after a refusal of the file system, told once, where ``--on_save_failure continue`` says so.
+
+        Raises:
+            OSError: it does not.
+        """
+        try:
+            yield
+        except OSError as error:
+            if self._config.options.on_save_failure == "stop":
+                raise
+            if not self._refused:
+                self._console.say(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
+            self._refused = True
+        else:
+            self._refused = False
 
     def end_early(self, status: str) -> None:
         """Write what is known when an error ends the run, which is told by the caller: no other may hide it."""
@@ -177,8 +202,7 @@ class Journal:
             "train_time_sec": self._meter.run.train_sec,
             "wall_time_sec": self._meter.wall_seconds(),
         }
-        if self._log:
-            self._log.write([entry])
+        self._put([entry])
         self._console.say(
             f"step {step:>6}/{self._config.total_steps}  validation loss {val_loss:.4f} on {tokens:,} tokens "
             f"in {seconds:.1f} s"
@@ -215,7 +239,16 @@ class Journal:
         self.write()
 
     def write(self, status: str = "running") -> None:
-        """Write the record as it stands; its memory figures are of training, so later states keep the last ones."""
+        """Write the record as it stands, or later where the run goes on without; as ``_tolerant`` says.
+
+        Args:
+            status: of the run; of one that has ended, the record is written or the error raised.
+        """
+        with self._tolerant() if status == "running" else contextlib.nullcontext():
+            self._write(status)
+
+    def _write(self, status: str = "running") -> None:
+        """Its memory figures are of training, so later states keep the last ones."""
         run = self._meter.run
         if status == "running":
             self._peaks.note()

@@ -62,9 +62,10 @@ def fit(
         seconds = batches.take_seconds()
         journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=seconds, watched=costs.watched)
 
-        saver.look()
         stop = stopping.agreed() or not _look_back(config, strategy, journal, console, stopping, step=step)
         last = step == config.total_steps
+        if not (stop or last):  # else the save that follows hears of the one before it
+            saver.look()
         if stop or last or _due(step, config.options.save_every):
             journal.flush()
             saver.save(step, needed=stop or last)

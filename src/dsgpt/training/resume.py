@@ -108,7 +108,7 @@ def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Proble
 
     Nothing will be loaded, so the files of the checkpoint are not verified.
     """
-    available = store.checkpoints(config.run_dir)
+    available = [path for path in store.checkpoints(config.run_dir) if _is_readable(path)]
     if available:
         manifest = store.parse_manifest(available[0])
         saved = store.fixed_in(manifest, available[0])
@@ -121,6 +121,15 @@ def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Proble
         finished=True,
         messages=(f"{config.run_dir} holds a finished run; nothing to do",),
     )
+
+
+def _is_readable(checkpoint: Path) -> bool:
+    """Whether the manifest says what made the checkpoint."""
+    try:
+        store.fixed_in(store.parse_manifest(checkpoint), checkpoint)
+    except UserError:
+        return False
+    return True
 
 
 def _newest_whole(run_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -143,6 +152,11 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
         raise UserError(
             f"--resume: none of the checkpoints in {run_dir} is whole: bring one back, or start again with --overwrite",
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
+        )
+    if damaged := store.marked_damaged(run_dir):
+        raise UserError(
+            f"--resume: {run_dir} holds no checkpoint but {', '.join(path.name for path in damaged)}, refused before: "
+            "bring one back, or start again with --overwrite"
         )
     return None, refused
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dsgpt.checkpointing import store
 from dsgpt.checkpointing.random_state import load_random_state
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.training_state import StateReader
@@ -97,6 +98,7 @@ def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
         refuse_if_locked(run_dir)
     elif is_guarded(run_dir):
         lock.take()
+        store.put_back(run_dir)
     goes_on = may_go_on(config, problems)
     problems.raise_if_any()
     verify = config.options.verify_data

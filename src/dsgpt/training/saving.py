@@ -12,7 +12,7 @@ from dsgpt.process_group import HostGroup
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Console
 from dsgpt.training.background import Background
-from dsgpt.training.checkpoint import Contents, open_checkpoint, write_checkpoint, write_kept
+from dsgpt.training.checkpoint import Contents, keep_state, open_checkpoint, write_checkpoint, write_kept
 from dsgpt.training.journal import Journal
 
 
@@ -72,10 +72,11 @@ class Saver:
                 self._device,
                 state=self._journal.state(step),
                 prepare=self._journal.before_save,
+                warn=self._console.say,
                 **self._about,
             )
             if mode == "async":
-                self._kept.keep(self._strategy.iter_state(), keeps=self._config.topology.is_main)
+                keep_state(contents, self._strategy, self._kept)
                 self._begun = {"step": step, "started": started, "ended": time.perf_counter()}
                 self._background.begin(lambda: self._write_kept(contents))
                 self._begun["stall"] = time.perf_counter() - started
@@ -138,5 +139,16 @@ class Saver:
         return f"step {step:>6}/{self._config.total_steps}"
 
     def close(self) -> None:
-        """Let a checkpoint that is being written be completed, because it is a good one; not collective."""
-        self._background.join()
+        """Let a checkpoint that is being written be completed, because it is a good one; not collective.
+
+        The run ends by an error, so that a failure of this one is told and no more.
+        """
+        busy, error, size = self._background.end()
+        if not busy:
+            return
+        if error is None:
+            total = self._begun["ended"] - self._begun["started"]
+            self._tell(self._begun["step"], mode="async", stall=self._begun["stall"], total=total, size=size)
+        else:
+            self._journal.save_failed()
+            self._say(self._begun["step"], f"not saved: {error}; earlier checkpoints are untouched")

@@ -1,0 +1,28 @@
+"""Requests to stop a run that nobody listens to any more. What signals do otherwise: ``tests/faults``."""
+
+import signal
+import subprocess
+
+import pytest
+from run_folders import LONG, checkpoints, record
+from small_run import command_line
+from training_runs import SCRIPT, launcher
+
+from dsgpt.errors import EXIT_STOPPED
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_run_whose_reader_is_gone_saves_all_the_same(finished_run, tmp_path, number):
+    """As under ``| tee log``, when Ctrl-C ends tee first, or in a terminal that was closed."""
+    endless = LONG | {"max_train_steps": 100_000, "save_every": 0, "eval_every": 0, "steps_per_print": 1}
+    words = command_line(finished_run, **endless, checkpoint_path=tmp_path / "run")
+    with subprocess.Popen(
+        [*launcher("python", 1), SCRIPT, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        assert any(line.startswith("step ") for line in run.stdout)
+        run.stdout.close()
+        run.send_signal(number)
+        assert run.wait(60) == EXIT_STOPPED
+    (step,) = checkpoints(tmp_path / "run")
+    assert (found := record(tmp_path / "run"))["status"] == "interrupted"
+    assert found["summary"]["optimizer_steps"] == step
