@@ -68,6 +68,10 @@ def _steps(*names: str) -> dict[str, Observation]:
     return {f"steps {name}": Observation(what="steps", strategy=name, flags=flags) for name in names}
 
 
+def _checkpoints(*names: str) -> dict[str, Observation]:
+    return {f"checkpoint {name}": Observation(what="checkpoint", strategy=name, flags=LAYERS) for name in names}
+
+
 def _runs(*names: str) -> Iterator[tuple[str, Observation]]:
     """A run with dropout, and the same once more from its first checkpoint on."""
     for name in names:
@@ -96,6 +100,7 @@ NVME = () if NO_LIBAIO else ("zero3-nvme",)
 DEEP = ("zero3-offload", *NVME, "fsdp")
 START_FP32 = ("zero0", "zero1", "zero2-offload")
 START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
+SPLIT_STATE = ("zero1", "zero3", *NVME, "fsdp", "tensor2-zero1", "pipeline2-zero1")
 RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
 SUMMED_BY_MANY = "ddp"
 """Of more than two ranks: the sum of two numbers is the same in any order, that of three is not."""
@@ -109,6 +114,7 @@ CELLS: dict[int, dict[str, Observation]] = {
         **_starts(*START_BF16, flags=("--precision", "bf16")),
         **_starts(*DEEP, flags=LAYERS),
         **_steps("zero3", *SPLIT),
+        **_checkpoints(*SPLIT_STATE),
         **dict(_runs(*RESUMED)),
         **dict(_changed(*CHANGED_STRATEGIES)),
         **_full_disks(*FULL_DISK, of="main"),

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import roll_back
 
 from dsgpt import main as command
+from dsgpt.checkpointing.training_state import StateReader, write_training_state
 from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.device import bring_up
@@ -76,6 +77,26 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     }
 
 
+def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
+    """The most that this rank holds besides its part while a checkpoint is written, and while it is taken up."""
+    strategy.train_step(training_batches(config, first_step=0), 1)
+    folder, is_main = config.run_dir, config.topology.is_main
+    folder.mkdir(parents=True, exist_ok=True)
+    with Held() as saving:
+        write_training_state(
+            folder,
+            strategy.iter_state(),
+            strategy.counters(),
+            shapes=parameter_shapes(config.model),
+            writes=is_main,
+        )
+    barrier()
+    reader = StateReader(folder)
+    with Held() as loading:
+        strategy.load_state(reader)
+    return {"most_while_saved": saving.most, "most_while_loaded": loading.most, "moments": reader.has_moments}
+
+
 def digest(value: Tensor) -> str:
     """The same for the same bits."""
     data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
@@ -102,16 +123,19 @@ class Held(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
+        self._before: set[int] = set()
 
     def __enter__(self) -> "Held":
         gc.collect()
+        self._before = {tensor.untyped_storage().data_ptr() for tensor in _tensors()}
         gc.freeze()  # what exists is no longer looked at
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.numel() > 1000:
-            self.most = max(self.most, _bytes_of_new_tensors() // 4)
+            made = (one for one in _tensors() if one.untyped_storage().data_ptr() not in self._before)
+            self.most = max(self.most, _storage_bytes(made) // 4)
         return result
 
     def __exit__(self, *error: object) -> None:
@@ -119,9 +143,10 @@ class Held(TorchDispatchMode):
         gc.unfreeze()
 
 
-def _bytes_of_new_tensors() -> int:
-    made = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
-    return _storage_bytes(one for one in made if one.device.type == "cpu")
+def _tensors() -> Iterable[Tensor]:
+    """Those in this process's memory that the garbage collector knows and has not frozen."""
+    known = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
+    return (one for one in known if one.device.type == "cpu")
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -144,8 +169,8 @@ def _watch_the_model_being_made(held: Held) -> None:
     pipeline_layers.StageModule.__init__ = watched(pipeline_layers.StageModule.__init__)
 
 
-def observed_strategy(flags: list[str], *, steps: bool) -> dict[str, Any]:
-    """Build a strategy, and with ``steps`` train some."""
+def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy], dict[str, Any]]) -> dict[str, Any]:
+    """Build a strategy, and what is seen of it then."""
     options, problems = parse_arguments(flags)
     config = resolve(options, topology=read_topology(), problems=problems)
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=1)
@@ -162,8 +187,7 @@ def observed_strategy(flags: list[str], *, steps: bool) -> dict[str, Any]:
         sizes = [shape.numel() for shape in parameter_shapes(config.model).values()]
         facts = {"place": place, "whole": sum(sizes), "largest": max(sizes), "most_while_built": held.most}
         facts |= started(config, strategy)
-        if steps:
-            facts |= stepped(config, strategy)
+        facts |= then(config, strategy)
         barrier()
         strategy.close()
     return facts
@@ -194,8 +218,9 @@ def full_disk(flags: list[str], *, of: str) -> dict[str, Any]:
 
 
 OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
-    "start": lambda flags: observed_strategy(flags, steps=False),
-    "steps": lambda flags: observed_strategy(flags, steps=True),
+    "start": partial(observed_strategy, then=lambda *_: {}),
+    "steps": partial(observed_strategy, then=stepped),
+    "checkpoint": partial(observed_strategy, then=saved_and_loaded),
     "run": command_run,
     "full disk of main": partial(full_disk, of="main"),
     "full disk of last": partial(full_disk, of="last"),

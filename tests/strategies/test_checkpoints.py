@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from strategy_cells import CELLS, CHANGED_STRATEGIES, FULL_DISK, RESUMED, SUMMED_BY_MANY, THREE_D, Asked, recipe_of
+from strategy_cells import (
+    CELLS,
+    CHANGED_STRATEGIES,
+    FULL_DISK,
+    RESUMED,
+    SPLIT_STATE,
+    SUMMED_BY_MANY,
+    THREE_D,
+    Asked,
+    recipe_of,
+)
 from training_runs import read_lines, roll_back
 
 from dsgpt.errors import EXIT_NOT_SAVED
@@ -37,6 +47,16 @@ def test_a_killed_run_with_dropout_goes_on_bit_for_bit(seen, cell):
     assert json.loads((end.run / "training_metrics.json").read_text())["resumed_from"] == "step-00000002"
     assert (end.run / LAST).read_bytes() == (straight / LAST).read_bytes()
     assert not list(end.run.glob("nvme-swap-*"))
+
+
+@pytest.mark.parametrize("cell", [Asked(2, f"checkpoint {name}") for name in SPLIT_STATE], ids=str)
+def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
+    """It writes and reads parameter by parameter. While it reads, there are the moments that it makes for its part."""
+    for facts in seen(cell).ranks:
+        whole, largest = facts["whole"], facts["largest"]
+        assert facts["moments"]
+        assert largest <= facts["most_while_saved"] <= 6 * largest < whole
+        assert largest <= facts["most_while_loaded"] <= 2 * whole / cell.ranks + 6 * largest < 2 * whole
 
 
 @pytest.fixture(scope="module")

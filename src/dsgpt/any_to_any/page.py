@@ -29,7 +29,8 @@ def _head(record: Record, source: str) -> str:
     pairs, rewritten = record["pairs"], record["rewritten"]
     return f"""# Any strategy goes on from any other
 
-Generated from `{source}` by `python src/benchmark.py resume --table-from {source} --page docs/resume.md`;
+Generated from `{source}` by
+`python src/benchmark.py resume --table-from {source} --page docs/resume.md`;
 `python src/benchmark.py resume` runs it on your machine.
 
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains

@@ -57,7 +57,8 @@ def _head(record: Record, source: str) -> str:
     )
     return f"""# Whatever happens to a run, it goes on
 
-Generated from `{source}` by `python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
+Generated from `{source}` by
+`python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
 runs the campaign on your machine.
 
 {_summary(record)}

@@ -51,8 +51,9 @@ def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
     machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     return f"""# Every strategy trains the same model
 
-Generated from `{source}` by `python src/benchmark.py parity --table-from {source} --page docs/parity.md`; `make parity`
-runs the whole suite on your machine.
+Generated from `{source}` by
+`python src/benchmark.py parity --table-from {source} --page docs/parity.md`;
+`make parity` runs the whole suite on your machine.
 
 {len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, {_outcome(count)};
 {count["refused"]} refused by the product before they started (the reasons are below), {wrongly} of them unexpectedly.

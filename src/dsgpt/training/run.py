@@ -85,7 +85,8 @@ def run(config: RunConfig, console: Console, interruption: Interruption) -> None
             for line in (*prepared.notices, *prepared.start.messages):
                 console.say(line)
             if not prepared.start.finished:
-                _train(config, console, device, prepared, interruption, lock)
+                with contextlib.closing(_build(config, device, prepared.start)) as strategy:
+                    _train(strategy, config, console, device, prepared, interruption, lock)
 
 
 def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
@@ -122,23 +123,14 @@ def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
     )
 
 
-def _train(
-    config: RunConfig,
-    console: Console,
-    device: torch.device,
-    prepared: _Prepared,
-    interruption: Interruption,
-    lock: RunLock,
-) -> None:
+def _build(config: RunConfig, device: torch.device, start: Start) -> Strategy:
+    """The strategy, which may still refuse the recipe: nothing is written before."""
     torch.manual_seed(_dropout_seed(config))
     # A checkpoint holds all that a run needs to go on: where its initial weights came from may be gone.
-    initial = replace(config, init_from=None) if prepared.start.checkpoint else config
-    # May still refuse the recipe, so nothing is written before.
-    with contextlib.closing(build_strategy(initial, device)) as strategy:
-        _train_with(strategy, config, console, device, prepared, interruption, lock)
+    return build_strategy(replace(config, init_from=None) if start.checkpoint else config, device)
 
 
-def _train_with(
+def _train(
     strategy: Strategy,
     config: RunConfig,
     console: Console,
