@@ -6,9 +6,10 @@ from strategy_cells import Asked, Launched
 
 @pytest.fixture(scope="session")
 def seen(request, tmp_path_factory, corpus):
-    """From a cell to what its ranks saw. Cells that no selected test has as its parameter ``cell`` are not run."""
+    """From a cell to what its ranks saw. Cells that no selected test has as a parameter are not run."""
     items = (item for item in request.session.items if "seen" in getattr(item, "fixturenames", ()))
-    wanted = {item.callspec.params["cell"] for item in items if "cell" in item.callspec.params}
+    values = (value for item in items if hasattr(item, "callspec") for value in item.callspec.params.values())
+    wanted = {value for value in values if isinstance(value, Asked)}
     launches: dict[int, Launched] = {}
 
     def get(cell: Asked):

@@ -81,6 +81,12 @@ def _runs(*names: str) -> Iterator[tuple[str, Observation]]:
         yield f"resumed {name}", Observation(what="run", strategy=name, flags=resumed, after=run)
 
 
+def _recomputed(*names: str) -> dict[str, Observation]:
+    """The run of ``_runs`` once more, with activations that are computed twice, and so dropout's masks too."""
+    flags = (*RUN, *DROPOUT, "--activation_checkpointing")
+    return {f"recomputed {name}": Observation(what="run", strategy=name, flags=flags) for name in names}
+
+
 def _changed(*names: str) -> Iterator[tuple[str, Observation]]:
     """A run, and how it goes on by another recipe."""
     for name in names:
@@ -102,6 +108,7 @@ START_FP32 = ("zero0", "zero1", "zero2-offload")
 START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
 SPLIT_STATE = ("zero1", "zero3", *NVME, "fsdp", "tensor2-zero1", "pipeline2-zero1")
 RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
+RECOMPUTED = (*SPLIT, "zero3-offload")
 SUMMED_BY_MANY = "ddp"
 """Of more than two ranks: the sum of two numbers is the same in any order, that of three is not."""
 CHANGED_STRATEGIES = ("zero1", "zero3-offload", *NVME, "pipeline2-zero1", "fsdp")
@@ -116,6 +123,7 @@ CELLS: dict[int, dict[str, Observation]] = {
         **_steps("zero3", *SPLIT),
         **_checkpoints(*SPLIT_STATE),
         **dict(_runs(*RESUMED)),
+        **_recomputed(*RECOMPUTED),
         **dict(_changed(*CHANGED_STRATEGIES)),
         **_full_disks(*FULL_DISK, of="main"),
         **_full_disks(*FULL_DISK[:1], of="last"),

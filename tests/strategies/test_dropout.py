@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from strategy_cells import SPLIT, THREE_D, Asked
+from strategy_cells import RECOMPUTED, SPLIT, THREE_D, Asked
+from training_runs import read_lines
 
 CASES = [
     *(Asked(2, f"steps {name}") for name in ("zero3", *SPLIT)),
@@ -54,3 +55,15 @@ def test_replicated_weights_stay_equal(seen, cell):
         assert same or "pipeline" in cell.name
     for facts in ranks:
         assert len(facts["unchanged"]) <= len(facts["replicas"]) / 2
+
+
+@pytest.mark.parametrize(
+    ("cell", "straight"), [(Asked(2, f"recomputed {name}"), Asked(2, f"run {name}")) for name in RECOMPUTED], ids=str
+)
+def test_activations_that_are_computed_twice_are_dropped_alike(seen, cell, straight):
+    """With other masks in the second computation the gradients would belong to other losses."""
+    plain, again = (seen(one) for one in (straight, cell))
+    assert [facts["exit"] for one in (plain, again) for facts in one.ranks] == [0] * 4
+    compared = [(line["loss"], line["grad_norm"]) for line in read_lines(again.run)]
+    assert compared == [(line["loss"], line["grad_norm"]) for line in read_lines(plain.run)]
+    assert len(compared) == 4
