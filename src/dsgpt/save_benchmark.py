@@ -166,8 +166,9 @@ def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:
     size = record["figures"]["sync"]["bytes"]["median"] / 1e6
     head = f"""# How long training waits for a checkpoint
 
-Generated from `{source}` by `python src/benchmark.py saving --table-from {source}`; `python src/benchmark.py saving`
-measures it on your machine.
+Generated from `{source}` by
+`python src/benchmark.py saving --table-from {source} --page docs/saving.md`;
+`python src/benchmark.py saving` measures it on your machine.
 
 The model `{work["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has {size:,.0f} MB, is
 trained {record["rounds"]} times with `--save_mode sync` and as often with `async`, in turn; {SAVES} saves of each run

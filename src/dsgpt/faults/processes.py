@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -36,7 +36,7 @@ class Training:
 
     def __init__(self, command: Sequence[str], *, run_dir: Path, log: Path) -> None:
         self.run_dir, self._log, self._said_before = run_dir, log, log.stat().st_size if log.exists() else 0
-        with log.open("ab") as file:
+        with log.open("ab") as file, hanging_up_ends_children():
             self.launcher = psutil.Popen(
                 list(command),
                 env=environment_for("cpu"),
@@ -126,6 +126,16 @@ class Training:
     def said(self) -> str:
         """What the launcher and its ranks printed."""
         return self._log.read_bytes()[self._said_before :].decode(errors="replace").strip()
+
+
+@contextlib.contextmanager
+def hanging_up_ends_children() -> Iterator[None]:
+    """Let processes that are started inside hear SIGHUP, also where this one was started with ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _words(process: psutil.Process) -> list[str]:
