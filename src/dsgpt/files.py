@@ -1,8 +1,10 @@
 """Write beside, then rename: a reader sees the old file or the new one, never half of one."""
 
+import contextlib
 import hashlib
 import json
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,3 +48,9 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write ``value`` as JSON. NaN and infinity are refused: they are not JSON and other readers choke on them."""
     write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def print_traceback() -> None:
+    """Show the error that is being handled, if anybody still reads; the program goes on."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()

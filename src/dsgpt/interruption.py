@@ -107,6 +107,8 @@ class Interruption:
         if self._asked_at is None:
             self._ask(name, now)
             self._say(f"{name}: the run stops after this step and saves; once more ends it at once")
+        elif name == signal.SIGHUP.name:
+            return  # a terminal that is closed may send several
         elif now - self._asked_at > self._echo_sec:
             _leave_at_once(f"{name} after {self.reason}", EXIT_INTERRUPTED)
 

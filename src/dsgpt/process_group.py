@@ -33,11 +33,27 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
         "nccl" if on_gpu else "gloo",
         rank=topology.rank,
         world_size=topology.world_size,
+        store=_store_of_a_restart(),
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
     yield
     dist.destroy_process_group()
+
+
+def _store_of_a_restart() -> dist.Store | None:
+    """Where ranks meet that ``torchrun --max-restarts`` started again on one machine; None where PyTorch finds it.
+
+    With ``--master_port`` PyTorch 2.13 keeps one store for all attempts and gives each the same keys
+    (``static_tcp_rendezvous.py``, ``_create_c10d_store``): new ranks would find the addresses of dead ones there.
+    Launchers of several machines do not count attempts alike, and make a new store for each.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if attempt == "0" or not of_the_launcher or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
+    return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
 class HostGroup:

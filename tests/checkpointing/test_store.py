@@ -201,3 +201,16 @@ def test_a_loss_that_is_none_makes_no_best_checkpoint(tmp_path, loss):
     (checkpoint / "manifest.json").write_text(text.replace('"val_loss": null', f'"val_loss": {loss}'))
     assert loss in (checkpoint / "manifest.json").read_text()
     assert store.name_newest_and_best(tmp_path) is None
+
+
+def test_old_checkpoints_go_also_when_the_newest_cannot_be_named(tmp_path, monkeypatch):
+    """Of a full disk they hold the room that is wanting."""
+    saved(tmp_path, 5)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_atomic", full)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path, 6, keep=1)
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000006"]

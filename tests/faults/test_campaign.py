@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 
 import pytest
 from small_run import REPOSITORY
@@ -15,6 +16,7 @@ from dsgpt.faults.page import faults_page
 from dsgpt.faults.plan import KILLS, MOMENTS, RUNS, SAVE_EVERY, SEED, STEPS, VICTIMS, seeded_kills
 from dsgpt.faults.processes import Missed
 from dsgpt.faults.suite import Fault, all_faults, try_faults
+from dsgpt.options import SAVE_MODES
 
 RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "faults.json"
 
@@ -32,8 +34,9 @@ def test_the_kills_are_the_same_for_a_seed_and_spread_over_everything():
     assert Counter(kill.run for kill in kills) == dict.fromkeys(RUNS, 8)
     assert Counter(kill.moment for kill in kills) == dict.fromkeys(MOMENTS, 20)
     for run in set(RUNS) - {"baseline"}:
-        assert {kill.victim for kill in kills if kill.run == run} == set(VICTIMS)
-        assert {kill.save_mode for kill in kills if kill.run == run} == {"sync", "async"}
+        own = [kill for kill in kills if kill.run == run]
+        assert {(kill.victim, kill.moment) for kill in own} == set(product(VICTIMS, MOMENTS))
+        assert {(kill.moment, kill.save_mode) for kill in own} == set(product(MOMENTS, SAVE_MODES))
     assert all(0 < kill.step < STEPS - 1 for kill in kills)
     assert all(kill.step % SAVE_EVERY == 0 for kill in kills if kill.moment == "saving")
 

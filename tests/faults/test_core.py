@@ -26,7 +26,7 @@ def test_the_run_goes_on(runs, fault):
 
 def test_a_run_that_comes_to_something_else_is_noticed(runs):
     """Of every figure that is compared, and of a step that is missing or there twice."""
-    run_dir = runs.rolled_back("baseline", "spoiled")
+    run_dir = runs.copied("baseline", "spoiled")
     log = run_dir / "metrics.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines()
     for key in ("loss", "grad_norm", "lr", "val_loss"):

@@ -83,6 +83,7 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
 
 def test_a_kill_while_overwriting_is_no_run_to_go_on_with(finished_run, copied_run, monkeypatch, capsys):
     copy = copied_run
+    shutil.copytree(copy / "step-00000009", copy / "step-00000008.damaged")
     monkeypatch.setattr(shutil, "rmtree", Killed.now)
     with pytest.raises(Killed):
         go_on(copy, finished_run, resume=None, overwrite=True)

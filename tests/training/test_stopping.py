@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import time
 
 import pytest
 from run_folders import LONG, checkpoints, record
@@ -24,6 +25,9 @@ def test_a_run_whose_reader_is_gone_saves_all_the_same(finished_run, tmp_path, n
         assert any(line.startswith("step ") for line in run.stdout)
         run.stdout.close()
         run.send_signal(number)
+        if number == signal.SIGHUP:  # a terminal that is closed sends it again when its shell has gone
+            time.sleep(0.3)
+            run.send_signal(number)
         assert run.wait(60) == EXIT_STOPPED
     (step,) = checkpoints(tmp_path / "run")
     assert (found := record(tmp_path / "run"))["status"] == "interrupted"

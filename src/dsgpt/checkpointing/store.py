@@ -44,7 +44,7 @@ _NAME = r"step-(\d{8}|[1-9]\d{8,})"
 STEP_FOLDER = re.compile(_NAME)
 PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced)?")
 """A checkpoint that is being written, or with ``.old`` removed, or with ``.replaced`` about to be, by its successor."""
-REMOVED, REPLACED = ".old", ".replaced"
+REMOVED, REPLACED, DAMAGED = ".old", ".replaced", ".damaged"
 DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
 """A checkpoint that a resume refused; kept for whoever wants to know why."""
 
@@ -82,15 +82,13 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
     write_run_state(folder, state)
     _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss})
     final = run_dir / folder_name(state.step)
-    replaced = set_aside(final, suffix=REPLACED)
+    set_aside(final, suffix=REPLACED)
     try:
         folder.rename(final)
     except OSError:
         put_back(run_dir)
         raise
     sync_directory(run_dir)
-    if replaced is not None:
-        remove(replaced)
     return final
 
 
@@ -108,10 +106,14 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    best = name_newest_and_best(run_dir)
-    for old in checkpoints(run_dir)[count:]:
+    found = checkpoints(run_dir)
+    best = _best(found)
+    for old in found[count:]:  # first, because what follows may need the room
         if old != best:
             discard(old)
+    for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
+        remove(replaced)
+    name_newest_and_best(run_dir)
 
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
@@ -168,14 +170,14 @@ def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         remove(checkpoint)
         return None
-    aside = checkpoint.with_name(f".partial-{checkpoint.name}{suffix}")
+    aside = checkpoint.with_name(f".partial-{checkpoint.name.removesuffix(DAMAGED)}{suffix}")
     remove(aside)
     return checkpoint.rename(aside)
 
 
 def mark_damaged(checkpoint: Path) -> None:
     """Take a checkpoint that was refused out of the run: retention must not count it, and its step comes again."""
-    marked = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    marked = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
     remove(marked)
     checkpoint.rename(marked)
 

@@ -23,6 +23,13 @@ AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner")
 """In front of a command of root's: permissions hold for it too."""
 
 
+FORESEEN = "No space left on device: the last checkpoint took"
+
+
+class NotAllowed(RuntimeError):
+    """This user may not make a file system."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
     """How a file system refuses, and what the run was told to do then."""
@@ -32,6 +39,8 @@ class DiskFault:
     """``--on_save_failure``."""
     words: str
     """What must be said."""
+    not_words: str = "\0"
+    """What must not be said, because it tells of another refusal."""
     spoil: Callable[[Training], None] | None = None
     """What is done to it while the run goes on."""
     small: bool = True
@@ -44,7 +53,7 @@ def _fill_up(training: Training) -> None:
     training.wait_for(first.exists, what="the first save")
     needed = store.size_of(first)
     free = shutil.disk_usage(training.run_dir).free
-    (training.run_dir / "ballast").write_bytes(bytes(free - needed - os.sysconf("SC_PAGE_SIZE")))
+    (training.run_dir / "ballast").write_bytes(bytes(max(0, free - needed - os.sysconf("SC_PAGE_SIZE"))))
 
 
 def _fill_wholly(training: Training) -> None:
@@ -61,12 +70,13 @@ def _forbid(training: Training) -> None:
 
 
 DISK_FAULTS = (
-    DiskFault(name="a full file system, seen before the save", policy="stop", words="No space left on device"),
-    DiskFault(name="a full file system, seen before the save", policy="continue", words="No space left on device"),
+    DiskFault(name="a full file system, seen before the save", policy="stop", words=FORESEEN),
+    DiskFault(name="a full file system, seen before the save", policy="continue", words=FORESEEN),
     DiskFault(
         name="a file system that is full in the middle of a save",
         policy="stop",
         words="No space left on device",
+        not_words=FORESEEN,
         spoil=_fill_up,
     ),
     DiskFault(
@@ -75,7 +85,9 @@ DISK_FAULTS = (
         words="No space left on device",
         spoil=_fill_wholly,
     ),
-    DiskFault(name="a read-only folder", policy="stop", words="Permission denied", spoil=_forbid, small=False),
+    DiskFault(
+        name="a folder that becomes read-only", policy="stop", words="Permission denied", spoil=_forbid, small=False
+    ),
 )
 
 
@@ -107,11 +119,12 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
             else:
                 run_dir.chmod(0o755)
             gone_on = runs.go_on(RUN, run_dir)
-    except PermissionError as error:
+    except NotAllowed as error:
         return Outcome(kind="disk", name=name, not_run=f"this user may not mount a file system ({error})")
     wrong = first_wrong(
         (code != EXIT_NOT_SAVED, f"exit code {code} instead of {EXIT_NOT_SAVED}"),
         (not any(plan.words in line for line in told), f"it did not say: {plan.words}"),
+        (any(plan.not_words in line for line in told), f"it said: {plan.not_words}"),
         (plan.policy == "continue" and not any("going on" in line for line in told), "it did not go on"),
         (bool(left), f"left behind: {left}"),
         (whole != gone_on.resumed_from or not whole, f"it went on from step {gone_on.resumed_from}, whole is {whole}"),
@@ -126,9 +139,8 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
 
 def _verified(run_dir: Path) -> int:
     """The step of the newest checkpoint, if it is whole; 0 if it is not."""
-    newest = store.checkpoints(run_dir)[0]
     try:
-        return store.read_manifest(newest)["step"]
+        return max((store.read_manifest(path)["step"] for path in store.checkpoints(run_dir)[:1]), default=0)
     except UserError:
         return 0
 
@@ -138,7 +150,7 @@ def _small_file_system(folder: Path, size: int) -> Iterator[Callable[[], None]]:
     """A file system of ``size`` bytes at ``folder``, in memory; what it gives makes it large.
 
     Raises:
-        PermissionError: this user may not.
+        NotAllowed: this user may not.
     """
     folder.mkdir()
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
@@ -151,4 +163,4 @@ def _small_file_system(folder: Path, size: int) -> Iterator[Callable[[], None]]:
 def _mount(*words: str) -> None:
     done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise PermissionError(done.stderr.strip())
+        raise NotAllowed(done.stderr.strip())

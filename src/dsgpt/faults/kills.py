@@ -1,10 +1,13 @@
 """``kill -9`` at an instant, and whether ``--resume`` makes of the rest what an undisturbed run would have come to."""
 
 import time
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dsgpt.faults.outcome import Outcome, first_wrong
-from dsgpt.faults.plan import MOMENTS, SAVE_EVERY, Kill
+from dsgpt.faults.plan import RUNS, SAVE_EVERY, Kill
 from dsgpt.faults.processes import Training, kill
 from dsgpt.faults.runs import Runs
 
@@ -22,19 +25,20 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     run_dir = runs.new(f"{plan.run} {plan.victim} {plan.moment} {plan.step}")
     usual = runs.undisturbed(plan.run)
     with runs.start(plan.run, run_dir, "--save_mode", plan.save_mode) as training:
+        victims = _victims(training, plan)
         _wait_for_instant(training, plan, step_sec=usual.step_sec, save_sec=usual.save_sec)
-        phase = MOMENTS[training.is_saving()]
-        kill(_victims(training, plan))
+        kill(victims)
         code, launcher_sec, gone_sec = training.wait_until_gone()
-    unpublished = _unpublished(run_dir)
+    unpublished = half_written(run_dir)
     gone_on = runs.go_on(plan.run, run_dir)
-    while_saving = gone_on.taken - unpublished if unpublished else 0
-    allowed = SAVE_EVERY + while_saving
+    allowed = SAVE_EVERY + (gone_on.taken - unpublished if unpublished else 0)
     measured: dict[str, Any] = {
         "run": plan.run,
         "victim": f"rank {plan.rank}" if plan.victim == "one rank" else plan.victim,
+        "aimed_at": plan.moment,
+        "launcher_outlived_victim": plan.victim == "one rank" and RUNS[plan.run].ranks > 1,
         "save_mode": plan.save_mode,
-        "killed_while": phase,
+        "save_cut_off": bool(unpublished),
         "steps_taken": gone_on.taken,
         "resumed_from": gone_on.resumed_from,
         "steps_lost": gone_on.steps_lost,
@@ -46,6 +50,7 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     limit = GONE_SEC[plan.victim]
     wrong = first_wrong(
         (code == 0, "the launcher ended with exit code 0"),
+        (allowed > 2 * SAVE_EVERY, f"the save of step {unpublished} was not done by step {gone_on.taken}"),
         (gone_sec > limit, f"a process was there for {gone_sec:.0f} s, allowed are {limit}"),
         (gone_on.steps_lost > allowed, f"{gone_on.steps_lost} steps are lost, allowed are {allowed}"),
         (bool(gone_on.wrong), gone_on.wrong),
@@ -62,14 +67,16 @@ def _wait_for_instant(training: Training, plan: Kill, *, step_sec: float, save_s
         time.sleep(plan.fraction * step_sec)
 
 
-def _victims(training: Training, plan: Kill) -> list:
+def _victims(training: Training, plan: Kill) -> list[psutil.Process]:
+    """Looked for before the instant, because it takes longer than a step."""
+    training.wait_for_step(1)
     if plan.victim == "the launcher":
         return [training.launcher]
     if plan.victim == "all":
         return training.everyone()
-    return [training.ranks()[plan.rank]]
+    return [training.ranks(RUNS[plan.run].ranks)[plan.rank]]
 
 
-def _unpublished(run_dir) -> int:
-    """The step whose checkpoint was left half written; 0 where there is none."""
+def half_written(run_dir: Path) -> int:
+    """The step whose checkpoint was cut off; 0 where there is none."""
     return max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)

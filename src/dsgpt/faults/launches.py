@@ -4,7 +4,7 @@ import signal
 import time
 
 from dsgpt.errors import EXIT_USER_ERROR
-from dsgpt.faults.outcome import Outcome, first_wrong
+from dsgpt.faults.outcome import Outcome, first_error, first_wrong
 from dsgpt.faults.processes import kill
 from dsgpt.faults.runs import Runs
 
@@ -22,13 +22,13 @@ def try_restart(runs: Runs) -> Outcome:
     runs.undisturbed(run)
     with runs.start(run, run_dir, "--resume", launcher=("--max-restarts", str(RESTARTS))) as training:
         training.wait_for_step(9)
-        kill(training.ranks()[1:2])
+        kill(training.ranks(2)[1:])
         code, _, _ = training.wait_until_gone()
         said = training.said()
     told = [line for line in said.splitlines() if "resuming from" in line or "starting fresh" in line]
     difference = "" if code else runs.difference(run, run_dir)
     wrong = first_wrong(
-        (code != 0, f"exit code {code}: {said[-500:]}"),
+        (code != 0, f"exit code {code}: {first_error(said)}"),
         (not any("resuming from" in line for line in told), "it did not go on from a checkpoint"),
         (bool(difference), difference),
     )
@@ -54,13 +54,12 @@ def try_two_runs(runs: Runs) -> Outcome:
     with runs.start(run, run_dir) as first:
         first.wait_for_step(6)
         first.launcher.send_signal(signal.SIGSTOP)
-        second = runs.start(run, run_dir, "--overwrite", log="second.log")
-        refused = second.launcher.wait()
-        third = runs.start(run, run_dir, "--resume", log="third.log")
-        third.wait_for(lambda: "waiting up to" in third.said(), what="that it waits")
-        first.launcher.send_signal(signal.SIGCONT)
-        code, _, _ = first.wait_until_gone()
-        waited = third.launcher.wait()
+        with runs.start(run, run_dir, "--overwrite", log="second.log") as second:
+            refused = second.wait()
+        with runs.start(run, run_dir, "--resume", log="third.log") as third:
+            third.wait_for(lambda: "waiting up to" in third.said(), what="that it waits")
+            first.launcher.send_signal(signal.SIGCONT)
+            code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
     told = [*second.said().splitlines()[-1:], *(line for line in third.said().splitlines() if "waiting" in line)]
     told += [line for line in third.said().splitlines() if "nothing to do" in line]

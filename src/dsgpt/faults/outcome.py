@@ -30,3 +30,9 @@ class Outcome:
 def first_wrong(*findings: tuple[bool, str]) -> str:
     """The words of those findings that hold."""
     return "; ".join(words for holds, words in findings if holds)
+
+
+def first_error(said: str) -> str:
+    """The first line that tells of an error; launchers put much under it."""
+    lines = [line.strip() for line in said.splitlines()]
+    return next((line for line in lines if "rror: " in line or line.startswith("error: ")), said[-300:])

@@ -30,19 +30,24 @@ def _of(record: Record, *kinds: str) -> list[dict[str, Any]]:
 
 def _summary(record: Record) -> str:
     ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
+    left_out = len(record["faults"]) - len(ran)
+    rest = f" {left_out} more could not be run on this machine." if left_out else ""
     kills = _of(record, "kill")
-    lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should."]
+    lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
     facts = [kill["measured"] for kill in kills if kill["measured"]]
     if facts:
-        saving = sum(one["killed_while"] == "saving" for one in facts)
+        cut = sum(one["save_cut_off"] for one in facts)
         lost = max(one["steps_lost"] for one in facts)
         gone = max(one["gone_sec"] for one in facts)
         every = record["work"]["save_every"]
         lines += [
-            f"* **{_passed(kills)} of {len(kills)} kills** were recovered from by `--resume`, {saving} of them in the",
-            f"  middle of a save. At most {lost} steps had to be taken again, with a checkpoint every {every} steps;",
-            f"  the last process was gone at most {gone:.1f} s after the kill.",
+            f"* **{_passed(kills)} of {len(kills)} kills** were recovered from by `--resume`; {cut} of them cut a save",
+            f"  off. At most {lost} steps had to be taken again, with a checkpoint every {every} steps; the last",
+            f"  process was gone at most {gone:.1f} s after the kill.",
         ]
+        ended = [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]
+        if ended:
+            lines.append(f"* A launcher whose rank was killed ended with an error, at most {max(ended):.1f} s later.")
     return "\n".join(lines)
 
 
@@ -63,9 +68,9 @@ runs the campaign on your machine.
 
 {_summary(record)}
 
-Recovered means: `--resume` with the same command ended with exit code 0, every loss, gradient norm, learning rate and
+Recovered means: `--resume` with the same command ended with exit code 0; every loss, gradient norm, learning rate and
 validation loss of the run is that of a run that nobody disturbed, to the last bit, with dropout {work["dropout"]}; no
-step is there twice or missing; no process was left behind; the launcher ended with another exit code than 0.
+step is there twice or missing; and no process of the launch was left behind.
 
 {runs}
 
@@ -79,23 +84,26 @@ def _kills(record: Record) -> str:
     kills = _of(record, "kill")
     if not kills:
         return ""
-    header = ["run", "`kill -9` of", "while", "`--save_mode`", "steps taken", "went on from", "lost", "allowed"]
-    header += ["exit code", "launcher ended after", "all gone after", "recovered"]
+    header = ["run", "`kill -9` of", "aimed at", "cut a save off", "`--save_mode`", "steps taken", "went on from"]
+    header += ["lost", "allowed", "exit code", "launcher ended after", "all gone after", "recovered"]
     rows = [_kill_row(kill) for kill in kills if kill["measured"]]
     return f"""## Kills
 
-Victims and instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save; what was
-under way at the kill is in the third column. Lost are steps that were done and had to be taken again. Allowed are as
-many as lie between two saves, and those taken while the last save was being written.
+Instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save, which the kill may come
+too late for; all kinds of victims take turns. Lost are steps that were done and had to be taken again. Allowed are as
+many as lie between two saves, and those taken while the last save was being written. If only the launcher is killed,
+the ranks finish their step, save and leave. The exit code is what the launcher's parent sees: -9 where it was killed.
 
 {table(header, rows)}"""
 
 
 def _kill_row(kill: dict[str, Any]) -> list[Any]:
     facts = kill["measured"]
-    keys = ("run", "victim", "killed_while", "save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed")
+    cut = "yes" if facts["save_cut_off"] else ""
+    keys = ("save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed", "exit_code")
     times = [f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")]
-    return [*(facts[key] for key in keys), facts["exit_code"], *times, STATUS_WORDS[kill["status"]]]
+    where = [facts["run"], facts["victim"], facts["aimed_at"], cut]
+    return [*where, *(facts[key] for key in keys), *times, STATUS_WORDS[kill["status"]]]
 
 
 def _requests(record: Record) -> str:
@@ -116,7 +124,8 @@ def _requests(record: Record) -> str:
     ]
     return f"""## Requests to stop
 
-A signal after step 6, between two saves. The exit code is the launcher's, which for a `baseline` is the run's own.
+A signal after step 6, between two saves, to a run that is then resumed; the one that is sent twice, to a run with steps
+of more than a second, which is not. The exit code is the launcher's, which for a `baseline` is the run's own.
 
 {table(header, rows)}"""
 
@@ -137,7 +146,8 @@ def _others(record: Record) -> str:
         return ""
     return f"""## Damaged files, file systems that refuse, launches
 
-Damage is done to the newest checkpoint of a run that was killed, or beside it.
+Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last step leaves it. A
+restarted worker and a second run on the folder are told by what they say: the first needs no `--resume` of anybody.
 
 {table(header, rows)}"""
 

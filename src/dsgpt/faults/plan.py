@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+from dsgpt.options import SAVE_MODES
 from dsgpt.parity.matrix import Cell
 
 STEPS, SAVE_EVERY = 24, 4
@@ -55,17 +56,17 @@ def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
 
 
 def _kill(chance: random.Random, number: int, *, run: str) -> Kill:
-    turn = number // len(RUNS)
+    turn, place = divmod(number, len(RUNS))
     moment = MOMENTS[turn % 2]
     saves = range(SAVE_EVERY, STEPS, SAVE_EVERY)
     return Kill(
         run=run,
-        victim="one rank" if run == "baseline" else VICTIMS[(turn + number) % 3],
+        victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
         rank=chance.randrange(RUNS[run].ranks),
         moment=moment,
         step=chance.choice(saves) if moment == "saving" else chance.randrange(1, STEPS - 1),
         fraction=chance.random(),
-        save_mode="async" if turn % 4 == 3 else "sync",
+        save_mode=SAVE_MODES[(turn // 2 + place) % 2],
     )
 
 

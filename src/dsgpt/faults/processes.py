@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,8 @@ from dsgpt.telemetry.record import STEPS_FILE, read_steps
 
 POLL_SEC = 0.002
 """Short beside a step and a save, which a kill is aimed at."""
+MARK = "DSGPT_LAUNCH_UNDER_TEST"
+"""The variable that all processes of a launch inherit."""
 LIMIT_SEC = 300
 """No training of the campaign takes so long, from its start to its end."""
 
@@ -29,17 +32,18 @@ class Training:
     """One launch of ``src/gpt2.py`` in a session of its own. A context: nothing of it is left at its end.
 
     Args:
-        command: launcher, script and flags; ``run_dir`` is one of its words.
+        command: launcher, script and flags.
         run_dir: the run folder.
         log: takes what it says; appended to.
     """
 
     def __init__(self, command: Sequence[str], *, run_dir: Path, log: Path) -> None:
+        self._mark = uuid.uuid4().hex
         self.run_dir, self._log, self._said_before = run_dir, log, log.stat().st_size if log.exists() else 0
         with log.open("ab") as file, hanging_up_ends_children():
             self.launcher = psutil.Popen(
                 list(command),
-                env=environment_for("cpu"),
+                env=environment_for("cpu") | {MARK: self._mark},
                 cwd=run_dir.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -59,18 +63,26 @@ class Training:
         self.launcher.wait()
 
     def everyone(self) -> list[psutil.Process]:
-        """Every process that has the run folder in its command: launchers and ranks, whoever their parents are."""
-        return [process for process in psutil.process_iter() if str(self.run_dir) in _words(process)]
+        """Every process that comes of this launch, whoever its parent is by now."""
+        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self._mark]
 
-    def ranks(self) -> list[psutil.Process]:
-        """The processes that train, by rank; fewer than there will be while they are being started."""
+    def ranks(self, count: int) -> list[psutil.Process]:
+        """The processes that train, by rank.
+
+        Raises:
+            Missed: there are not ``count`` of them.
+        """
+        if count == 1:
+            return [self.launcher]
+        named = {process.pid: _environment(process).get("RANK") for process in self.everyone()}
         found = {}
-        for process in self.everyone():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                rank = process.environ().get("RANK")  # launchers give it to ranks, and have none
-                if rank is not None:
-                    found[int(rank)] = process
-        return [found[rank] for rank in sorted(found)] or [self.launcher]
+        for process in psutil.process_iter():
+            rank = named.get(process.pid)
+            if rank is not None and named.get(process.ppid()) is None:  # what a rank starts has its environment
+                found[int(rank)] = process
+        if sorted(found) != list(range(count)):
+            raise Missed(f"of {count} ranks, {sorted(found)} were found")
+        return [found[rank] for rank in range(count)]
 
     def steps(self) -> int:
         """The last step that the run has put down."""
@@ -99,10 +111,6 @@ class Training:
         partial, final = store.partial_folder(self.run_dir, step), self.run_dir / store.folder_name(step)
         self.wait_for(lambda: partial.exists() or final.exists(), what=f"the save of step {step}")
 
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is being written now, or was left half written."""
-        return bool(list(self.run_dir.glob(".partial-step-*")))
-
     def wait_until_gone(self) -> tuple[int, float, float]:
         """Wait for the end of all.
 
@@ -123,6 +131,17 @@ class Training:
                 raise Missed(f"{len(self.everyone())} processes are left after {LIMIT_SEC} s: {self.said()[-500:]}")
             time.sleep(0.05)
 
+    def wait(self) -> int:
+        """Wait for the end of the launcher alone, and answer with its exit code.
+
+        Raises:
+            Missed: it is still there after ``LIMIT_SEC``.
+        """
+        try:
+            return self.launcher.wait(LIMIT_SEC)
+        except psutil.TimeoutExpired as error:
+            raise Missed(f"it did not end within {LIMIT_SEC} s: {self.said()[-500:]}") from error
+
     def said(self) -> str:
         """What the launcher and its ranks printed."""
         return self._log.read_bytes()[self._said_before :].decode(errors="replace").strip()
@@ -138,11 +157,11 @@ def hanging_up_ends_children() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _environment(process: psutil.Process) -> dict[str, str]:
     try:
-        return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+        return {}
 
 
 def last_step(run_dir: Path) -> int:
@@ -151,8 +170,13 @@ def last_step(run_dir: Path) -> int:
     return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
 
 
-def kill(processes: Sequence[psutil.Process]) -> None:
-    """``kill -9`` for each of them, as close together as one process can."""
+def tell(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to each of them that is still there, as close together as one process can."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid, number)
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """``kill -9`` for each of them."""
+    tell(processes, signal.SIGKILL)

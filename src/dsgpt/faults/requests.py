@@ -9,7 +9,8 @@ import psutil
 
 from dsgpt.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from dsgpt.faults.outcome import Outcome, first_wrong
-from dsgpt.faults.processes import Training
+from dsgpt.faults.plan import RUNS
+from dsgpt.faults.processes import Training, tell
 from dsgpt.faults.runs import Runs, read_record
 from dsgpt.interruption import ECHO_SEC
 
@@ -75,8 +76,7 @@ def try_request(runs: Runs, plan: Request) -> Outcome:
     run_dir = runs.new(plan.name)
     with runs.start(plan.run, run_dir, launcher=plan.launcher) as training:
         training.wait_for_step(AFTER_STEP)
-        for process in _asked(training, plan):
-            process.send_signal(plan.signal)
+        tell(_asked(training, plan), plan.signal)
         code, launcher_sec, gone_sec = training.wait_until_gone()
         told = _told(training)
     status = read_record(run_dir)["status"]
@@ -136,4 +136,4 @@ def _asked(training: Training, request: Request) -> list[psutil.Process]:
         return [training.launcher]
     if request.to == "the terminal":
         return training.everyone()
-    return [training.ranks()[int(request.to.removeprefix("rank "))]]
+    return [training.ranks(RUNS[request.run].ranks)[int(request.to.removeprefix("rank "))]]

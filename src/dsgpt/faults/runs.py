@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.checkpointing import store
+from dsgpt.faults.outcome import first_error
 from dsgpt.faults.plan import DROPOUT, RUNS, SAVE_EVERY, STEPS
 from dsgpt.faults.processes import Missed, Training, last_step
+from dsgpt.files import write_json_atomic
 from dsgpt.parity.corpus import prepare_corpus
 from dsgpt.parity.launch import launcher_words
 from dsgpt.parity.matrix import STRATEGIES
 from dsgpt.parity.work import flags, write_recipe
-from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, read_steps
 
 LOG = "console.log"
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
@@ -125,12 +127,18 @@ class Runs:
         return self._undisturbed[run]
 
     def rolled_back(self, run: str, name: str) -> Path:
-        """A copy of the undisturbed run as a kill before its last save would have left it."""
-        run_dir = self.new(name)
-        shutil.copytree(self.undisturbed(run).run_dir, run_dir)
-        (run_dir / "RUN_COMPLETE.txt").unlink()
+        """A copy of the undisturbed run as a kill just before its last step would have left it."""
+        run_dir = self.copied(run, name)
+        (run_dir / COMPLETE_FILE).unlink()
         shutil.rmtree(store.checkpoints(run_dir)[0])
+        store.name_newest_and_best(run_dir)
+        drop_steps_after(run_dir / STEPS_FILE, STEPS - 1)
+        write_json_atomic(run_dir / RECORD_FILE, read_record(run_dir) | {"status": "running"})
         return run_dir
+
+    def copied(self, run: str, name: str) -> Path:
+        """A copy of the undisturbed run."""
+        return shutil.copytree(self.undisturbed(run).run_dir, self.new(name))
 
     def go_on(self, run: str, run_dir: Path) -> GoneOn:
         """Resume ``run`` to its end, and hold it against the one that nobody disturbed.
@@ -142,7 +150,7 @@ class Runs:
         with self.start(run, run_dir, "--resume") as training:
             code, _, _ = training.wait_until_gone()
             said = training.said()
-        wrong = f"--resume ended with exit code {code}: {said[-500:]}" if code else self.difference(run, run_dir)
+        wrong = f"--resume ended with exit code {code}: {first_error(said)}" if code else self.difference(run, run_dir)
         return GoneOn(
             said=said,
             taken=taken,

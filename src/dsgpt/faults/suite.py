@@ -50,8 +50,13 @@ def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
         try:
             yield fault.attempt(runs)
         except Missed as error:
-            seconds = time.perf_counter() - started
-            yield Outcome(kind=fault.kind, name=fault.name, wrong=str(error), seconds=seconds)
+            yield _failed(fault, str(error), started)
+        except Exception as error:  # noqa: BLE001 - one fault that surprises the campaign must not end it
+            yield _failed(fault, f"{type(error).__name__}: {error}", started)
+
+
+def _failed(fault: Fault, why: str, started: float) -> Outcome:
+    return Outcome(kind=fault.kind, name=fault.name, wrong=why, seconds=time.perf_counter() - started)
 
 
 def _faults(kind: str, attempt: Callable[[Runs, Any], Outcome], plans: Iterable[Any]) -> list[Fault]:

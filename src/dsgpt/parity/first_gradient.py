@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dsgpt.optimization.optimizer import STATE_NAMES
+PLACES = ("exp_avg", "exp_avg_sq")
+"""Where Adam keeps its moments; DeepSpeed links both or none."""
 
 
 class SgdGradients:
@@ -28,7 +29,7 @@ class SgdGradients:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     kept = (parameter.grad.detach().clone(), torch.zeros_like(parameter.grad))
-                    optimizer.state[parameter].update(zip(STATE_NAMES, kept, strict=True))
+                    optimizer.state[parameter].update(zip(PLACES, kept, strict=True))
 
     def __enter__(self) -> "SgdGradients":
         self._handle = register_optimizer_step_pre_hook(self._note)
@@ -41,7 +42,7 @@ class SgdGradients:
         """Take out again what was kept: it is no model state, and later steps would carry it along."""
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                for name in STATE_NAMES:
+                for name in PLACES:
                     state.pop(name, None)
 
 

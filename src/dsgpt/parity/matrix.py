@@ -93,6 +93,8 @@ def core() -> list[Cell]:
         if not strategy.fp32_only:
             cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
     cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
+    # What it keeps of its gradients, and so what it costs, is another thing in bf16 than in fp32, at any accumulation.
+    cells.append(Cell(strategy="zero2-offload", ranks=2, accumulation=1, precision="bf16"))
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]
     four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")

@@ -30,6 +30,7 @@ class Ddp(TorchStrategy):
         model = whole_model(config, device)
         weights = MasterWeights(model, DTYPES[config.precision])
         super().__init__(config, device, model=model, weights=weights)
+        self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
         self._low = list(model.parameters()) if weights.separate else []
         self._masters = weights.by_low_parameter() if weights.separate else {}
         self._buckets: list[Tensor] = []
@@ -75,7 +76,7 @@ class Ddp(TorchStrategy):
         It does so after the first backward pass. Where an element lies in a bucket decides in which order three or more
         ranks add it up, so that the first step of a resumed run would differ from an undisturbed one in the last bit.
         """
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
+        tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
             self._training_loss(Batch(inputs=tokens, targets=tokens)).backward()
         self._optimizer.zero_grad()

@@ -1,10 +1,10 @@
 """A piece of work of the main rank that goes on beside training, and how all ranks hear of its end."""
 
 import threading
-import traceback
 from collections.abc import Callable
 
 from dsgpt.errors import NonFiniteError, SaveError
+from dsgpt.files import print_traceback
 from dsgpt.process_group import HostGroup, from_main
 
 
@@ -37,7 +37,7 @@ class Background:
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
             self._error = error
             if not isinstance(error, SaveError | NonFiniteError):
-                traceback.print_exc()
+                print_traceback()
 
     def is_done(self) -> bool:
         """Whether the work has ended; collective, and the same answer everywhere."""

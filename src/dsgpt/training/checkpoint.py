@@ -7,7 +7,6 @@ for a rank that has given up.
 import contextlib
 import copy
 import shutil
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from dsgpt.checkpointing.training_state import Counters, GatheringError, KeptSta
 from dsgpt.checkpointing.writing import reason_of, require_room, try_to_write
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError, SaveError, UserError
-from dsgpt.files import write_json_atomic
+from dsgpt.files import print_traceback, write_json_atomic
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
@@ -163,8 +162,13 @@ def write_kept(contents: Contents, kept: KeptState) -> int:
             )
             _refuse_non_finite(spoiled, step=contents.state.step)
             return contents.complete()
+        except NonFiniteError:
+            raise
         except OSError as error:
             raise SaveError(reason_of(error)) from error
+        except Exception as error:
+            print_traceback()
+            raise SaveError(f"{type(error).__name__}: {error}") from error
 
 
 def _together(action: Callable[[], T]) -> T:
@@ -182,7 +186,7 @@ def _together(action: Callable[[], T]) -> T:
     except OSError as error:
         reason = reason_of(error)
     except Exception as error:  # noqa: BLE001 - the others must hear of it, or they would wait for this rank
-        traceback.print_exc()
+        print_traceback()
         reason = f"{type(error).__name__}: {error}"
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
     if failures:

@@ -41,7 +41,7 @@ class Journal:
         self.last_val_step: int | None = None
         self.best_val_loss: float | None = None
         self._failed_saves = 0
-        self._refused = False
+        self._refused: set[str] = set()
         self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
 
     def take_up(self, state: RunState, steps_file: Path, *, failed_saves: int, saves: Sequence[dict[str, Any]]) -> None:
@@ -149,12 +149,12 @@ class Journal:
     def _put(self, lines: list[dict[str, Any]]) -> None:
         """Add lines to ``metrics.jsonl``; what a full disk does not take comes later, if the run may go on with it."""
         if self._log:
-            with self._tolerant():
+            with self._tolerant(STEPS_FILE):
                 self._log.write(lines)
 
     @contextlib.contextmanager
-    def _tolerant(self) -> Iterator[None]:
-        """Go on after a refusal of the file system, told once, where ``--on_save_failure continue`` says so.
+    def _tolerant(self, file: str) -> Iterator[None]:
+        """Go on after a refusal of the file system, told once for each ``file``, as ``--on_save_failure`` says.
 
         Raises:
             OSError: it does not.
@@ -164,11 +164,11 @@ class Journal:
         except OSError as error:
             if self._config.options.on_save_failure == "stop":
                 raise
-            if not self._refused:
+            if file not in self._refused:
                 self._console.say(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
-            self._refused = True
+            self._refused.add(file)
         else:
-            self._refused = False
+            self._refused.discard(file)
 
     def end_early(self, status: str) -> None:
         """Write what is known when an error ends the run, which is told by the caller: no other may hide it."""
@@ -244,7 +244,7 @@ class Journal:
         Args:
             status: of the run; of one that has ended, the record is written or the error raised.
         """
-        with self._tolerant() if status == "running" else contextlib.nullcontext():
+        with self._tolerant(RECORD_FILE) if status == "running" else contextlib.nullcontext():
             self._write(status)
 
     def _write(self, status: str = "running") -> None:

@@ -1,6 +1,7 @@
 """One run from its configuration to its record: everything around the loop."""
 
 import contextlib
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
         refuse_if_locked(run_dir)
     elif is_guarded(run_dir):
         lock.take()
-        store.put_back(run_dir)
+        if os.access(run_dir, os.W_OK):  # else it is refused below
+            store.put_back(run_dir)
     goes_on = may_go_on(config, problems)
     problems.raise_if_any()
     verify = config.options.verify_data

@@ -79,13 +79,14 @@ def clear_run_folder(run_dir: Path, start: Start) -> None:
     """
     store.remove(run_dir / COMPLETE_FILE)
     if start.checkpoint is None:
-        for checkpoint in _folders(run_dir, store.STEP_FOLDER):
-            store.set_aside(checkpoint)
+        for name in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
+            for checkpoint in _folders(run_dir, name):
+                store.set_aside(checkpoint)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         store.remove(path)
     if start.checkpoint is None:
-        for path in (*_folders(run_dir, store.DAMAGED_FOLDER), *(run_dir / name for name in _FILES)):
-            store.remove(path)
+        for name in _FILES:
+            store.remove(run_dir / name)
     else:
         for checkpoint in start.refused:
             store.mark_damaged(checkpoint)
