@@ -5,8 +5,10 @@
 # make charts  the README's pictures again, from the committed records
 #
 # PYTHON=python3.12 make demo   uses another interpreter
+# STEPS=20 make demo            trains as many steps
 
 PYTHON ?= python3
+STEPS ?= 200
 VENV := .venv
 BIN := $(VENV)/bin
 REFERENCE := checkpoint/reference
@@ -38,7 +40,7 @@ $(BIN)/.installed-for-tests: $(BIN)/.installed
 	@touch $@
 
 demo: $(BIN)/.installed
-	@$(BIN)/python src/demo.py
+	@$(BIN)/python src/demo.py --steps $(STEPS)
 
 test: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """``make demo``: text to two trained models, the same training on one device and on all, to charts of what it cost."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -20,7 +21,6 @@ WORK = [
     "--deepspeed_config", str(RECIPE),
     "--model_size", "demo",
     "--seq_length", "128",
-    "--max_train_steps", "200",
     "--eval_every", "50",
     "--max_val_steps", "20",
     "--save_every", "50",
@@ -31,13 +31,18 @@ WORK = [
 
 def main() -> int:
     """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
+    parser = argparse.ArgumentParser(description="Train the demo's two models, and compare them.", allow_abbrev=False)
+    parser.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="optimizer steps of each training (default: 200)"
+    )
+    steps_of_training = parser.parse_args().steps
     from dsgpt.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     gpus = cuda_devices()
     # DeepSpeed's launcher looks for a GPU by itself and warns where there is none.
     environment = dict(os.environ) if gpus else {**os.environ, "DS_ACCELERATOR": "cpu"}
     started = time.perf_counter()
-    steps = _steps(gpus)
+    steps = _steps(gpus, steps_of_training)
     for number, (title, command) in enumerate(steps, start=1):
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
         code = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
@@ -49,10 +54,10 @@ def main() -> int:
     return 0
 
 
-def _steps(gpus: int) -> list[tuple[str, list[str]]]:
+def _steps(gpus: int, steps_of_training: int) -> list[tuple[str, list[str]]]:
     """Title and command of each step, on ``gpus`` GPUs or, with none, on two devices of half the CPU's cores each."""
     python = sys.executable
-    train = ["src/gpt2.py", *WORK, *_device_flags(gpus)]
+    train = ["src/gpt2.py", *WORK, "--max_train_steps", str(steps_of_training), *_device_flags(gpus)]
     devices = max(n for n in range(1, (gpus or 2) + 1) if GLOBAL_BATCH_SIZE % n == 0)
     launcher = [str(Path(python).parent / "deepspeed"), "--quiet", "--num_gpus", str(devices)]
     launcher += ["--master_port", str(free_port())]
@@ -92,8 +97,6 @@ def _device_flags(gpus: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(f"error: the demo takes no arguments, not {sys.argv[1]!r}; train your own runs with src/gpt2.py")
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import SHAPE, Corpus, finished, launcher, read_lines, roll_back, train, write_recipe
+from training_runs import SHAPE, Corpus, finished, launcher, write_recipe
 
 RANKS, ACCUMULATION, LAYERS = 2, 3, 2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -57,20 +57,3 @@ def assert_own_dropout_masks(ranks: list[Any]) -> None:
     assert one == one_again
     assert two == two_again
     assert one != two
-
-
-def assert_resumes_bit_for_bit(run_type: str, corpus: Corpus, folder: Path, *, by: str) -> None:
-    """A run with dropout that was killed after step 3 of 6 ends as the one that was not."""
-    recipe = write_recipe(folder / "recipe.json", train_batch_size=12, bf16={"enabled": True})
-    flags = ("--max_train_steps", "6", "--save_every", "3", "--max_val_steps", "2", "--keep_checkpoints", "9")
-    flags += ("--dropout", "0.1", "--grad_accum_steps", str(ACCUMULATION))
-    run, copy = folder / "run", folder / "copy"
-    finished(train(run, corpus, recipe, *flags, ranks=RANKS, by=by, run_type=run_type))
-    roll_back(run, copy, 3)
-    finished(train(copy, corpus, recipe, *flags, "--resume", ranks=RANKS, by=by, run_type=run_type))
-    kept = ("step", "loss", "grad_norm", "lr")
-    assert [[line[key] for key in kept] for line in read_lines(copy)] == [
-        [line[key] for key in kept] for line in read_lines(run)
-    ]
-    weights = Path("step-00000006") / "model.safetensors"
-    assert (copy / weights).read_bytes() == (run / weights).read_bytes()

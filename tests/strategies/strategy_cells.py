@@ -72,13 +72,13 @@ def _checkpoints(*names: str) -> dict[str, Observation]:
     return {f"checkpoint {name}": Observation(what="checkpoint", strategy=name, flags=LAYERS) for name in names}
 
 
-def _runs(*names: str) -> Iterator[tuple[str, Observation]]:
+def _runs(*names: str, save_mode: str = "sync") -> Iterator[tuple[str, Observation]]:
     """A run with dropout, and the same once more from its first checkpoint on."""
+    flags = (*RUN, *DROPOUT, "--save_mode", save_mode)
     for name in names:
         run = f"run {name}"
-        yield run, Observation(what="run", strategy=name, flags=(*RUN, *DROPOUT))
-        resumed = (*RUN, *DROPOUT, "--resume")
-        yield f"resumed {name}", Observation(what="run", strategy=name, flags=resumed, after=run)
+        yield run, Observation(what="run", strategy=name, flags=flags)
+        yield f"resumed {name}", Observation(what="run", strategy=name, flags=(*flags, "--resume"), after=run)
 
 
 def _recomputed(*names: str) -> dict[str, Observation]:
@@ -108,6 +108,8 @@ START_FP32 = ("zero0", "zero1", "zero2-offload")
 START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
 SPLIT_STATE = ("zero1", "zero3", *NVME, "fsdp", "tensor2-zero1", "pipeline2-zero1")
 RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
+SAVED_BESIDE = ("zero0", "zero3", "fsdp")
+"""Saved while training goes on, and resumed too."""
 RECOMPUTED = (*SPLIT, "zero3-offload")
 SUMMED_BY_MANY = "ddp"
 """Of more than two ranks: the sum of two numbers is the same in any order, that of three is not."""
@@ -123,6 +125,7 @@ CELLS: dict[int, dict[str, Observation]] = {
         **_steps("zero3", *SPLIT),
         **_checkpoints(*SPLIT_STATE),
         **dict(_runs(*RESUMED)),
+        **dict(_runs(*SAVED_BESIDE, save_mode="async")),
         **_recomputed(*RECOMPUTED),
         **dict(_changed(*CHANGED_STRATEGIES)),
         **_full_disks(*FULL_DISK, of="main"),

@@ -11,6 +11,7 @@ from strategy_cells import (
     CHANGED_STRATEGIES,
     FULL_DISK,
     RESUMED,
+    SAVED_BESIDE,
     SPLIT_STATE,
     SUMMED_BY_MANY,
     THREE_D,
@@ -32,7 +33,7 @@ def steps(run: Path) -> list[tuple[int, float, float, float]]:
 @pytest.mark.parametrize(
     "cell",
     [
-        *(Asked(2, f"resumed {name}") for name in RESUMED),
+        *(Asked(2, f"resumed {name}") for name in (*RESUMED, *SAVED_BESIDE)),
         Asked(4, f"resumed {SUMMED_BY_MANY}"),
         Asked(8, f"resumed {THREE_D}"),
     ],

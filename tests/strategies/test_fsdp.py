@@ -10,7 +10,6 @@ from rank_facts import (
     RANKS,
     assert_one_decision_on_overflow,
     assert_own_dropout_masks,
-    assert_resumes_bit_for_bit,
     assert_the_baselines_training,
     facts_on_ranks,
 )
@@ -88,7 +87,3 @@ def test_all_ranks_skip_the_same_steps(facts):
 
 def test_ranks_draw_their_own_masks(facts):
     assert_own_dropout_masks(facts["dropout"])
-
-
-def test_it_resumes_bit_for_bit(corpus, tmp_path):
-    assert_resumes_bit_for_bit("fsdp", corpus, tmp_path, by="torchrun")

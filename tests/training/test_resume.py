@@ -55,22 +55,6 @@ def test_baseline_resumes_bit_for_bit(undisturbed, corpus, tmp_path):
     assert new["summary"]["best_val_loss"] == old["summary"]["best_val_loss"]
 
 
-@pytest.mark.parametrize(("stage", "save_mode"), [(0, "sync"), (1, "async"), (3, "async")])
-def test_deepspeed_resumes_bit_for_bit(corpus, tmp_path, stage, save_mode):
-    recipe = write_recipe(tmp_path / "recipe.json", stage=stage)
-    flags = (*STEPS, "--dropout", "0.1", "--keep_checkpoints", "9", "--save_mode", save_mode)
-    run = tmp_path / "run"
-    finished(train(run, corpus, recipe, *flags, ranks=2))
-    copy = roll_back(run, tmp_path / "copy", 5)
-    finished(train(copy, corpus, recipe, *flags, "--resume", ranks=2))
-    assert losses(copy) == losses(run)
-    assert [(save["step"], save["mode"]) for save in read_record(copy)["saves"]] == [
-        (5, save_mode),
-        (10, save_mode),
-        (12, "sync"),
-    ]
-
-
 def test_a_killed_run_is_continued(undisturbed, corpus, tmp_path):
     """A real kill -9 at some instant after the first save."""
     run, recipe = undisturbed
