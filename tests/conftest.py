@@ -18,6 +18,7 @@ TOGETHER = {"parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where two processes share the tests (``make test``): a file, or what shares launches, stays in one; long first.
 
