@@ -28,6 +28,7 @@ LAYERS = [
         "recipe_reader",
         "recipe_zero",
         "machine_probe",
+        "record_page",
         "batch",
     },
     {"model", "data", "optimization", "device", "process_group"},

@@ -26,6 +26,7 @@ class Reader:
         """A reader of whole numbers of at least ``low``; thousands may be grouped by ``_`` or ``,``."""
 
         def read(word: str) -> int | None:
+            """The number, or None with a note of the mistake."""
             try:
                 value = int(word.replace("_", "").replace(",", ""))
             except ValueError:
@@ -41,6 +42,7 @@ class Reader:
         """A reader of numbers of at least 0 and below 1."""
 
         def read(word: str) -> float | None:
+            """The number, or None with a note of the mistake."""
             try:
                 value = float(word)
             except ValueError:
@@ -56,6 +58,7 @@ class Reader:
         """A reader of the ``allowed`` words; ``default`` stands in for any other."""
 
         def read(word: str) -> str | None:
+            """The word, or ``default`` with a note of the mistake."""
             if word not in allowed:
                 self.problems.add(
                     f"{flag} must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}"
@@ -69,6 +72,7 @@ class Reader:
         """A reader of one or several of the ``allowed`` words, with commas between them."""
 
         def read(text: str) -> tuple[str, ...] | None:
+            """The words, or None with a note of the mistake."""
             words = tuple(text.split(","))
             for word in words:
                 if word not in allowed:

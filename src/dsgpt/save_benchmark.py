@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.errors import UserError
-from dsgpt.files import write_atomic, write_json_atomic
+from dsgpt.files import write_json_atomic
 from dsgpt.options import SAVE_MODES
 from dsgpt.parity.command import work_folder
+from dsgpt.record_page import read_record, write_page
 from dsgpt.telemetry.console import Console
 
 SCHEMA_VERSION = "1.0"
@@ -153,10 +154,7 @@ def make_page(record_file: Path, page: Path) -> None:
     Raises:
         UserError: there is no such record.
     """
-    try:
-        record = json.loads(record_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--table-from {record_file}: cannot be read as a record of saves: {error}") from error
+    record = read_record(record_file, of="saves")
     _write_page(page, record, record_file)
 
 
@@ -177,8 +175,7 @@ count. With async, training waits **{record["ratio"]:.0%}** of the time that it 
 shows in the last column where no core is free.
 
 Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, "\n".join([head, "", *_table(record), ""]).encode())
+    write_page(page, "\n".join([head, "", *_table(record), ""]))
 
 
 def _table(record: dict[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """``python src/benchmark.py resume``: run the suite, show its progress, keep its record."""
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from dsgpt.any_to_any.matrix import Pair, by, core_pairs, core_rewritten, rewritten, seeded_pairs
 from dsgpt.any_to_any.page import resume_page, summary_lines
-from dsgpt.errors import UserError
-from dsgpt.files import write_atomic, write_json_atomic
+from dsgpt.files import write_json_atomic
 from dsgpt.parity.command import EXIT_FAILED, work_folder
+from dsgpt.record_page import read_record, write_page
 from dsgpt.telemetry.console import Console, Progress
 
 if TYPE_CHECKING:
@@ -44,16 +43,12 @@ def make_page(record_file: Path, page: Path) -> None:
     Raises:
         UserError: there is no such record.
     """
-    try:
-        record = json.loads(record_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--table-from {record_file}: cannot be read as a record of the suite: {error}") from error
+    record = read_record(record_file, of="the suite")
     _write_page(page, record, record_file)
 
 
 def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, resume_page(record, source=record_file.as_posix()).encode())
+    write_page(page, resume_page(record, source=record_file.as_posix()))
 
 
 def run_resume(options: ResumeOptions, *, repository: Path) -> int:

@@ -48,6 +48,14 @@ class _HubModel:
             self._offline = error
 
     def fetch(self, *, weights: bool) -> Path:
+        """Bring the configuration and vocabulary here, and with ``weights`` those too.
+
+        Returns:
+            The folder in the hub library's cache, all of one commit.
+
+        Raises:
+            UserError: there is no network and no copy of before, or the hub has no such files.
+        """
         config = self._file(_CONFIG)
         if config is None:
             raise self._offline or UserError(f"--init_from {self._name}: has no {_CONFIG} on the hub")

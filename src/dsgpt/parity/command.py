@@ -1,6 +1,5 @@
 """``python src/benchmark.py parity``: run the suite, show its progress, keep its record."""
 
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.errors import UserError
-from dsgpt.files import write_atomic
 from dsgpt.parity.matrix import Cell, core, select, whole_matrix
 from dsgpt.parity.page import failure_words, parity_page, summary_lines
 from dsgpt.problems import Problems
+from dsgpt.record_page import read_record, write_page
 from dsgpt.telemetry.console import Console, Progress
 
 EXIT_FAILED = 1
@@ -46,16 +45,12 @@ def make_page(record_file: Path, page: Path) -> None:
     Raises:
         UserError: there is no such record.
     """
-    try:
-        record = json.loads(record_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--table-from {record_file}: cannot be read as a record of the suite: {error}") from error
+    record = read_record(record_file, of="the suite")
     _write_page(page, record, record_file)
 
 
 def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, parity_page(record, source=record_file.as_posix()).encode())
+    write_page(page, parity_page(record, source=record_file.as_posix()))
 
 
 def run_parity(options: ParityOptions, *, repository: Path) -> int:

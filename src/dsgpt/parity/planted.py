@@ -82,6 +82,7 @@ def _clipping_before_averaging() -> Patch:
     from dsgpt.strategies.zero import Zero  # noqa: PLC0415
 
     def clip_first(strategy: Any) -> None:
+        """Let every rank clip what it has, and only then average."""
         engine = strategy._engine
         reduce = engine.allreduce_gradients
 

@@ -61,6 +61,7 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
     lock, alone = contextlib.ExitStack(), []  # taken when something has to be compiled, and kept until all is
 
     def jit_load(builder: Any, verbose: bool = False) -> Any:
+        """Stands in for the builder's own: load what is complete, compile what is not, one process at a time."""
         library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
         if _is_complete(library, marker):
             return _loaded(builder, library)
