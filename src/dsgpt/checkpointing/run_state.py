@@ -1,12 +1,12 @@
 """Where a run stands: what a resume needs besides its configuration and the state of training."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
+from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
 
 _FILE = "run_state.json"
 
@@ -18,21 +18,21 @@ class RunState:
     The random state of every rank lies in a file of its own beside this one.
     """
 
-    step: int
+    step: Count
     """Optimizer steps done."""
-    samples_seen: int
+    samples_seen: Count
     """Sequences consumed: ``step`` times the global batch."""
-    best_val_loss: float | None
+    best_val_loss: Finite | None
     """The lowest of all validations so far."""
     epochs: list[dict[str, Any]]
     """Records of the finished epochs."""
-    wall_time_sec: float | None = None
+    wall_time_sec: Seconds | None = None
     """Since the run started, stops between processes not counted."""
-    last_train_loss: float | None = None
-    last_val_loss: float | None = None
-    last_val_step: int | None = None
+    last_train_loss: Finite | None = None
+    last_val_loss: Finite | None = None
+    last_val_step: Count | None = None
     """The step that ``last_val_loss`` was measured at."""
-    failed_saves: int = 0
+    failed_saves: Count = 0
     """Checkpoints that could not be written so far."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed at resumes, by ``--allow_changed`` or in who executes: ``step``, ``name``, ``before``, ``after``."""
@@ -56,6 +56,6 @@ def read_run_state(checkpoint: Path) -> RunState:
     """
     path = checkpoint / _FILE
     try:
-        return RunState(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_as(path, RunState)
+    except JsonError as error:
         raise UserError(f"{path}: is no run state of this version ({error})") from error
