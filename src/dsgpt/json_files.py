@@ -23,7 +23,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\Z")]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 """As lower-case hex."""
 
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
