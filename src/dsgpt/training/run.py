@@ -102,18 +102,20 @@ def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
         if os.access(run_dir, os.W_OK):  # else it is refused below
             store.put_back(run_dir)
     goes_on = may_go_on(config, problems)
+    problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
     verify = config.options.verify_data
     hashes = {
         name: data_hash(file, verify=verify, console=console, problems=problems)
         for name, file in (("train", config.train), ("val", config.val))
     }
+    problems.raise_if_any()  # a file that changed would also differ from the checkpoint's
     hashes["initial weights"] = initial_weights_hash(config, console)
     start = Start()
     if goes_on:
         start = plan_resume(config, fixed=fixed_facts(config, hashes=hashes), problems=problems)
     earlier, unknown = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
-    notices = (data_tokenizer(config.train)[1], check_tokenizer(config, problems), unknown)
+    notices = (check_tokenizer(config, problems), unknown)
     problems.raise_if_any()
     return _Prepared(
         start=start,
