@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -17,6 +16,7 @@ from downloaded_set import downloaded_source
 from own_text import own_source
 from prep_console import counted, duration, progress
 from prep_options import TRAIN, PrepareOptions
+from pydantic import JsonValue
 from splitting import SPLITS, Divided, divide, first_documents
 from stdlib_corpus import STDLIB_NAME, stdlib_source
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_tr
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.errors import UserError
 from dsgpt.files import sync_directory, write_json_atomic
+from dsgpt.json_files import JsonError, Sha256, clipped, read_as
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -60,10 +61,30 @@ class Place:
         """The tokenizer folder until everything else is ready."""
         return self.folder / f".{TOKENIZER_FOLDER}.partial"
 
-    def complete(self) -> dict | None:
-        """The record, if everything that it speaks of is there."""
+    def complete(self) -> "PreparationRecord | None":
+        """The record, if everything that it speaks of is there.
+
+        Raises:
+            UserError: it is damaged.
+        """
         named = [self.record, self.tokenizer / "tokenizer.json", *map(self.tokens, SPLITS)]
-        return json.loads(self.record.read_text(encoding="utf-8")) if all(path.exists() for path in named) else None
+        if not all(path.exists() for path in named):
+            return None
+        try:
+            return read_as(self.record, PreparationRecord, unknown_keys=True)
+        except JsonError as error:
+            raise UserError(
+                f"{self.record}: is no record of a preparation ({error}); remove it, and prepare again with --overwrite"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparationRecord:
+    """What made the files of a ``Place``."""
+
+    identity: dict[str, JsonValue]
+    """Flags, input and tokenizer; another preparation is the same where this is."""
+    tokenizer_sha256: Sha256
 
 
 def prepare(options: PrepareOptions) -> None:
@@ -148,9 +169,11 @@ def _already_prepared(place: Place, identity: dict) -> bool:
         return False
     for split in SPLITS:
         open_token_file(place.tokens(split))
-    old = record["identity"]
+    old = record.identity
     changes = [
-        f"{name} was {old.get(name)}, is {identity.get(name)}" if name.startswith("--") else f"the {name} has changed"
+        f"{name} was {clipped(old.get(name))}, is {clipped(identity.get(name))}"
+        if name.startswith("--")
+        else f"the {name} has changed"
         for name in {**old, **identity}
         if old.get(name) != identity.get(name)
     ]
@@ -172,7 +195,7 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     A small set's tokenizer is trained on the whole train split too, so that small and full files are interchangeable.
     """
     other = place.other.complete()
-    if other and other["identity"] | {"--num_documents": None} == identity | {"--num_documents": None}:
+    if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
     if options.tokenizer != TRAIN:
         save_loaded(options.tokenizer, place.staged_tokenizer)
@@ -194,7 +217,7 @@ def _train_texts(divided: Divided, bar: tqdm) -> Iterator[str]:
 
 def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
     other = place.other.complete()
-    if other and other["tokenizer_sha256"] != vocabulary.sha256:
+    if other and other.tokenizer_sha256 != vocabulary.sha256:
         raise UserError(
             f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer asked "
             f"for; choose another --output_dir, or remove {place.other.record.name} and the files it speaks of"
