@@ -113,7 +113,10 @@ def test_only_deepspeeds_strategies_import_it():
     ("folder", "allowed"),
     [
         ("charts", {"dsgpt.telemetry.record", "dsgpt.files", "dsgpt.errors"}),
-        ("data_prep", {"dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.files", "dsgpt.errors"}),
+        (
+            "data_prep",
+            {"dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.files", "dsgpt.json_files", "dsgpt.errors"},
+        ),
     ],
 )
 def test_charts_and_data_preparation_know_only_the_file_contracts(folder, allowed):

@@ -152,7 +152,12 @@ class TokenFileWriter:
     ) -> None:
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
-        self._about: dict[str, Any] = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": tokenizer, "source": source}
+        self._about: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "eot_id": eot_id,
+            "tokenizer": tokenizer,
+            "source": source,
+        }
         self._dtype = dtype_for(vocab_size)
         self._tokens = 0
         self._documents = 0
