@@ -81,7 +81,7 @@ def test_before_the_first_validation_nothing_is_the_best(easy, run_dir, monkeypa
         summary = record(run_dir)["summary"]
         assert (summary["best_val_loss"], summary["final_val_loss"]) == (None, None)
         assert not (run_dir / "best").exists()
-        with pytest.raises(UserError, match="--which best: .* none was saved after a validation"):
+        with pytest.raises(UserError, match=r"--which best: .* none was saved after a validation"):
             find_checkpoint(run_dir, which="best", flag="--from")
 
 
