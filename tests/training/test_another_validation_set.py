@@ -11,6 +11,7 @@ from run_folders import Killed, checkpoints, record
 from small_run import command_line, write_data, write_recipe, write_tokens
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.selection import find_checkpoint
 from dsgpt.errors import UserError
@@ -96,8 +97,7 @@ def test_a_best_that_an_earlier_version_named_across_sets_is_refused(easy, run_d
 
 def test_the_same_set_goes_on_with_its_best(easy, run_dir):
     before = dict(validations(run_dir))
-    fixed = store.fixed_in(store.parse_manifest(run_dir / "step-00000006"), run_dir)
-    assert set(store.VALIDATED_ON) <= fixed.keys()
+    assert set(store.VALIDATED_ON) <= parse_manifest(run_dir / "step-00000006").fixed.keys()
     assert train(harder(easy, run_dir, val_data_path=easy / "val.bin", allow_changed="recipe")) == 0
     assert dict(validations(run_dir)) == before
     assert record(run_dir)["summary"]["best_val_loss"] == min(before.values())
