@@ -1,14 +1,12 @@
 """From a source to train.bin, val.bin and tokenizer/: all of it published at the end, or none of it."""
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from documents import Source
@@ -16,7 +14,7 @@ from downloaded_set import downloaded_source
 from own_text import own_source
 from prep_console import counted, duration, progress
 from prep_options import TRAIN, PrepareOptions
-from pydantic import JsonValue
+from prepared import TOKENIZER_FOLDER, Place, already_prepared
 from splitting import SPLITS, Divided, divide, first_documents
 from stdlib_corpus import STDLIB_NAME, stdlib_source
 from tqdm import tqdm
@@ -24,67 +22,7 @@ from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_tr
 
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory, write_json_atomic
-from dsgpt.json_files import JsonError, Sha256, clipped, read_as
-
-TOKENIZER_FOLDER = "tokenizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The names of one preparation inside its output folder."""
-
-    folder: Path
-    suffix: str
-
-    def tokens(self, split: str) -> Path:
-        """``train.bin`` and the like."""
-        return self.folder / f"{split}{self.suffix}.bin"
-
-    @property
-    def record(self) -> Path:
-        """Written last: its presence says that the preparation is complete, and what made it."""
-        return self.folder / f"preparation{self.suffix}.json"
-
-    @property
-    def other(self) -> "Place":
-        """The small preparation beside the full one, and the other way round: they share the tokenizer."""
-        return Place(folder=self.folder, suffix="" if self.suffix else "_small")
-
-    @property
-    def tokenizer(self) -> Path:
-        """The published tokenizer folder."""
-        return self.folder / TOKENIZER_FOLDER
-
-    @property
-    def staged_tokenizer(self) -> Path:
-        """The tokenizer folder until everything else is ready."""
-        return self.folder / f".{TOKENIZER_FOLDER}.partial"
-
-    def complete(self) -> "PreparationRecord | None":
-        """The record, if everything that it speaks of is there.
-
-        Raises:
-            UserError: it is damaged.
-        """
-        named = [self.record, self.tokenizer / "tokenizer.json", *map(self.tokens, SPLITS)]
-        if not all(path.exists() for path in named):
-            return None
-        try:
-            return read_as(self.record, PreparationRecord, unknown_keys=True)
-        except JsonError as error:
-            raise UserError(
-                f"{self.record}: is no record of a preparation ({error}); remove it, and prepare again with --overwrite"
-            ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparationRecord:
-    """What made the files of a ``Place``."""
-
-    identity: dict[str, JsonValue]
-    """Flags, input and tokenizer; another preparation is the same where this is."""
-    tokenizer_sha256: Sha256
+from dsgpt.files import sync_directory
 
 
 def prepare(options: PrepareOptions) -> None:
@@ -97,7 +35,7 @@ def prepare(options: PrepareOptions) -> None:
     place = Place(folder=options.output_dir, suffix=options.suffix)
     with only_one(place.folder):
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
-        if not options.overwrite and _already_prepared(place, identity):
+        if not options.overwrite and already_prepared(place, identity):
             _report(place, "already prepared:")
             return
         started = time.monotonic()
@@ -158,31 +96,6 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _already_prepared(place: Place, identity: dict) -> bool:
-    record = place.complete()
-    if record is None:
-        unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
-        if unknown:
-            raise UserError(f"{unknown[0]}: exists, but not from a finished preparation; replace it with --overwrite")
-        return False
-    for split in SPLITS:
-        open_token_file(place.tokens(split))
-    old = record.identity
-    changes = [
-        f"{name} was {clipped(old.get(name))}, is {clipped(identity.get(name))}"
-        if name.startswith("--")
-        else f"the {name} has changed"
-        for name in {**old, **identity}
-        if old.get(name) != identity.get(name)
-    ]
-    if changes:
-        raise UserError(
-            f"{place.folder}: was prepared differently ({'; '.join(changes)}); replace it with --overwrite or choose "
-            "another --output_dir"
-        )
-    return True
 
 
 def _divided(options: PrepareOptions, source: Source) -> Divided:
@@ -265,14 +178,7 @@ def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileW
         shutil.rmtree(retired, ignore_errors=True)
     sidecars: dict[str, Sidecar] = {split: writer.close() for split, writer in writers.items()}
     sync_directory(place.folder)
-    write_json_atomic(
-        place.record,
-        {
-            "identity": identity,
-            "tokenizer_sha256": vocabulary.sha256,
-            "splits": {split: dataclasses.asdict(sidecar) for split, sidecar in sidecars.items()},
-        },
-    )
+    place.write_record(identity=identity, tokenizer_sha256=vocabulary.sha256, sidecars=sidecars)
 
 
 def _report(place: Place, heading: str) -> None:

@@ -42,10 +42,15 @@ def _best(run_dir: Path, found: list[Path]) -> Path:
             f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
             "a validation: take --which latest"
         ) from error
-    for checkpoint in found:
-        if checkpoint.name == name:
-            return checkpoint
-    raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+    named = next((checkpoint for checkpoint in found if checkpoint.name == name), None)
+    if named is None:
+        raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+    if named not in store.comparable(found):
+        raise UserError(
+            f"--which best: {run_dir / store.BEST} names {name}, which was validated on other data than the newest "
+            "checkpoint: take --which latest"
+        )
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@
         tokenizer/                   where the data has one
         manifest.json                every file above with size and sha256; written last
     latest                           name of the newest
-    best                             name of the one with the lowest validation loss
+    best                             name of the one with the lowest validation loss on what the newest validates on
 
 A checkpoint is written in a hidden folder beside, made durable, and renamed. ``latest`` and ``best`` are for people and
 other tools: everything here looks at the folders themselves.
 
 The best is chosen among checkpoints at whose own step a validation ran: a loss measured some steps earlier belongs to
-other weights. The newest are kept, and the best.
+other weights. Where the validation set changed, only those count that were validated on the newest checkpoint's: until
+one of them has a loss of its own, there is no best. The newest are kept, and the best.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
+from dsgpt.checkpointing.manifest import MANIFEST, Manifest, parse_manifest
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
 from dsgpt.files import sync_directory, write_atomic, write_json_atomic
@@ -35,6 +36,8 @@ from dsgpt.files import sync_directory, write_atomic, write_json_atomic
 LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
+VALIDATED_ON = ("validation data", "validation windows", "sequence length")
+"""Of what a checkpoint says is fixed: with other values of these, validation losses cannot be compared."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
@@ -146,14 +149,26 @@ def name_newest_and_best(run_dir: Path) -> Path | None:
 
 
 def _best(found: list[Path]) -> Path | None:
-    """Of the checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest."""
-    validated = []
-    for checkpoint in found:
-        with contextlib.suppress(UserError):  # a damaged one is neither
-            loss = parse_manifest(checkpoint).val_loss
-            if loss is not None:
-                validated.append((loss, _step_of(checkpoint), checkpoint))
+    """Of the comparable checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest.
+
+    ``found`` is newest first.
+    """
+    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(found).items()}
+    validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
     return min(validated)[2] if validated else None
+
+
+def comparable(found: list[Path]) -> dict[Path, Manifest]:
+    """Those of ``found``, newest first, that were validated on the same as the newest; damaged ones are left out."""
+    manifests = {}
+    for checkpoint in found:
+        with contextlib.suppress(UserError):
+            manifests[checkpoint] = parse_manifest(checkpoint)
+    validated_on = {
+        checkpoint: [manifest.fixed.get(name) for name in VALIDATED_ON] for checkpoint, manifest in manifests.items()
+    }
+    newest = next(iter(validated_on.values()), None)
+    return {checkpoint: manifests[checkpoint] for checkpoint, facts in validated_on.items() if facts == newest}
 
 
 def _step_of(checkpoint: Path) -> int:
