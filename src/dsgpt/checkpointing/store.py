@@ -12,6 +12,8 @@
     latest                           name of the newest
     best                             name of the one with the lowest validation loss
 
+Nothing inside a run folder is reached through a link: neither a checkpoint, nor a file of one.
+
 A checkpoint is written in a hidden folder beside, made durable, and renamed. ``latest`` and ``best`` are for people and
 other tools: everything here looks at the folders themselves.
 
@@ -31,7 +33,8 @@ from typing import Any
 
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
-from dsgpt.files import sha256_of, sync_directory, write_atomic, write_json_atomic
+from dsgpt.files import is_regular_file, link_between, sha256_of, sync_directory, write_atomic, write_json_atomic
+from dsgpt.tokenizer_files import is_known
 
 LATEST = "latest"
 BEST = "best"
@@ -47,6 +50,7 @@ PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced)?")
 REMOVED, REPLACED, DAMAGED = ".old", ".replaced", ".damaged"
 DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
 """A checkpoint that a resume refused; kept for whoever wants to know why."""
+_A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"
 
 
 def folder_name(step: int) -> str:
@@ -96,7 +100,7 @@ def put_back(run_dir: Path) -> None:
     """Give a checkpoint its name again that was to be replaced by one that never came."""
     for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
         final = run_dir / replaced.name.removeprefix(".partial-").removesuffix(REPLACED)
-        if not final.exists():
+        if not (final.exists() or replaced.is_symlink()):
             replaced.rename(final)
 
 
@@ -108,6 +112,8 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     """
     found = checkpoints(run_dir)
     best = _best(found)
+    for link in linked(run_dir):
+        remove(link)
     for old in found[count:]:  # first, because what follows may need the room
         if old != best:
             discard(old)
@@ -118,11 +124,11 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
     """Make everything in ``folder`` durable, and say in the manifest what it is."""
-    paths = sorted(folder.rglob("*"))
+    paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
         for path in paths
-        if path.is_file()
+        if path.is_file() and (path.parent != folder / TOKENIZER or is_known(path.name))
     }
     for path in paths:
         if path.is_dir():
@@ -205,13 +211,18 @@ def _sync_and_hash(path: Path) -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run that have a manifest, newest first."""
-    return [path for path in candidates(run_dir) if (path / MANIFEST).is_file()]
+    return [path for path in candidates(run_dir) if is_regular_file(path / MANIFEST)]
 
 
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
     found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted(found, key=_step_of, reverse=True)
+    return sorted((path for path in found if not path.is_symlink()), key=_step_of, reverse=True)
+
+
+def linked(run_dir: Path) -> list[Path]:
+    """Links that are named like checkpoints; none of them is one of this run."""
+    return sorted(path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_symlink())
 
 
 def size_of(checkpoint: Path) -> int:
@@ -230,6 +241,8 @@ def parse_manifest(checkpoint: Path) -> dict[str, Any]:
         UserError: it cannot be read, or is no manifest.
     """
     path = checkpoint / MANIFEST
+    if path.is_symlink():
+        raise UserError(f"{path}: {_A_LINK}")
     if not path.is_file():
         raise UserError(f"{path}: is missing: the checkpoint is incomplete")
     try:
@@ -264,12 +277,16 @@ def read_manifest(
     manifest = parse_manifest(checkpoint)
     for name, facts in manifest["files"].items():
         if only(name):
+            if link := link_between(checkpoint, checkpoint / name):
+                raise UserError(f"{link}: is damaged: it {_A_LINK}")
             _verify(checkpoint / name, facts, progress)
     return manifest
 
 
 def _verify(file: Path, facts: dict[str, Any], progress: Callable[[int], None]) -> None:
     try:
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+            raise UserError(f"{file}: is damaged: it is no file")
         size = file.stat().st_size
         same = size == facts["size"] and sha256_of(file, progress) == facts["sha256"]
     except FileNotFoundError as error:

@@ -10,20 +10,26 @@ from dsgpt.model.hub_models import model_folder
 from dsgpt.model.vocabulary_files import token_ids
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
+from dsgpt.tokenizer_files import fault_of
 
 TOKENIZER_FOLDER = "tokenizer"
 """Beside the token files, as data preparation leaves it."""
 
 
 def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
-    """The folder of the tokenizer that made ``file``, None where there is none.
+    """The folder of the tokenizer that made ``file``, None where there is none to take along.
+
+    Training itself needs no tokenizer: one that nobody could open later is left out of checkpoints, not refused.
 
     Returns:
-        The folder, and why a folder that is there is another tokenizer's, else no words.
+        The folder, and why a folder that is there is left out (it holds links, brings code, or belongs to other data),
+        else no words.
     """
     folder = file.path.parent / TOKENIZER_FOLDER
-    if file.sidecar.tokenizer is None or not folder.is_dir():
+    if file.sidecar.tokenizer is None or not (folder.is_dir() or folder.is_symlink()):
         return None, ""
+    if fault := fault_of(folder):
+        return None, f"{folder}: {fault}; until then, checkpoints will hold no tokenizer"
     claimed, vocabulary = file.sidecar.tokenizer.get("sha256"), folder / "tokenizer.json"
     if claimed and vocabulary.is_file() and hashlib.sha256(vocabulary.read_bytes()).hexdigest() != claimed:
         return None, f"{folder} is not the tokenizer that made {file.path.name}: checkpoints will hold no tokenizer"
