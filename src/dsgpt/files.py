@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import traceback
 from collections.abc import Callable
 from io import FileIO
@@ -33,6 +34,14 @@ def link_between(folder: Path, path: Path) -> Path | None:
     inside = [path, *path.parents]
     below = inside[: inside.index(folder)]
     return next((part for part in reversed(below) if part.is_symlink()), None)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
 
 
 def append_to(path: Path) -> FileIO:

@@ -1,4 +1,4 @@
-"""What lies inside a run folder or a checkpoint is never reached through a link; a path that the user names may be one."""
+"""Inside a run folder or a checkpoint no link is followed; a path that the user names may be one."""
 
 import json
 import os

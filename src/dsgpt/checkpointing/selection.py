@@ -33,8 +33,8 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
     found = store.checkpoints(path) if path.is_dir() else []
     if links := store.linked(path):
         raise UserError(
-            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: name it itself "
-            f"({flag} {links[-1]}), or remove it"
+            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
+            f"name it itself ({flag} {links[-1]}), or remove it"
         )
     if not found:
         raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")

@@ -26,14 +26,21 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
-from dsgpt.files import is_regular_file, link_between, sha256_of, sync_directory, write_atomic, write_json_atomic
+from dsgpt.files import (
+    is_regular_file,
+    link_between,
+    remove,
+    sha256_of,
+    sync_directory,
+    write_atomic,
+    write_json_atomic,
+)
 from dsgpt.tokenizer_files import is_known
 
 LATEST = "latest"
@@ -161,14 +168,6 @@ def _best(found: list[Path]) -> Path | None:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
 
 
 def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:

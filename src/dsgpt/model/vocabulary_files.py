@@ -18,7 +18,7 @@ def token_ids(folder: Path) -> dict[str, int] | None:
         if path.is_file():
             try:
                 return read(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{path}: is no readable vocabulary ({error})") from error
     return None
 
@@ -35,7 +35,7 @@ def end_of_text_id(folder: Path) -> int | None:
         return None
     try:
         token = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{settings}: are no readable settings of a tokenizer ({error})") from error
     text = token.get("content") if isinstance(token, dict) else token
     return ids.get(text) if isinstance(text, str) else None
@@ -45,8 +45,15 @@ def _from_tokenizer(values: dict[str, Any]) -> dict[str, int]:
     vocabulary = values["model"]["vocab"]
     if isinstance(vocabulary, list):  # of Unigram models: text and score, in the order of ids
         vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
-    return dict(vocabulary) | {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
+    return _checked(dict(vocabulary) | {token["content"]: token["id"] for token in values.get("added_tokens") or ()})
 
 
 def _from_vocabulary(values: dict[str, int]) -> dict[str, int]:
-    return dict(values.items())
+    return _checked(dict(values.items()))
+
+
+def _checked(ids: dict[Any, Any]) -> dict[str, int]:
+    for text, number in ids.items():
+        if not isinstance(text, str) or type(number) is not int:
+            raise TypeError(f"{text!r} has the id {number!r}")
+    return ids
