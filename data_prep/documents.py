@@ -44,6 +44,8 @@ class Source:
     files: tuple[SourceFile, ...]
     skipped_binary: int = 0
     """Files in the named folders that are not text."""
+    skipped_links: tuple[str, ...] = ()
+    """Links in the named folders, by the keys that files in their place would have."""
     same_by_documents: bool = False
     """True where the same documents may come from other files: then they, not the files, decide what is the same."""
 

@@ -146,7 +146,8 @@ def keep(
 
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> dict[str, int]:
     documents = written = 0
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:  # never through a link in its place
         for row in rows:
             written += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             documents += 1

@@ -11,6 +11,7 @@ from stdlib_corpus import STDLIB_NAME
 from vocabulary import SMALLEST_VOCABULARY
 
 from dsgpt.errors import UserError
+from dsgpt.tokenizer_files import fault_of
 
 TRAIN = "train"
 DATASETS = (STDLIB_NAME, *HUB_SETS)
@@ -197,3 +198,5 @@ def _check_tokenizer_path(tokenizer: str, problems: list[str]) -> None:
     looks_local = tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/")
     if looks_local and not Path(tokenizer).is_dir():
         problems.append(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
+    if tokenizer != TRAIN and Path(tokenizer).is_dir() and (fault := fault_of(Path(tokenizer), named=True)):
+        problems.append(f"--tokenizer {tokenizer}: {fault}")

@@ -13,6 +13,7 @@ from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.inference.decode import generate
 from dsgpt.model.config import GPT2Config
 from dsgpt.problems import Problems
+from dsgpt.tokenizer_files import open_tokenizer
 
 
 def sample(
@@ -46,9 +47,7 @@ def sample(
     files = open_model_files(checkpoint)
     if files.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer, because its training data came without one; cannot read text")
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second, and only text needs it
-
-    tokenizer = AutoTokenizer.from_pretrained(files.tokenizer, local_files_only=True)
+    tokenizer = open_tokenizer(files.tokenizer, what=str(files.tokenizer))
     device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
     model = load_model(files, device)
     start = _encode(prompt, tokenizer, model.config)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsgpt.files import write_atomic, write_json_atomic
+from dsgpt.files import append_to, write_atomic, write_json_atomic
 from dsgpt.json_files import JsonError, parse_json
 from dsgpt.problems import is_number
 
@@ -112,7 +112,8 @@ class StepLog:
     """Appends to ``metrics.jsonl``; the main rank only."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file = append_to(path)
         self._waiting = b""
 
     def write(self, entries: list[dict[str, Any]]) -> None:
@@ -132,7 +133,7 @@ class StepLog:
 
     def _take_back(self, end: int) -> bytes:
         """Cut the file back to ``end``; what was after it comes back."""
-        with Path(self._file.name).open("rb") as file:
+        with self._path.open("rb") as file:
             file.seek(end)
             written = file.read()
         self._file.truncate(end)

@@ -11,6 +11,7 @@ from dsgpt.model.hub_models import model_folder
 from dsgpt.model.vocabulary_files import token_ids
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
+from dsgpt.tokenizer_files import fault_of
 
 TOKENIZER_FOLDER = "tokenizer"
 """Beside the token files, as data preparation leaves it."""
@@ -45,6 +46,8 @@ def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
         return f"{folder}: is missing"
     if not any(folder.iterdir()):
         return f"{folder}: is empty"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
     if sha256 is None:  # of another tool, or of a kind without tokenizer.json
         return ""
     if not vocabulary.is_file():
