@@ -1,14 +1,14 @@
 """Where a run stands: what a resume needs besides its configuration and the state of training."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
 
-_FILE = "run_state.json"
+STATE_FILE = "run_state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class RunState:
     samples_seen: Count
     """Sequences consumed: ``step`` times the global batch."""
     best_val_loss: Finite | None
-    """The lowest of all validations so far."""
+    """The lowest of all validations so far, since the validation set last changed."""
     epochs: list[dict[str, Any]]
     """Records of the finished epochs."""
     wall_time_sec: Seconds | None = None
@@ -42,10 +42,14 @@ class RunState:
         """The validation loss of exactly these weights; None where no validation ran at this step."""
         return self.last_val_loss if self.last_val_step == self.step else None
 
+    def without_validations(self) -> Self:
+        """The same for a run that validates on something else from here on."""
+        return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
+
 
 def write_run_state(checkpoint: Path, state: RunState) -> None:
     """Add ``state`` to a checkpoint."""
-    write_json_atomic(checkpoint / _FILE, asdict(state))
+    write_json_atomic(checkpoint / STATE_FILE, asdict(state))
 
 
 def read_run_state(checkpoint: Path) -> RunState:
@@ -54,7 +58,7 @@ def read_run_state(checkpoint: Path) -> RunState:
     Raises:
         UserError: the file holds something else, as one of another version of this program may.
     """
-    path = checkpoint / _FILE
+    path = checkpoint / STATE_FILE
     try:
         return read_as(path, RunState)
     except JsonError as error:
