@@ -112,7 +112,8 @@ def _parser(description: str, examples: str, *, small: bool) -> argparse.Argumen
         metavar="PATH",
         nargs="+",
         help="your own text instead: files and folders. A .jsonl or .parquet file "
-        "holds one document a row, any other file is one document of UTF-8 text; of folders every visible file is read",
+        "holds one document a row, any other file is one document of UTF-8 text; of folders every visible file "
+        "is read, but no link",
     )
     add("--text_key", metavar="KEY", help="where a .jsonl or .parquet row keeps its text (default text)")
     add(

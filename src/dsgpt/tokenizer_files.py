@@ -140,7 +140,8 @@ def open_tokenizer(
                 source, trust_remote_code=False, local_files_only=not fetch, **settings
             )
     except Exception as error:  # the library checks no types, and the tokenizers library raises plain Exception
-        raise UserError(f"{what}: is no tokenizer that can be opened ({reason_of(error)})") from error
+        kind = "tokenizer folder" if isinstance(source, Path) else "tokenizer"
+        raise UserError(f"{what}: is no {kind} that can be read ({reason_of(error)})") from error
     raise type(fault)(f"{what}: {fault}")
 
 

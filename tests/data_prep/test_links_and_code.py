@@ -65,6 +65,7 @@ def test_a_tokenizers_code_is_refused(run, text, tokenizer, tmp_path, where):
 
 
 def test_a_tokenizer_in_the_hubs_cache_is_used_though_it_lies_there_in_links(run, text, tokenizer, tmp_path):
+    (tokenizer / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.Model"}}')  # code, but not of this
     cached(tmp_path / "home", "somebody/words", tokenizer)
     variables = {"HF_HOME": str(tmp_path / "home")}
     run("preprocess.py", "--input", text, "--tokenizer", "somebody/words", cwd=tmp_path, **variables)

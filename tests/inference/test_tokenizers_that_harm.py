@@ -94,6 +94,15 @@ def test_a_malformed_tokenizer_is_one_line_or_none(checkpoint, name, text):
         assert name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json", "config.json")
 
 
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_line(checkpoint):
+    """A vocabulary of one word, and no token for the others."""
+    file = checkpoint / "tokenizer" / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"word": 0}, "unk_token": "[UNK]"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model, "pre_tokenizer": None, "decoder": None}))
+    seal(checkpoint)
+    assert refusal(checkpoint).startswith("--prompt 'def': the tokenizer cannot encode it (WordLevel error: Missing")
+
+
 def test_no_link_in_a_tokenizer_is_followed(checkpoint, tmp_path):
     (checkpoint / "tokenizer" / "vocab.json").symlink_to("/etc/hostname")
     line = refusal(checkpoint)

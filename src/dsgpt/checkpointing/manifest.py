@@ -111,6 +111,8 @@ def read_manifest(
 
 
 def _verify(file: Path, facts: FileFacts, progress: Callable[[int], None]) -> None:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise UserError(f"{file}: is damaged: it is no file")
     try:
         if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
             raise UserError(f"{file}: is damaged: it is no file")

@@ -99,7 +99,7 @@ def put_back(run_dir: Path) -> None:
     """Give a checkpoint its name again that was to be replaced by one that never came."""
     for old in replaced(run_dir):
         final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
-        if not final.exists():
+        if not final.exists() and not old.is_symlink():
             old.rename(final)
 
 

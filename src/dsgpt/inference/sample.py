@@ -13,7 +13,7 @@ from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.inference.decode import generate
 from dsgpt.model.config import GPT2Config
 from dsgpt.problems import Problems
-from dsgpt.tokenizer_files import open_tokenizer
+from dsgpt.tokenizer_files import open_tokenizer, reason_of
 
 
 def sample(
@@ -75,7 +75,10 @@ def _encode(prompt: str, tokenizer: Any, config: GPT2Config) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError("--prompt is not valid UTF-8 text") from error
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    try:
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise UserError(f"--prompt {prompt!r}: the tokenizer cannot encode it ({reason_of(error)})") from error
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]

@@ -42,8 +42,10 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
 def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
     """What is wrong with the tokenizer in ``folder``, no words if nothing is."""
     vocabulary = folder / "tokenizer.json"
-    if not folder.is_dir():
+    if not folder.is_dir() and not folder.is_symlink():
         return f"{folder}: is missing"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
     if not any(folder.iterdir()):
         return f"{folder}: is empty"
     if fault := fault_of(folder):

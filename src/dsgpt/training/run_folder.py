@@ -139,10 +139,8 @@ def _proof(run_dir: Path) -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    if not is_regular_file(path):
-        return False
     try:
-        return read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
+        return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
 
