@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,10 @@ from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_tr
 
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory
+from dsgpt.files import is_regular_file, remove, sync_directory
+
+_NAMED = 3
+"""Links left out that the line about them names."""
 
 
 def prepare(options: PrepareOptions) -> None:
@@ -44,7 +46,8 @@ def prepare(options: PrepareOptions) -> None:
             _check_shared_tokenizer(place, vocabulary)
             _write(options, source, place, vocabulary, identity)
         finally:
-            shutil.rmtree(place.staged_tokenizer, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the next preparation removes it
+                remove(place.staged_tokenizer)
         _report(place, f"prepared in {duration(time.monotonic() - started)}:")
 
 
@@ -53,7 +56,8 @@ def _fingerprint(tokenizer: str) -> str | None:
     if tokenizer == TRAIN or not Path(tokenizer).is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")):
+    named = [path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")]
+    for path in sorted(path for path in named if is_regular_file(path)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -61,10 +65,9 @@ def _fingerprint(tokenizer: str) -> str | None:
 def _source(options: PrepareOptions) -> Source:
     if options.dataset is None:
         source = own_source(options.inputs, text_key=options.text_key, output_dir=options.output_dir)
+        _say_what_was_left_out(source)
         if not source.files:
             raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
-        if source.skipped_binary:
-            print(f"left out {counted(source.skipped_binary, 'binary file')}")
     else:
         source = downloaded_source(options.dataset, output_dir=options.output_dir)
         if source is None and options.dataset == STDLIB_NAME:
@@ -77,6 +80,16 @@ def _source(options: PrepareOptions) -> Source:
     if source.has_own_split and options.val_fraction is not None and options.num_documents is None:
         raise UserError(f"--val_fraction: {options.dataset} brings its own validation split; leave the flag out")
     return source
+
+
+def _say_what_was_left_out(source: Source) -> None:
+    if source.skipped_binary:
+        print(f"left out {counted(source.skipped_binary, 'binary file')}")
+    links = source.skipped_links
+    if links:
+        more = f" and {len(links) - _NAMED:,} more" if len(links) > _NAMED else ""
+        verb = "is" if len(links) == 1 else "are"
+        print(f"left out {counted(len(links), 'link')}, which {verb} not followed: {', '.join(links[:_NAMED])}{more}")
 
 
 @contextlib.contextmanager
@@ -171,11 +184,11 @@ def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileW
     place.record.unlink(missing_ok=True)
     if vocabulary.folder != place.tokenizer:
         retired = place.folder / f".{TOKENIZER_FOLDER}.old"
-        shutil.rmtree(retired, ignore_errors=True)
-        if place.tokenizer.exists():
+        remove(retired)
+        if os.path.lexists(place.tokenizer):
             place.tokenizer.rename(retired)
         vocabulary.folder.rename(place.tokenizer)
-        shutil.rmtree(retired, ignore_errors=True)
+        remove(retired)
     sidecars: dict[str, Sidecar] = {split: writer.close() for split, writer in writers.items()}
     sync_directory(place.folder)
     place.write_record(identity=identity, tokenizer_sha256=vocabulary.sha256, sidecars=sidecars)
