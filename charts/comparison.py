@@ -189,7 +189,7 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
     settings = all(isinstance(value, dict) for value in known)
     keys = dict.fromkeys(key for value in known for key in value) if settings else {}
     if not keys:
-        whole = not fact.endswith(" data")  # the beginning of a hash will do
+        whole = not fact.endswith((" data", " weights"))  # the beginning of a hash will do
         return [[fact, *(show(value, whole=whole) for value in values)]]
     rows = []
     for key in keys:

@@ -7,6 +7,7 @@ from typing import Any
 
 from curves import Curve, epoch_curve, read_step_curves
 from fields import Fields, read_object
+from work_facts import read_work
 
 from dsgpt.errors import UserError
 
@@ -23,7 +24,6 @@ FLAT_SCHEMA = "flat keys"
 TIMED_FROM_STEP = 4
 """Throughput leaves out the steps before this one, which warm up (``WARM_UP_STEPS`` of the program's meter)."""
 TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
-MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "dropout")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Run:
     devices: str | None
     strategy: str | None
     work: Mapping[str, Any]
-    """What was computed, by fact; ``equal_work.FACTS`` says which facts there are."""
+    """What was computed, by fact; ``dsgpt.same_work`` says which facts there are."""
     epochs: int
     """Epochs of which a loss was recorded."""
     train_time: float | None
@@ -126,7 +126,11 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
         machine=_machine(record),
         devices=_devices(record.section("hardware")),
         strategy=config.text("strategy") or config.text("run_type"),
-        work=_work(record, epochs),
+        work=read_work(
+            record,
+            steps=_first(summary.number("optimizer_steps"), _total(epochs.steps)),
+            tokens=_first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
+        ),
         epochs=epochs.count,
         train_time=_first(summary.number("train_time_sec"), epochs.train_time),
         tokens_per_sec=_first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
@@ -173,39 +177,6 @@ def _curves(log: Path, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]
     if not validation.points:
         validation = epoch_curve(epochs.val_losses, steps=epochs.steps, times=epochs.times)
     return train, validation
-
-
-def _work(record: Fields, epochs: _Epochs) -> dict[str, Any]:
-    config, data, summary = (record.section(key) for key in ("training_config", "data", "summary"))
-    model, seed = config.section("model"), config.number("seed")
-    return {
-        "global batch": config.number("global_batch_size"),
-        "sequence length": config.number("seq_len"),
-        "train data": data.text("train_sha256"),
-        "validation data": data.text("val_sha256"),
-        "validation windows": config.number("val_windows"),
-        **{f"model {key}": model.number(key) for key in MODEL_KEYS},
-        "optimizer steps": _first(summary.number("optimizer_steps"), _total(epochs.steps)),
-        "tokens": _first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
-        "precision": config.text("precision"),
-        "optimizer type": config.raw("optimizer"),
-        "optimizer settings": _optimizer_settings(config),
-        "learning rate": config.number("lr"),
-        "scheduler": config.raw("scheduler"),
-        "gradient clipping": config.number("gradient_clipping"),
-        "seed": None if seed is None else f"{seed:.0f}",
-    }
-
-
-def _optimizer_settings(config: Fields) -> Any:
-    """What the optimizer was given beside its type and learning rate, which are facts of their own.
-
-    Which implementation of the same formulas computed it (``torch_adam``) changes no training.
-    """
-    settings = config.raw("optimizer_params")
-    if not isinstance(settings, dict):
-        return settings
-    return {key: value for key, value in settings.items() if key not in {"type", "lr", "torch_adam"}}
 
 
 def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:

@@ -30,6 +30,7 @@ LAYERS = [
         "recipe_zero",
         "machine_probe",
         "record_page",
+        "same_work",
         "batch",
     },
     {"model", "data", "optimization", "device", "process_group"},
@@ -112,7 +113,7 @@ def test_only_deepspeeds_strategies_import_it():
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("charts", {"dsgpt.telemetry.record", "dsgpt.files", "dsgpt.errors"}),
+        ("charts", {"dsgpt.telemetry.record", "dsgpt.same_work", "dsgpt.files", "dsgpt.errors"}),
         ("data_prep", {"dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.files", "dsgpt.errors"}),
     ],
 )
