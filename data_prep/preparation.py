@@ -22,7 +22,7 @@ from stdlib_corpus import STDLIB_NAME, stdlib_source
 from tqdm import tqdm
 from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
 
-from dsgpt.data.token_file import Sidecar, TokenFileWriter, open_token_file
+from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.errors import UserError
 from dsgpt.files import sync_directory, write_json_atomic
 
@@ -208,7 +208,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
         divided = first_documents(divided, count=options.num_documents, val_fraction=options.validation_share)
         total, unit = options.num_documents, " documents"
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
-    about = {"name": name, "sha256": vocabulary.sha256}
+    about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
     with contextlib.ExitStack() as stack:
         writers = {
             split: TokenFileWriter(

@@ -23,8 +23,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\Z")]
-"""As lower-case hex."""
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""As lower-case hex. The pattern is one of Rust, where ``$`` is the end of the text, and no line break before it."""
 
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 """Strings, and brackets outside of them. The closing quote is optional, so that no text is searched twice."""

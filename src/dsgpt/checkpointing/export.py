@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.deepspeed_layout import Moments, bytes_needed, open_moments, write_deepspeed
+from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
 from dsgpt.checkpointing.new_folder import check_out, check_room, new_folder
 from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files
 from dsgpt.errors import UserError
@@ -120,8 +121,8 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
             raise UserError(f"--from {source}: is a Hugging Face folder, --which best chooses among those of a run")
         return _open_hugging_face(source)
     checkpoint = find_checkpoint(source, which=which, flag="--from")
-    named = store.parse_manifest(checkpoint)["files"]
-    size = sum(facts["size"] for name, facts in named.items() if is_model_file(name))
+    named = parse_manifest(checkpoint).files
+    size = sum(facts.size for name, facts in named.items() if is_model_file(name))
     progress = console.progress(total=size, what="verifying", unit="B")
     files = open_model_files(checkpoint, progress=progress.advance)
     progress.close()
@@ -129,7 +130,7 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
     shapes = parameter_shapes(files.config)
     if {name: tensor.shape for name, tensor in tensors.items()} != {name: tuple(s) for name, s in shapes.items()}:
         raise UserError(f"{files.weights}: its tensors are not those of {checkpoint / store.MODEL}")
-    about = {key: files.manifest.get(key) for key in _ABOUT}
+    about = {key: getattr(files.manifest, key) for key in _ABOUT}
     return Model(
         name=f"{checkpoint} ({about['strategy']}, step {about['step']})" if about["strategy"] else str(checkpoint),
         config=files.config,
@@ -143,7 +144,7 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
 def _is_hugging_face(source: Path) -> bool:
     """A run folder has a ``config.json`` too, which says nothing of a ``model_type``."""
     try:
-        return not (source / store.MANIFEST).exists() and "model_type" in read_json(source / "config.json")
+        return not (source / MANIFEST).exists() and "model_type" in read_json(source / "config.json")
     except UserError:
         return False
 
@@ -212,7 +213,7 @@ def _write_portable(folder: Path, model: Model, *, dtype: str, progress: Callabl
     _write_shape_and_tokenizer(folder, model)
     write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
     manifest = {"portable": "weights", "dtype": dtype, **model.about, "files": _facts(folder)}
-    write_json_atomic(folder / store.MANIFEST, manifest)
+    write_json_atomic(folder / MANIFEST, manifest)
 
 
 def _write_shape_and_tokenizer(folder: Path, model: Model) -> None:

@@ -8,7 +8,7 @@ from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
 
-_FILE = "run_state.json"
+STATE_FILE = "run_state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class RunState:
 
 def write_run_state(checkpoint: Path, state: RunState) -> None:
     """Add ``state`` to a checkpoint."""
-    write_json_atomic(checkpoint / _FILE, asdict(state))
+    write_json_atomic(checkpoint / STATE_FILE, asdict(state))
 
 
 def read_run_state(checkpoint: Path) -> RunState:
@@ -54,7 +54,7 @@ def read_run_state(checkpoint: Path) -> RunState:
     Raises:
         UserError: the file holds something else, as one of another version of this program may.
     """
-    path = checkpoint / _FILE
+    path = checkpoint / STATE_FILE
     try:
         return read_as(path, RunState)
     except JsonError as error:

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import MANIFEST, Manifest, read_manifest, require_files
 from dsgpt.errors import UserError
+from dsgpt.json_files import JsonError, read_as
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.pretrained import read_json
 
 
 def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
@@ -22,7 +22,7 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    if (path / store.MANIFEST).exists():
+    if (path / MANIFEST).exists():
         if which == "best":
             raise UserError(
                 f"{flag} {path}: is one checkpoint, and --which best chooses among those of a run: name its run folder"
@@ -53,7 +53,7 @@ class ModelFiles:
     """What of a checkpoint makes its model, verified."""
 
     checkpoint: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     config: GPT2Config
     tokenizer: Path | None
     """Its folder; None where the training data came without one."""
@@ -74,14 +74,11 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
     Raises:
         UserError: one of them is missing or damaged.
     """
-    manifest = store.read_manifest(checkpoint, only=is_model_file, progress=progress)
-    missing = [name for name in (store.WEIGHTS, store.MODEL) if name not in manifest["files"]]
-    if missing:
-        raise UserError(f"{checkpoint / store.MANIFEST}: names no {' and no '.join(missing)}: it holds no model")
-    values = read_json(checkpoint / store.MODEL)
+    manifest = read_manifest(checkpoint, only=is_model_file, progress=progress)
+    require_files(checkpoint, manifest, (store.WEIGHTS, store.MODEL))
     try:
-        config = GPT2Config(**values)
-    except (TypeError, ValueError) as error:
+        config = read_as(checkpoint / store.MODEL, GPT2Config)
+    except JsonError as error:
         raise UserError(f"{checkpoint / store.MODEL}: is no shape of a model ({error})") from error
     tokenizer = checkpoint / store.TOKENIZER
     return ModelFiles(

@@ -21,22 +21,20 @@ other weights. The newest are kept, and the best.
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
-from dsgpt.files import sha256_of, sync_directory, write_atomic, write_json_atomic
+from dsgpt.files import sync_directory, write_atomic, write_json_atomic
 
 LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
-MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
@@ -94,10 +92,15 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
 
 def put_back(run_dir: Path) -> None:
     """Give a checkpoint its name again that was to be replaced by one that never came."""
-    for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
-        final = run_dir / replaced.name.removeprefix(".partial-").removesuffix(REPLACED)
+    for old in replaced(run_dir):
+        final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
         if not final.exists():
-            replaced.rename(final)
+            old.rename(final)
+
+
+def replaced(run_dir: Path) -> list[Path]:
+    """The checkpoints that were to be replaced, if a kill came before they were removed."""
+    return list(run_dir.glob(f".partial-step-*{REPLACED}"))
 
 
 def keep_newest(run_dir: Path, *, count: int) -> None:
@@ -111,8 +114,8 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     for old in found[count:]:  # first, because what follows may need the room
         if old != best:
             discard(old)
-    for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
-        remove(replaced)
+    for old in replaced(run_dir):
+        remove(old)
     name_newest_and_best(run_dir)
 
 
@@ -147,8 +150,8 @@ def _best(found: list[Path]) -> Path | None:
     validated = []
     for checkpoint in found:
         with contextlib.suppress(UserError):  # a damaged one is neither
-            loss = parse_manifest(checkpoint).get("val_loss")
-            if isinstance(loss, float | int):
+            loss = parse_manifest(checkpoint).val_loss
+            if loss is not None:
                 validated.append((loss, _step_of(checkpoint), checkpoint))
     return min(validated)[2] if validated else None
 
@@ -212,83 +215,3 @@ def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
     found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
     return sorted(found, key=_step_of, reverse=True)
-
-
-def size_of(checkpoint: Path) -> int:
-    """Bytes of all of its files, as the manifest says.
-
-    Raises:
-        UserError: it has no readable manifest.
-    """
-    return sum(facts["size"] for facts in parse_manifest(checkpoint)["files"].values())
-
-
-def parse_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest as it stands, no file compared with it.
-
-    Raises:
-        UserError: it cannot be read, or is no manifest.
-    """
-    path = checkpoint / MANIFEST
-    if not path.is_file():
-        raise UserError(f"{path}: is missing: the checkpoint is incomplete")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        for name, facts in manifest["files"].items():
-            _ = facts["size"], facts["sha256"]
-            if "\0" in name:
-                raise ValueError(f"{name!r} is no name of a file")
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name} is outside of the checkpoint")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: is no readable manifest ({error})") from error
-    return manifest
-
-
-def read_manifest(
-    checkpoint: Path,
-    *,
-    only: Callable[[str], bool] = lambda _: True,
-    progress: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any]:
-    """The manifest, after every file in it was compared with its size and hash.
-
-    Args:
-        checkpoint: the folder.
-        only: whether a file, by its name in the manifest, is to be looked at.
-        progress: is told the bytes read since its last call.
-
-    Raises:
-        UserError: a file is missing, of another size, or damaged; the message names it.
-    """
-    manifest = parse_manifest(checkpoint)
-    for name, facts in manifest["files"].items():
-        if only(name):
-            _verify(checkpoint / name, facts, progress)
-    return manifest
-
-
-def _verify(file: Path, facts: dict[str, Any], progress: Callable[[int], None]) -> None:
-    try:
-        size = file.stat().st_size
-        same = size == facts["size"] and sha256_of(file, progress) == facts["sha256"]
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: is damaged: it is missing") from error
-    except OSError as error:
-        raise UserError(f"{file}: is damaged: it cannot be read ({error.strerror})") from error
-    if size != facts["size"]:
-        raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts['size']:,}")
-    if not same:
-        raise UserError(f"{file}: is damaged: its contents are not those that {MANIFEST} says")
-
-
-def fixed_in(manifest: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """What the run of ``checkpoint`` must not change when it goes on.
-
-    Raises:
-        UserError: the manifest does not say it.
-    """
-    fixed = manifest.get("fixed")
-    if not isinstance(fixed, dict):
-        raise UserError(f"{checkpoint / MANIFEST}: is no readable manifest (it does not say what made the checkpoint)")
-    return fixed

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.training_state import Counters, GatheringError, KeptState, write_training_state
@@ -61,7 +62,7 @@ class Contents:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
         except OSError as error:
             self.warn(f"{final.name} is saved, but the older ones could not be cleared up: {reason_of(error)}")
-        return store.size_of(final)
+        return parse_manifest(final).size
 
 
 def open_checkpoint(
@@ -209,7 +210,7 @@ def _require_room_for_another(run_dir: Path) -> None:
     """Before the first byte: the next checkpoint will be about as large as the last."""
     found = store.checkpoints(run_dir)
     with contextlib.suppress(UserError):  # nothing is known of its size
-        require_room(run_dir, store.size_of(found[0]) if found else 0)
+        require_room(run_dir, parse_manifest(found[0]).size if found else 0)
 
 
 def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
