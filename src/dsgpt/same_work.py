@@ -2,8 +2,8 @@
 
 Two runs did the same work where everything in ``COUNTED`` agrees. Each entry names the facts under which
 ``charts/work_facts.py`` reads it from a record. ``HARMLESS`` says of everything else why it may differ. A test holds
-both against the fields of ``Options``, ``Recipe`` and ``GPT2Config`` and against ``recipe_keys``: a new option, field or
-key must be put into one of them.
+both against the fields of ``Options``, ``Recipe`` and ``GPT2Config`` and against ``recipe_keys``: a new option, field
+or key must be put into one of them.
 
 Names are ``--flag`` for an option, ``model.FIELD``, ``recipe.NAME`` for the top level of a recipe, and ``BLOCK.NAME``
 for what is inside one of its blocks. Imports nothing, so that charts start fast.

@@ -20,6 +20,7 @@ from dsgpt.topology import read_topology
 from dsgpt.training.data_check import data_hash, initial_weights_hash
 from dsgpt.training.facts import record_facts
 from dsgpt.training.journal import Journal
+from dsgpt.training.leftovers import EarlierRecord
 
 WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
 
@@ -86,7 +87,7 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     config.run_dir.mkdir(parents=True)
     journal = Journal(config, torch.device("cpu"), console, facts, first_step=config.total_steps)
     state = RunState(step=config.total_steps, samples_seen=0, best_val_loss=None, epochs=[])
-    journal.take_up(state, config.run_dir / "metrics.jsonl", failed_saves=0, saves=[])
+    journal.take_up(state, config.run_dir / "metrics.jsonl", earlier=EarlierRecord())
     journal.write("completed")
     journal.close()
     path = config.run_dir / "training_metrics.json"

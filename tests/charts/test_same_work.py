@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from equal_work import judge
 from changed_alone import CHANGED, DYNAMIC, in_fp16, quantized
+from equal_work import judge
 from real_records import Asked, run_of
 from runs import Run, read_run
 from small_run import REPOSITORY, SEQUENCE, TOKENS, random_ids, write_tokens
