@@ -7,7 +7,8 @@ from typing import Any
 
 from curves import Curve, epoch_curve, read_step_curves
 from fields import Fields, read_object
-from work_facts import read_work
+from segments import DEVICES, HARDWARE, STRATEGY, Segment, differences, read_segments, resumed_untold, said
+from work_facts import EXECUTED_BY, read_work
 
 from dsgpt.errors import UserError
 
@@ -35,8 +36,11 @@ class Run:
     """The record's ``schema_version``, or ``FLAT_SCHEMA`` for the generation that had none."""
     status: str | None
     machine: str | None
+    """The hardware; of segments on several, which steps ran on which. The same goes for the next two."""
     devices: str | None
     strategy: str | None
+    segments: tuple[Segment, ...]
+    """By process; at least one."""
     work: Mapping[str, Any]
     """What was computed, by fact; ``dsgpt.same_work`` says which facts there are."""
     epochs: int
@@ -96,10 +100,10 @@ def read_run(path: Path, *, name: str) -> Run:
 
 
 def _moves(record: Fields) -> Iterator[str]:
-    """Where another strategy, or another number of ranks, took over: figures of the whole run are then of both."""
+    """Where another strategy, or another number of ranks, took over, in records that have no segments to tell it."""
     changes = record.raw("changed_at_resume")
     for change in changes if isinstance(changes, list) else []:
-        if isinstance(change, dict) and change.get("name") == "executed by":
+        if isinstance(change, dict) and change.get("name") == EXECUTED_BY and not record.has("segments"):
             after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
             yield f"times are of two strategies: {after} after step {step}, {before} before"
 
@@ -112,20 +116,23 @@ def _missing(path: Path, name: str) -> str:
 
 
 def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
-    summary, config = record.section("summary"), record.section("training_config")
+    summary = record.section("summary")
     schema = record.raw("schema_version")
     epochs = _Epochs(record, notes=notes)
     train_curve, val_curve = _curves(log, epochs, notes)
     if record.raw("resumed_from") is not None:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
     notes.extend(_moves(record))
+    segments = read_segments(record)
+    notes.extend(differences(segments, noted=True))
     return Run(
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
         status=record.text("status"),
-        machine=_machine(record),
-        devices=_devices(record.section("hardware")),
-        strategy=config.text("strategy") or config.text("run_type"),
+        machine=said(segments, HARDWARE),
+        devices=said(segments, DEVICES),
+        strategy=said(segments, STRATEGY),
+        segments=segments,
         work=read_work(
             record,
             steps=_first(summary.number("optimizer_steps"), _total(epochs.steps)),
@@ -141,9 +148,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
             summary.number("best_val_loss"), min((loss for loss in epochs.val_losses if loss is not None), default=None)
         ),
         **_inference(record, notes=notes),
-        gpu_memory=summary.number("max_cuda_mem_allocated_bytes_rank0"),
-        gpu_memory_reserved=summary.number("max_cuda_mem_reserved_bytes_rank0"),
-        host_memory=summary.number("peak_rss_bytes_rank0"),
+        **_peaks(record, notes=notes),
         train_curve=train_curve,
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),
@@ -198,29 +203,18 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
     }
 
 
-def _machine(record: Fields) -> str | None:
-    """The hardware in words; the host's name only where nothing else was recorded.
-
-    How many GPUs a run could see is left out: hiding some of them does not make it another machine.
-    """
-    hardware = record.section("hardware")
-    gpu, cpu, cores = hardware.text("gpu_name"), hardware.text("cpu_name"), hardware.number("cpu_count")
-    parts = [gpu] if gpu else []
-    if cpu or cores:
-        parts.append((cpu or "CPU") + (f", {cores:.0f} cores" if cores else ""))
-    return "; ".join(parts) or record.text("host")
-
-
-def _devices(hardware: Fields) -> str | None:
-    """How much of the machine the run used: "2 GPUs", "2 CPU devices of 1 thread"."""
-    world, kind, threads = hardware.number("world_size"), hardware.text("device"), hardware.number("threads_per_device")
-    if not world or kind is None:
-        return None
-    plural = "" if world == 1 else "s"
-    if kind == "cuda":
-        return f"{world:.0f} GPU{plural}"
-    share = f" of {threads:.0f} thread{'' if threads == 1 else 's'}" if threads else ""
-    return f"{world:.0f} {kind.upper()} device{plural}{share}"
+def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
+    """Peak memory of the whole run; records of before segments were kept have that of the last process."""
+    summary = record.section("summary")
+    peaks = {
+        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
+        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
+        "host_memory": summary.number("peak_rss_bytes_rank0"),
+    }
+    if not resumed_untold(record):
+        return peaks
+    notes.append("peak memory was recorded of the last process alone: treated as unknown")
+    return dict.fromkeys(peaks)
 
 
 def _first(*values: float | None) -> float | None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fields import Fields
+from segments import over_time, quantized, read_segments, resumed_untold
 
 from dsgpt.same_work import TRAINING_FACTS, WORK_FACTS
 
@@ -45,7 +46,7 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         "scheduler": _scheduler(config),
         "gradient clipping": config.number("gradient_clipping"),
         "loss scaling": _loss_scaling(config),
-        "quantized communication": _quantized(config, record.section("deepspeed_config")),
+        "quantized communication": _quantized(record),
         "seed": None if seed is None else f"{seed:.0f}",
         "changed at resume": _changes(record, config),
     }
@@ -89,18 +90,16 @@ def _loss_scaling(config: Fields) -> Any:
     return {"type": "none"} if config.text("precision") in {"fp32", "bf16"} else None
 
 
-def _quantized(config: Fields, recipe: Fields) -> str | None:
-    """What Zero++ rounded to 8 bits or less on its way; in records that do not say it, as the JSON asked for."""
-    asked = recipe.section("given").section("zero_optimization")
-    found = []
-    for what in ("weights", "gradients"):
-        value = config.raw(f"quantized_{what}")
-        if value is None and isinstance(recipe.raw("given"), dict):
-            value = config.text("run_type") == "optimized" and asked.raw(f"zero_quantized_{what}") is True
-        if not isinstance(value, bool):
-            return None
-        found += [what] * value
-    return " and ".join(found) or "none"
+def _quantized(record: Fields) -> str | None:
+    """What Zero++ rounded to 8 bits or less on its way: a run may go on with or without it."""
+    if record.sections("segments"):
+        segments = read_segments(record)
+        found = [segment.quantized for segment in segments]
+        return None if None in found else over_time(segments, found)
+    if resumed_untold(record):
+        return None
+    given = record.section("deepspeed_config").raw("given")
+    return quantized(record.section("training_config"), given if isinstance(given, dict) else None)
 
 
 def _changes(record: Fields, config: Fields) -> Any:

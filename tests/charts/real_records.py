@@ -10,17 +10,16 @@ import torch
 from runs import Run, read_run
 from small_run import RECIPE, command_line, write_data
 
-from dsgpt.checkpointing.run_state import RunState
 from dsgpt.cli import parse_arguments
 from dsgpt.config import RunConfig, resolve
 from dsgpt.problems import Problems
 from dsgpt.recipe_reader import read_recipe
+from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.console import Console
 from dsgpt.topology import read_topology
 from dsgpt.training.data_check import data_hash, initial_weights_hash
 from dsgpt.training.facts import record_facts
 from dsgpt.training.journal import Journal
-from dsgpt.training.leftovers import EarlierRecord
 
 WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
 
@@ -85,9 +84,12 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     hashes["initial weights"] = initial_weights_hash(config, console)
     facts = record_facts(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
     config.run_dir.mkdir(parents=True)
-    journal = Journal(config, torch.device("cpu"), console, facts, first_step=config.total_steps)
-    state = RunState(step=config.total_steps, samples_seen=0, best_val_loss=None, epochs=[])
-    journal.take_up(state, config.run_dir / "metrics.jsonl", earlier=EarlierRecord())
+    journal = Journal(config, torch.device("cpu"), console, facts, first_step=0)
+    for step in range(1, config.total_steps + 1):
+        number = torch.tensor(1.0)
+        result = StepResult(loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
+        journal.step_done(journal.meter.start(), step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
+    journal.flush()
     journal.write("completed")
     journal.close()
     path = config.run_dir / "training_metrics.json"

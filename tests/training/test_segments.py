@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import setup_stamps
 from run_folders import LONG, go_on, record, rewrite
+from runs import read_run
 from small_run import command_line
 from training_runs import finished, read_record, train, write_recipe
 
@@ -15,20 +17,20 @@ from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.main import train as train_here
 
 RSS = "peak_rss_bytes_rank0"
-WIDE = ("--vocab_size", "20000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "6",
-        "--max_val_steps", "1", "--save_every", "3")  # fmt: skip
+WIDE = ("--vocab_size", "12000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "4",
+        "--max_val_steps", "1", "--save_every", "2")  # fmt: skip
 LARGE = ("--micro_batch_size_per_gpu", "16", "--threads_per_device", "2")
 SMALL = ("--micro_batch_size_per_gpu", "1", "--threads_per_device", "1", "--activation_checkpointing")
 
 
 @pytest.fixture(scope="module")
 def resumed(corpus, tmp_path_factory) -> Path:
-    """Six steps of two real processes: the first took micro batches of 16 on two threads, the second of 1 on one."""
+    """Four steps of two real processes: one took micro batches of 16 on two threads, then one of 1 on one thread."""
     folder = tmp_path_factory.mktemp("segments")
     recipe = write_recipe(folder / "recipe.json")
     finished(train(folder / "run", corpus, recipe, *WIDE, *LARGE))
     (folder / "run" / "RUN_COMPLETE.txt").unlink()
-    shutil.rmtree(folder / "run" / "step-00000006")
+    shutil.rmtree(folder / "run" / "step-00000004")
     finished(train(folder / "run", corpus, recipe, *WIDE, *SMALL, "--resume"))
     return folder / "run"
 
@@ -43,8 +45,8 @@ def test_the_peak_is_that_of_the_process_that_needed_most(resumed):
 def test_each_process_tells_how_it_trained(resumed):
     found = read_record(resumed)
     first, second = found["segments"]
-    assert [(each["first_step"], each["last_step"]) for each in (first, second)] == [(1, 3), (4, 6)]
-    assert [each["resumed_from"] for each in (first, second)] == [None, "step-00000003"]
+    assert [(each["first_step"], each["last_step"]) for each in (first, second)] == [(1, 2), (3, 4)]
+    assert [each["resumed_from"] for each in (first, second)] == [None, "step-00000002"]
     assert [each["hardware"]["threads_per_device"] for each in (first, second)] == [2, 1]
     assert [each["micro_batch_size_per_gpu"] for each in (first, second)] == [16, 1]
     assert [each["activation_checkpointing"] for each in (first, second)] == [False, True]
@@ -75,8 +77,17 @@ def test_the_top_of_the_record_has_what_all_processes_agree_in(resumed):
 def test_the_measured_step_names_its_process(resumed):
     cost = read_record(resumed)["cost"]
     segment = read_record(resumed)["segments"][cost["segment"]]
-    assert (cost["measured_step"], cost["segment"]) == (6, 1)
+    assert (cost["measured_step"], cost["segment"]) == (4, 1)
     assert segment["first_step"] <= cost["measured_step"] <= segment["last_step"]
+
+
+def test_the_charts_say_what_changed_and_when(resumed):
+    (stamp,) = setup_stamps([read_run(resumed, name="run")])
+    assert stamp == (
+        "SEGMENTS DIFFER: run: devices 1 CPU device of 2 threads to step 2, 1 CPU device of 1 thread from step 3; "
+        "micro batch x accumulation 16 x 1 to step 2, 1 x 16 from step 3; activation checkpointing no to step 2, yes "
+        "from step 3"
+    )
 
 
 # With a stand-in for the counter of memory, in this process
