@@ -95,7 +95,7 @@ def test_only_regular_files_of_a_sane_size_are_read(tmp_path):
     for name, said in (("pipe", "no regular file"), ("missing", "No such file"), ("large", "larger than 10 bytes")):
         with pytest.raises(JsonError, match=said):
             read_bytes(tmp_path / name, max_bytes=10)
-    with pytest.raises(JsonError, match="no regular file"):
+    with pytest.raises(JsonError, match="Is a directory"):
         read_bytes(tmp_path)
     with pytest.raises(JsonError, match="object in braces"):
         read_object(tmp_path / "list")

@@ -5,6 +5,7 @@ Here all of these are one line of a ``JsonError``. ``read_as`` also checks every
 with pydantic. Imports no torch.
 """
 
+import codecs
 import functools
 import json
 import math
@@ -44,7 +45,7 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     Raises:
         JsonError: it is something else, or nested deeper than ``max_depth``.
     """
-    _check_depth(data, max_depth)
+    check_depth(data, max_depth)
     try:
         value = json.loads(
             data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
@@ -62,7 +63,12 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise JsonError(str(error)) from error
 
 
-def _check_depth(data: bytes, limit: int) -> None:
+def check_depth(data: bytes, limit: int = MAX_DEPTH) -> None:
+    """Check how deep objects and arrays are nested in a JSON text, without parsing it.
+
+    Raises:
+        JsonError: deeper than ``limit``.
+    """
     if data.count(b"[") + data.count(b"{") <= limit:
         return
     depth = 0
@@ -96,13 +102,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The contents of a regular file of at most ``max_bytes``.
+    """The contents of a regular file of at most ``max_bytes``, without a byte order mark.
 
     Raises:
         JsonError: it cannot be read, is no regular file, or is larger.
     """
     try:
-        if not path.is_file() and path.exists():  # opening a pipe would wait for its writer
+        if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would wait for its writer
             raise JsonError("it is no regular file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -112,7 +118,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         raise JsonError(str(error)) from error
     if len(data) > max_bytes:
         raise JsonError(f"it is larger than {max_bytes:,} bytes")
-    return data
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -176,6 +182,12 @@ def _in_one_line(error: ValidationError) -> str:
         lines.append(f"{place}: {fault['msg']}{value}" if place else f"{fault['msg']}{value}")
     more = f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
     return " ".join("; ".join(lines).split()) + more
+
+
+def clipped_text(text: str, *, width: int = 80) -> str:
+    """``text`` on one line, cut at ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def clipped(value: Any, *, width: int = 60) -> str:

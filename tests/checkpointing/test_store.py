@@ -217,3 +217,28 @@ def test_old_checkpoints_go_also_when_the_newest_cannot_be_named(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         saved(tmp_path, 6, keep=1)
     assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000006"]
+
+
+def validated(run_dir: Path, step: int, loss: float | None, *, on: str, keep: int = 9) -> None:
+    folder = store.begin(run_dir, step)
+    state = RunState(
+        step=step, samples_seen=step, best_val_loss=loss, epochs=[], last_val_loss=loss, last_val_step=step
+    )
+    fixed = {"validation data": on, "validation windows": 3, "sequence length": 16}
+    store.publish(run_dir, folder, state=state, about={"fixed": fixed})
+    store.keep_newest(run_dir, count=keep)
+
+
+def test_losses_on_other_validation_data_are_not_compared(tmp_path):
+    validated(tmp_path, 1, 0.5, on="old")
+    validated(tmp_path, 2, 3.0, on="new")
+    validated(tmp_path, 3, 4.0, on="new")
+    assert (tmp_path / "best").read_text() == "step-00000002\n"
+
+
+def test_the_newest_says_what_is_validated_on_also_without_a_loss_of_its_own(tmp_path):
+    validated(tmp_path, 1, 0.5, on="old")
+    assert (tmp_path / "best").read_text() == "step-00000001\n"
+    validated(tmp_path, 2, None, on="new", keep=1)
+    assert not (tmp_path / "best").exists()
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000002"]

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from dsgpt.errors import UserError
-from dsgpt.files import sha256_of
+from dsgpt.files import link_between, sha256_of
 from dsgpt.json_files import Count, Finite, JsonError, Positive, Sha256, read_as
 
 MANIFEST = "manifest.json"
+_A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"
 
 
 def _inside(name: str) -> str:
@@ -74,6 +75,8 @@ def parse_manifest(checkpoint: Path) -> Manifest:
         UserError: it cannot be read, or is no manifest.
     """
     path = checkpoint / MANIFEST
+    if path.is_symlink():
+        raise UserError(f"{path}: {_A_LINK}")
     if not path.is_file():
         raise UserError(f"{path}: is missing: the checkpoint is incomplete")
     try:
@@ -101,12 +104,18 @@ def read_manifest(
     manifest = parse_manifest(checkpoint)
     for name, facts in manifest.files.items():
         if only(name):
+            if link := link_between(checkpoint, checkpoint / name):
+                raise UserError(f"{link}: is damaged: it {_A_LINK}")
             _verify(checkpoint / name, facts, progress)
     return manifest
 
 
 def _verify(file: Path, facts: FileFacts, progress: Callable[[int], None]) -> None:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise UserError(f"{file}: is damaged: it is no file")
     try:
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+            raise UserError(f"{file}: is damaged: it is no file")
         size = file.stat().st_size
         same = size == facts.size and sha256_of(file, progress) == facts.sha256
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
 """Where a run stands: what a resume needs besides its configuration and the state of training."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dsgpt.checkpointing.segment import Segment
 from dsgpt.errors import UserError
@@ -24,7 +24,7 @@ class RunState:
     samples_seen: Count
     """Sequences consumed: ``step`` times the global batch."""
     best_val_loss: Finite | None
-    """The lowest of all validations so far."""
+    """The lowest of all validations so far, since the validation set last changed."""
     epochs: list[dict[str, Any]]
     """Records of the finished epochs."""
     wall_time_sec: Seconds | None = None
@@ -44,6 +44,10 @@ class RunState:
     def val_loss(self) -> float | None:
         """The validation loss of exactly these weights; None where no validation ran at this step."""
         return self.last_val_loss if self.last_val_step == self.step else None
+
+    def without_validations(self) -> Self:
+        """The same for a run that validates on something else from here on."""
+        return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
 
 
 def write_run_state(checkpoint: Path, state: RunState) -> None:

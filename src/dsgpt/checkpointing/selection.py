@@ -1,14 +1,16 @@
 """Which checkpoint of a run is meant, and what of it is needed to use its model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import MANIFEST, Manifest, read_manifest, require_files
 from dsgpt.errors import UserError
+from dsgpt.files import is_regular_file
 from dsgpt.json_files import JsonError, read_as
 from dsgpt.model.config import GPT2Config
+from dsgpt.tokenizer_files import tokenizer_files
 
 
 def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
@@ -29,6 +31,11 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
             )
         return path
     found = store.checkpoints(path) if path.is_dir() else []
+    if links := store.linked(path):
+        raise UserError(
+            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
+            f"name it itself ({flag} {links[-1]}), or remove it"
+        )
     if not found:
         raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
     return _best(path, found) if which == "best" else found[0]
@@ -36,16 +43,23 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
 
 def _best(run_dir: Path, found: list[Path]) -> Path:
     try:
+        if not is_regular_file(run_dir / store.BEST):
+            raise FileNotFoundError(run_dir / store.BEST)
         name = (run_dir / store.BEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
             "a validation: take --which latest"
         ) from error
-    for checkpoint in found:
-        if checkpoint.name == name:
-            return checkpoint
-    raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+    named = next((checkpoint for checkpoint in found if checkpoint.name == name), None)
+    if named is None:
+        raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+    if named not in store.comparable(found):
+        raise UserError(
+            f"--which best: {run_dir / store.BEST} names {name}, which was validated on other data than the newest "
+            "checkpoint: take --which latest"
+        )
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +94,22 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
         config = read_as(checkpoint / store.MODEL, GPT2Config)
     except JsonError as error:
         raise UserError(f"{checkpoint / store.MODEL}: is no shape of a model ({error})") from error
-    tokenizer = checkpoint / store.TOKENIZER
-    return ModelFiles(
-        checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer if tokenizer.is_dir() else None
-    )
+    tokenizer = _tokenizer(checkpoint, manifest.files)
+    return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer)
+
+
+def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
+    """The tokenizer's folder, all of whose files are in the manifest; None where there is none.
+
+    Raises:
+        UserError: it holds a file that a tokenizer would read and that nothing vouches for.
+    """
+    folder = checkpoint / store.TOKENIZER
+    files = [] if folder.is_symlink() else tokenizer_files(folder)
+    for file in files:
+        if f"{store.TOKENIZER}/{file.name}" not in named:
+            raise UserError(f"{file}: is not in {MANIFEST}, which names every file of a checkpoint: remove it")
+    return folder if files else None
 
 
 def is_model_file(name: str) -> bool:

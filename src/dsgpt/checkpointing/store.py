@@ -10,31 +10,36 @@
         tokenizer/                   where the data has one
         manifest.json                every file above with size and sha256; written last
     latest                           name of the newest
-    best                             name of the one with the lowest validation loss
+    best                             name of the one with the lowest validation loss on what the newest validates on
+
+Nothing inside a run folder is reached through a link: neither a checkpoint, nor a file of one.
 
 A checkpoint is written in a hidden folder beside, made durable, and renamed. ``latest`` and ``best`` are for people and
 other tools: everything here looks at the folders themselves.
 
 The best is chosen among checkpoints at whose own step a validation ran: a loss measured some steps earlier belongs to
-other weights. The newest are kept, and the best.
+other weights. Where the validation set changed, only those count that were validated on the newest checkpoint's: until
+one of them has a loss of its own, there is no best. The newest are kept, and the best.
 """
 
 import contextlib
 import hashlib
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
-from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
+from dsgpt.checkpointing.manifest import MANIFEST, Manifest, parse_manifest
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory, write_atomic, write_json_atomic
+from dsgpt.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
+from dsgpt.tokenizer_files import is_known
 
 LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
+VALIDATED_ON = ("validation data", "validation windows", "sequence length")
+"""Of what a checkpoint says is fixed: with other values of these, validation losses cannot be compared."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
@@ -94,13 +99,13 @@ def put_back(run_dir: Path) -> None:
     """Give a checkpoint its name again that was to be replaced by one that never came."""
     for old in replaced(run_dir):
         final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
-        if not final.exists():
+        if not final.exists() and not old.is_symlink():
             old.rename(final)
 
 
 def replaced(run_dir: Path) -> list[Path]:
     """The checkpoints that were to be replaced, if a kill came before they were removed."""
-    return list(run_dir.glob(f".partial-step-*{REPLACED}"))
+    return [path for path in run_dir.glob(f".partial-step-*{REPLACED}") if not path.is_symlink()]
 
 
 def keep_newest(run_dir: Path, *, count: int) -> None:
@@ -111,6 +116,8 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     """
     found = checkpoints(run_dir)
     best = _best(found)
+    for link in linked(run_dir):
+        remove(link)
     for old in found[count:]:  # first, because what follows may need the room
         if old != best:
             discard(old)
@@ -121,11 +128,11 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
     """Make everything in ``folder`` durable, and say in the manifest what it is."""
-    paths = sorted(folder.rglob("*"))
+    paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
         for path in paths
-        if path.is_file()
+        if path.is_file() and (path.parent != folder / TOKENIZER or is_known(path.name))
     }
     for path in paths:
         if path.is_dir():
@@ -146,26 +153,30 @@ def name_newest_and_best(run_dir: Path) -> Path | None:
 
 
 def _best(found: list[Path]) -> Path | None:
-    """Of the checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest."""
-    validated = []
-    for checkpoint in found:
-        with contextlib.suppress(UserError):  # a damaged one is neither
-            loss = parse_manifest(checkpoint).val_loss
-            if loss is not None:
-                validated.append((loss, _step_of(checkpoint), checkpoint))
+    """Of the comparable checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest.
+
+    ``found`` is newest first.
+    """
+    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(found).items()}
+    validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
     return min(validated)[2] if validated else None
+
+
+def comparable(found: list[Path]) -> dict[Path, Manifest]:
+    """Those of ``found``, newest first, that were validated on the same as the newest; damaged ones are left out."""
+    manifests = {}
+    for checkpoint in found:
+        with contextlib.suppress(UserError):
+            manifests[checkpoint] = parse_manifest(checkpoint)
+    validated_on = {
+        checkpoint: [manifest.fixed.get(name) for name in VALIDATED_ON] for checkpoint, manifest in manifests.items()
+    }
+    newest = next(iter(validated_on.values()), None)
+    return {checkpoint: manifests[checkpoint] for checkpoint, facts in validated_on.items() if facts == newest}
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
 
 
 def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
@@ -208,10 +219,15 @@ def _sync_and_hash(path: Path) -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run that have a manifest, newest first."""
-    return [path for path in candidates(run_dir) if (path / MANIFEST).is_file()]
+    return [path for path in candidates(run_dir) if is_regular_file(path / MANIFEST)]
 
 
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
     found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted(found, key=_step_of, reverse=True)
+    return sorted((path for path in found if not path.is_symlink()), key=_step_of, reverse=True)
+
+
+def linked(run_dir: Path) -> list[Path]:
+    """Links that are named like checkpoints; none of them is one of this run."""
+    return sorted(path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_symlink())

@@ -163,7 +163,8 @@ class TokenFileWriter:
         self._documents = 0
         self._digest = hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._partial.open("wb")
+        self._partial.unlink(missing_ok=True)
+        self._file = self._partial.open("xb")  # never through a link in its place
 
     @property
     def tokens(self) -> int:

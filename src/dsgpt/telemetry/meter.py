@@ -148,7 +148,7 @@ class StepMeter:
         counted: list[int] = []
         for line in lines:
             self._earlier_wall_sec = line.get("wall_time_sec") or self._earlier_wall_sec
-            if line.keys() >= _COUNTED and line["loss"] is not None:
+            if all(line.get(key) is not None for key in _COUNTED):
                 self.run.add(line, tokens=self._tokens_per_step)
                 self.last_loss = line["loss"]
                 counted.append(line["step"])

@@ -6,7 +6,6 @@ for a rank that has given up.
 
 import contextlib
 import copy
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
+from dsgpt.tokenizer_files import copy_tokenizer
 from dsgpt.training.data_check import data_tokenizer
 
 T = TypeVar("T")
@@ -225,12 +225,8 @@ def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
     """Take the tokenizer along where data preparation left one; training itself needs none."""
     source, _ = data_tokenizer(config.train)
-    if source is None:
-        return
-    target = folder / store.TOKENIZER
-    shutil.copytree(source, target, copy_function=shutil.copyfile)
-    for place in (target, *(path for path in target.rglob("*") if path.is_dir())):
-        place.chmod(0o755)  # of a read-only folder the copy could never be removed
+    if source is not None:
+        copy_tokenizer(source, folder / store.TOKENIZER)
 
 
 def _about(config: RunConfig, *, fixed: dict[str, Any], run_id: str | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dsgpt.model.hub_models import model_folder
 from dsgpt.model.vocabulary_files import token_ids
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
+from dsgpt.tokenizer_files import fault_of
 
 TOKENIZER_FOLDER = "tokenizer"
 """Beside the token files, as data preparation leaves it."""
@@ -41,10 +42,14 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
 def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
     """What is wrong with the tokenizer in ``folder``, no words if nothing is."""
     vocabulary = folder / "tokenizer.json"
-    if not folder.is_dir():
+    if not folder.is_dir() and not folder.is_symlink():
         return f"{folder}: is missing"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
     if not any(folder.iterdir()):
         return f"{folder}: is empty"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
     if sha256 is None:  # of another tool, or of a kind without tokenizer.json
         return ""
     if not vocabulary.is_file():

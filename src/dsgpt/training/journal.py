@@ -68,8 +68,6 @@ class Journal:
             last_loss=state.last_train_loss,
         )
         self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
-        if self.last_val_loss is None:
-            self.last_val_loss = next((line["val_loss"] for line in reversed(lines) if "val_loss" in line), None)
         if self._meter.run.train_sec is None:
             self._console.say(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
 

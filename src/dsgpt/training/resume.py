@@ -34,6 +34,8 @@ class Start:
     """What changed now and at earlier resumes, as in ``RunState``."""
     run_id: str | None = None
     """Of the run to go on with."""
+    validates_anew: bool = False
+    """On something else than the checkpoint's run did: its validation losses say nothing about this one's."""
     same_ranks: bool = True
     """The checkpoint was made by as many ranks, each with the same part in the work, whose random streams go on."""
 
@@ -64,6 +66,7 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
             f"--resume: {checkpoint} is {state.step} steps on, and this run ends after {config.total_steps}: give "
             "more --max_train_steps or --epochs"
         )
+    validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
     return Start(
         checkpoint=checkpoint,
         refused=tuple(path for path, _ in refused),
@@ -72,9 +75,11 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
             *_newest_is_gone(config.run_dir),
             _taken_up(config, checkpoint, moved, same_ranks=same_ranks),
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
+            *(["validation changed: the best validation loss begins anew"] if validates_anew else []),
         ),
         changes=(*state.changes, *({"step": state.step, **one} for one in [*moved, *changes])),
         run_id=manifest.run_id,
+        validates_anew=validates_anew,
         same_ranks=same_ranks,
     )
 

@@ -256,6 +256,8 @@ def _take_up(
     if checkpoint is None:
         return 0, Journal(config, device, console, facts, first_step=0)
     state = read_run_state(checkpoint)
+    if prepared.start.validates_anew:
+        state = state.without_validations()
     strategy.load_state(_reader(config, checkpoint))
     if prepared.start.same_ranks:
         load_random_state(checkpoint, rank=config.topology.rank, device=device)

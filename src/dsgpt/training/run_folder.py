@@ -7,6 +7,7 @@ from pathlib import Path
 from dsgpt.checkpointing import store
 from dsgpt.config import RunConfig
 from dsgpt.errors import UserError
+from dsgpt.files import is_regular_file
 from dsgpt.json_files import JsonError, read_object
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
@@ -51,7 +52,14 @@ def may_go_on(config: RunConfig, problems: Problems) -> bool:
             f"--checkpoint_path {run_dir}: holds a run already ({_proof(run_dir).name}): add --resume to go on with "
             "it, --overwrite to delete it, or name another folder"
         )
-    return options.resume
+        return False
+    links = [path.name for path in found if path.is_symlink()]
+    for name in links:
+        problems.add(
+            f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: put what it points "
+            "to in its place (cp -rL), or remove it"
+        )
+    return not links
 
 
 def contents(run_dir: Path) -> list[str]:
@@ -123,7 +131,7 @@ def _proof(run_dir: Path) -> Path | None:
     """A file or folder that only a run of ours leaves, the first of them."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
     own = [path for path in named if _is_ours(path)]
-    if (run_dir / STEPS_FILE).is_file():
+    if is_regular_file(run_dir / STEPS_FILE):
         own.append(run_dir / STEPS_FILE)
     folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
@@ -132,7 +140,7 @@ def _proof(run_dir: Path) -> Path | None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
+        return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,8 +53,10 @@ class RunLock:
             return
         path = self._run_dir / LOCK_FILE
         try:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UserError(f"{path}: is a link, and nothing is written through one: remove it") from error
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
         taken = self._take()
         if not (taken or self._wait()):
@@ -94,7 +97,7 @@ class RunLock:
 
 def is_guarded(run_dir: Path) -> bool:
     """Whether a run was ever started in ``run_dir``, so that a process may hold it."""
-    return (run_dir / LOCK_FILE).is_file()
+    return os.path.lexists(run_dir / LOCK_FILE)
 
 
 def refuse_if_locked(run_dir: Path) -> None:
