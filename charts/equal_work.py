@@ -92,13 +92,16 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
 
 
+def asked_for(runs: Sequence[Run]) -> list[str]:
+    """The facts that these runs are compared by: all but those of ``LATER_FACTS`` that none of them recorded."""
+    return [fact for fact in runs[0].work if fact not in LATER_FACTS or any(run.work[fact] is not None for run in runs)]
+
+
 def judge(runs: Sequence[Run]) -> Verdict:
     """Compare every fact over all ``runs``: different known values differ, an absent value is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}
-    facts = [
-        fact for fact in runs[0].work if fact not in LATER_FACTS or any(run.work[fact] is not None for run in runs)
-    ]
+    facts = asked_for(runs)
     for fact in facts:
         values = [run.work[fact] for run in runs]
         found = list(_differences(fact, values))
