@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import parse_manifest, read_manifest
 from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.selection import find_checkpoint
 from dsgpt.errors import UserError
@@ -41,8 +42,8 @@ def test_a_manifest_names_no_link_and_of_a_tokenizer_only_what_is_known(tmp_path
     for name in ("tokenizer.json", "planted.py"):
         (folder / "tokenizer" / name).write_text("{}")
     (folder / "tokenizer" / "vocab.json").symlink_to(outside / "secret")
-    manifest = store.parse_manifest(published(tmp_path, folder, 5))
-    assert set(manifest["files"]) == {"deep/weights.bin", "run_state.json", "tokenizer/tokenizer.json"}
+    manifest = parse_manifest(published(tmp_path, folder, 5))
+    assert set(manifest.files) == {"deep/weights.bin", "run_state.json", "tokenizer/tokenizer.json"}
 
 
 @pytest.mark.parametrize("name", ["deep/weights.bin", "deep"])
@@ -51,7 +52,7 @@ def test_a_link_in_the_place_of_a_file_is_damage(tmp_path, name):
     (checkpoint / name).rename(tmp_path / "moved")
     (checkpoint / name).symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match=rf"{name}: is damaged: it is a link.*cp -rL"):
-        store.read_manifest(checkpoint)
+        read_manifest(checkpoint)
 
 
 def test_a_manifest_that_is_a_link_is_none(tmp_path):
@@ -59,7 +60,7 @@ def test_a_manifest_that_is_a_link_is_none(tmp_path):
     (checkpoint / "manifest.json").rename(tmp_path / "moved")
     (checkpoint / "manifest.json").symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match=r"manifest\.json: is a link"):
-        store.parse_manifest(checkpoint)
+        parse_manifest(checkpoint)
     assert store.checkpoints(tmp_path) == []
 
 
@@ -73,7 +74,7 @@ def test_a_checkpoint_that_is_a_link_is_followed_only_where_it_is_named(tmp_path
     with pytest.raises(UserError, match=r"step-00000005 is a link.*name it itself"):
         find_checkpoint(run_dir, flag="--checkpoint")
     assert find_checkpoint(link, flag="--checkpoint") == link
-    store.read_manifest(link)
+    read_manifest(link)
     named = tmp_path / "named"
     (run_dir / "step-00000005").unlink()
     named.symlink_to(run_dir)

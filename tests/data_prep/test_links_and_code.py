@@ -175,7 +175,7 @@ def test_a_prepared_tokenizer_that_is_damaged_is_one_line(
     flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
     prepare_here(*flags, cwd=tmp_path)
     (tmp_path / "out" / "tokenizer" / name).write_text(harm)
-    assert refusal(monkeypatch, tmp_path, *flags).startswith("out/tokenizer: ")
+    assert refusal(monkeypatch, tmp_path, *flags).startswith("out/tokenizer")
 
 
 def test_a_tokenizer_without_an_end_is_refused(monkeypatch, text, tmp_path):

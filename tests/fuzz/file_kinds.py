@@ -31,6 +31,8 @@ from dsgpt.telemetry.meter import StepMeter
 from dsgpt.telemetry.record import drop_steps_after, read_steps
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
+RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 4}
+"""12 steps over epochs of 5."""
 Mangle = Callable[[bytes, random.Random], bytes]
 
 
@@ -53,13 +55,13 @@ class Kind:
 
 def _train(folder: Path, **changes: object) -> None:
     """Plan a training: everything is read and checked, nothing is trained."""
-    train(command_line(folder, **{"max_train_steps": 12, "dry_run": True, **changes}))
+    train(command_line(folder, **RUN | {"dry_run": True} | changes))
 
 
 def resume(folder: Path) -> None:
     """Plan to go on with the run, and ask its model for text."""
     _vouch_for_all(folder / "run")
-    _train(folder, resume=True, save_every=3, keep_checkpoints=9, eval_every=4)
+    _train(folder, resume=True)
     store.name_newest_and_best(folder / "run")
     for which in ("latest", "best"):
         files = open_model_files(find_checkpoint(folder / "run", which=which, flag="--checkpoint"))

@@ -5,8 +5,7 @@ import shutil
 import time
 
 import pytest
-from file_kinds import KINDS, write_all
-from run_folders import LONG
+from file_kinds import KINDS, RUN, write_all
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
 from dsgpt.checkpointing.export import export
@@ -27,7 +26,7 @@ def whole(tmp_path_factory):
     made, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("fuzz")
     write_data(made)
     write_recipe(made / "recipe.json")
-    assert train(command_line(made, **LONG)) == 0
+    assert train(command_line(made, **RUN)) == 0
     write_all(folder, made)
     write_tokenizer(folder / "tokenizer")
     export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))

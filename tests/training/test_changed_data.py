@@ -82,11 +82,13 @@ def test_shuffled_in_place_is_refused_when_a_run_goes_on(stopped, here, capsys):
 def test_a_copy_is_hashed_once(here, hashed, capsys):
     os.utime(here / "train.bin")
     sidecar(here, mixture={"a": 0.5})
+    (here / "train.json").chmod(0o660)
     assert train(command_line(here, dry_run=True)) == 0
     assert f"{CHANGED}: hashed again, its contents are the sidecar's" in capsys.readouterr().out
     stat = (here / "train.bin").stat()
     assert (sidecar(here)["size"], sidecar(here)["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
     assert sidecar(here)["mixture"] == {"a": 0.5}, "keys of other tools stay"
+    assert (here / "train.json").stat().st_mode & 0o777 == 0o660, "whoever could read it still can"
     assert train(command_line(here)) == 0
     assert hashed == ["train.bin"]
     assert "hashed again" not in capsys.readouterr().out

@@ -48,8 +48,6 @@ def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
         return f"{folder}: {fault}"
     if not any(folder.iterdir()):
         return f"{folder}: is empty"
-    if fault := fault_of(folder):
-        return f"{folder}: {fault}"
     if sha256 is None:  # of another tool, or of a kind without tokenizer.json
         return ""
     if not vocabulary.is_file():
