@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equal_work import equal_loss_line, inference_stamps, judge, partial_stamps, show
-from machines import machine_line, machine_stamps
+from equal_work import asked_for, equal_loss_line, inference_stamps, judge, partial_stamps, show
+from machines import machine_line, setup_stamps
 from runs import TOO_SHORT, Run
+from segments import DEVICES, HARDWARE, STRATEGY
 
 UNKNOWN = "unknown"
 SIGN_CONVENTION = (
@@ -66,6 +67,15 @@ ROWS = (
 )
 
 
+SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "training time (s)": ("train_time_sec", decimals(1)),
+    "tokens per second": ("mean_tokens_per_sec_global", decimals(0)),
+    "peak GPU memory allocated (GiB)": ("max_cuda_mem_allocated_bytes_rank0", gibibytes),
+    "peak host memory (GiB)": ("peak_rss_bytes_rank0", gibibytes),
+}
+"""Columns of the table of segments."""
+
+
 def improvement(base: float | None, other: float | None, *, lower_is_better: bool) -> float | None:
     """Percent by which ``other`` is better than ``base``; None where either is unknown or ``base`` is 0."""
     if base is None or other is None or base == 0:
@@ -87,13 +97,11 @@ def comparison_markdown(runs: Sequence[Run]) -> str:
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
-    parts += [
-        f"**{_escape(line)}**" for line in [*partial_stamps(runs), *machine_stamps(runs), *inference_stamps(runs)]
-    ]
+    parts += [f"**{_escape(line)}**" for line in [*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)]]
     parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts.append(_escape(machine_line(runs)))
     parts += ["## Results", _table(_result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
-    parts += ["## Work", _table(_work_rows(runs)), _notes(runs)]
+    parts += ["## Work", _table(_work_rows(runs)), _segments(runs), _notes(runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -109,7 +117,7 @@ def console_summary(runs: Sequence[Run], *, output: Path) -> str:
     for name, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         table.append("  ".join([name.ljust(widths[0]), *padded]))
-    closing = [judge(runs).line(), *partial_stamps(runs), *machine_stamps(runs)]
+    closing = [judge(runs).line(), *partial_stamps(runs), *setup_stamps(runs)]
     closing += [equal_loss_line(runs[0], other) for other in runs[1:]]
     return "\n".join([*table, *closing, f"charts: {output}"])
 
@@ -175,7 +183,7 @@ def _work_rows(runs: Sequence[Run]) -> list[list[str]]:
     rows.append(["machine", *(run.machine or show(None) for run in runs)])
     rows.append(["devices used", *(run.devices or show(None) for run in runs)])
     rows.append(["status", *(run.status or show(None) for run in runs)])
-    for fact in runs[0].work:
+    for fact in asked_for(runs):
         rows += _fact_rows(fact, [run.work[fact] for run in runs])
     rows.append(["inference: prompt tokens", *(show(run.prompt_tokens) for run in runs)])
     rows.append(["inference: new tokens", *(show(run.new_tokens) for run in runs)])
@@ -189,7 +197,7 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
     settings = all(isinstance(value, dict) for value in known)
     keys = dict.fromkeys(key for value in known for key in value) if settings else {}
     if not keys:
-        whole = not fact.endswith(" data")  # the beginning of a hash will do
+        whole = not fact.endswith((" data", " weights"))  # the beginning of a hash will do
         return [[fact, *(show(value, whole=whole) for value in values)]]
     rows = []
     for key in keys:
@@ -210,6 +218,26 @@ def _memory_line(runs: Sequence[Run]) -> str:
     if any(run.gpu_memory is not None for run in runs):
         return "GPU memory is what PyTorch allocated or reserved on rank 0's device; host memory is another quantity."
     return "No run recorded GPU memory; host memory is the resident set of rank 0's process alone, not of all ranks."
+
+
+def _segments(runs: Sequence[Run]) -> str:
+    """A row for each process of the runs that several made."""
+    resumed = [run for run in runs if len(run.segments) > 1]
+    if not resumed:
+        return ""
+    segments = [(run.name, segment) for run in resumed for segment in run.segments]
+    figures = {
+        label: (name, form)
+        for label, (name, form) in SEGMENT_FIGURES.items()
+        if "GPU" not in label or any(segment.figures.get(name) is not None for _, segment in segments)
+    }
+    rows = [["run", "steps", STRATEGY, DEVICES, HARDWARE, *figures]]
+    for name, segment in segments:
+        steps = f"{segment.first_step:,} to {'the end' if segment.last_step is None else f'{segment.last_step:,}'}"
+        setup = [segment.setup.get(what) or UNKNOWN for what in (STRATEGY, DEVICES, HARDWARE)]
+        values = [(segment.figures.get(figure), form) for figure, form in figures.values()]
+        rows.append([name, steps, *setup, *(UNKNOWN if value is None else form(value) for value, form in values)])
+    return "\n\n".join(["## Segments", _table(rows)])
 
 
 def _notes(runs: Sequence[Run]) -> str:

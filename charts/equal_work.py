@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runs import MODEL_KEYS, Run
+from runs import Run
 
-RECIPE_FACTS = ("optimizer type", "optimizer settings", "learning rate", "scheduler", "gradient clipping", "seed")
-"""How facts begin that leave the amount of work alone but make it a different training."""
+from dsgpt.same_work import LATER_FACTS, TRAINING_FACTS, WORK_FACTS
 
-LATER_FACTS = frozenset({"validation windows", "optimizer settings"})
-"""Facts that records of generation 2.1 need not hold: not asked for where no run recorded them."""
+MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model "))
 
 LOSS_TOLERANCE = {"fp32": 0.02}
 """Largest difference of losses that still counts as equal, nats per token: rounding order grows over many steps."""
@@ -64,7 +62,7 @@ class Verdict:
             return ""
         if self.answer == "unknown":
             return "WORK NOT VERIFIED"
-        same_amount = all(difference.fact.startswith(RECIPE_FACTS) for difference in self.differences)
+        same_amount = all(difference.fact.startswith(TRAINING_FACTS) for difference in self.differences)
         return "NOT THE SAME TRAINING" if same_amount else "NOT EQUAL WORK"
 
     def differences_text(self) -> str:
@@ -89,18 +87,21 @@ class Verdict:
 
 def _model_as_one(facts: Sequence[str]) -> list[str]:
     """The same facts, with "model" for the model's own when all of them are there."""
-    if len([fact for fact in facts if fact.startswith("model ")]) < len(MODEL_KEYS):
+    if not set(facts) >= MODEL_FACTS:
         return list(facts)
-    return list(dict.fromkeys("model" if fact.startswith("model ") else fact for fact in facts))
+    return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
+
+
+def asked_for(runs: Sequence[Run]) -> list[str]:
+    """The facts that these runs are compared by: all but those of ``LATER_FACTS`` that none of them recorded."""
+    return [fact for fact in runs[0].work if fact not in LATER_FACTS or any(run.work[fact] is not None for run in runs)]
 
 
 def judge(runs: Sequence[Run]) -> Verdict:
     """Compare every fact over all ``runs``: different known values differ, an absent value is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}
-    facts = [
-        fact for fact in runs[0].work if fact not in LATER_FACTS or any(run.work[fact] is not None for run in runs)
-    ]
+    facts = asked_for(runs)
     for fact in facts:
         values = [run.work[fact] for run in runs]
         found = list(_differences(fact, values))
@@ -129,7 +130,7 @@ def show(value: Any, *, whole: bool = False) -> str:
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
     if isinstance(value, dict):
         shown = {key: "not given" if item is None else show(item, whole=whole) for key, item in value.items()}
-        text = ", ".join(f"{key} {item}" for key, item in shown.items())
+        text = ", ".join(f"{key} {item}" for key, item in shown.items()) or "none"
         return text if whole or len(text) <= 120 else f"{text[:119]}…"
     text = str(value)
     return text if whole or len(text) <= 40 else f"{text[:10]}…"

@@ -69,6 +69,10 @@ class Fields:
         """Whatever is under ``key``, or None."""
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        """Whether anything, null too, was written under ``key``."""
+        return key in self._values
+
     def text(self, key: str) -> str | None:
         """A non-empty string, or None."""
         value = self._values.get(key)

@@ -19,7 +19,7 @@ from lines import (
     time_axis,
     window_of,
 )
-from machines import machine_line, machine_stamps
+from machines import machine_line, setup_stamps
 from matplotlib.figure import SubFigure
 from runs import FLAT_SCHEMA, Run
 from style import Frame, frame, png_bytes, quiet_style
@@ -117,7 +117,7 @@ def _legend_rows(runs: Sequence[Run], *, columns: int) -> int:
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
-    return [*work_stamps(judge(runs)), *partial_stamps(runs), *machine_stamps(runs)]
+    return [*work_stamps(judge(runs)), *partial_stamps(runs), *setup_stamps(runs)]
 
 
 def _footer(runs: Sequence[Run]) -> str:

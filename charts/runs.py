@@ -7,6 +7,8 @@ from typing import Any
 
 from curves import Curve, epoch_curve, read_step_curves
 from fields import Fields, read_object
+from segments import DEVICES, HARDWARE, STRATEGY, Segment, differences, read_segments, resumed_untold, said
+from work_facts import EXECUTED_BY, read_work
 
 from dsgpt.errors import UserError
 
@@ -23,7 +25,6 @@ FLAT_SCHEMA = "flat keys"
 TIMED_FROM_STEP = 4
 """Throughput leaves out the steps before this one, which warm up (``WARM_UP_STEPS`` of the program's meter)."""
 TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
-MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "dropout")
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ class Run:
     """The record's ``schema_version``, or ``FLAT_SCHEMA`` for the generation that had none."""
     status: str | None
     machine: str | None
+    """The hardware; of segments on several, which steps ran on which. The same goes for the next two."""
     devices: str | None
     strategy: str | None
+    segments: tuple[Segment, ...]
+    """By process; at least one."""
     work: Mapping[str, Any]
-    """What was computed, by fact; ``equal_work.FACTS`` says which facts there are."""
+    """What was computed, by fact; ``dsgpt.same_work`` says which facts there are."""
     epochs: int
     """Epochs of which a loss was recorded."""
     train_time: float | None
@@ -96,10 +100,10 @@ def read_run(path: Path, *, name: str) -> Run:
 
 
 def _moves(record: Fields) -> Iterator[str]:
-    """Where another strategy, or another number of ranks, took over: figures of the whole run are then of both."""
+    """Where another strategy, or another number of ranks, took over, in records that have no segments to tell it."""
     changes = record.raw("changed_at_resume")
     for change in changes if isinstance(changes, list) else []:
-        if isinstance(change, dict) and change.get("name") == "executed by":
+        if isinstance(change, dict) and change.get("name") == EXECUTED_BY and not record.sections("segments"):
             after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
             yield f"times are of two strategies: {after} after step {step}, {before} before"
 
@@ -121,23 +125,29 @@ def _missing(path: Path, name: str) -> str:
 
 
 def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
-    summary, config = record.section("summary"), record.section("training_config")
+    summary = record.section("summary")
     schema = record.raw("schema_version")
     epochs = _Epochs(record, notes=notes)
     train_curve, val_curve = _curves(log, epochs, notes)
     if record.raw("resumed_from") is not None:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
+    segments = read_segments(record)
     anew = list(_validated_anew(record))
-    notes.extend([*_moves(record), *anew])
+    notes.extend([*_moves(record), *differences(segments, noted=True), *anew])
     val_losses = [] if anew else epochs.val_losses  # of older epochs, which may be of the other set
     return Run(
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
         status=record.text("status"),
-        machine=_machine(record),
-        devices=_devices(record.section("hardware")),
-        strategy=config.text("strategy") or config.text("run_type"),
-        work=_work(record, epochs),
+        machine=said(segments, HARDWARE),
+        devices=said(segments, DEVICES),
+        strategy=said(segments, STRATEGY),
+        segments=segments,
+        work=read_work(
+            record,
+            steps=_first(summary.number("optimizer_steps"), _total(epochs.steps)),
+            tokens=_first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
+        ),
         epochs=epochs.count,
         train_time=_first(summary.number("train_time_sec"), epochs.train_time),
         tokens_per_sec=_first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
@@ -148,9 +158,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
             summary.number("best_val_loss"), min((loss for loss in val_losses if loss is not None), default=None)
         ),
         **_inference(record, notes=notes),
-        gpu_memory=summary.number("max_cuda_mem_allocated_bytes_rank0"),
-        gpu_memory_reserved=summary.number("max_cuda_mem_reserved_bytes_rank0"),
-        host_memory=summary.number("peak_rss_bytes_rank0"),
+        **_peaks(record, notes=notes),
         train_curve=train_curve,
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),
@@ -186,39 +194,6 @@ def _curves(log: Path, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]
     return train, validation
 
 
-def _work(record: Fields, epochs: _Epochs) -> dict[str, Any]:
-    config, data, summary = (record.section(key) for key in ("training_config", "data", "summary"))
-    model, seed = config.section("model"), config.number("seed")
-    return {
-        "global batch": config.number("global_batch_size"),
-        "sequence length": config.number("seq_len"),
-        "train data": data.text("train_sha256"),
-        "validation data": data.text("val_sha256"),
-        "validation windows": config.number("val_windows"),
-        **{f"model {key}": model.number(key) for key in MODEL_KEYS},
-        "optimizer steps": _first(summary.number("optimizer_steps"), _total(epochs.steps)),
-        "tokens": _first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
-        "precision": config.text("precision"),
-        "optimizer type": config.raw("optimizer"),
-        "optimizer settings": _optimizer_settings(config),
-        "learning rate": config.number("lr"),
-        "scheduler": config.raw("scheduler"),
-        "gradient clipping": config.number("gradient_clipping"),
-        "seed": None if seed is None else f"{seed:.0f}",
-    }
-
-
-def _optimizer_settings(config: Fields) -> Any:
-    """What the optimizer was given beside its type and learning rate, which are facts of their own.
-
-    Which implementation of the same formulas computed it (``torch_adam``) changes no training.
-    """
-    settings = config.raw("optimizer_params")
-    if not isinstance(settings, dict):
-        return settings
-    return {key: value for key, value in settings.items() if key not in {"type", "lr", "torch_adam"}}
-
-
 def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
     """The ``inference`` section; without it the flat keys, whose latency is for 100 new tokens by definition."""
     inference = record.section("inference")
@@ -238,29 +213,18 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
     }
 
 
-def _machine(record: Fields) -> str | None:
-    """The hardware in words; the host's name only where nothing else was recorded.
-
-    How many GPUs a run could see is left out: hiding some of them does not make it another machine.
-    """
-    hardware = record.section("hardware")
-    gpu, cpu, cores = hardware.text("gpu_name"), hardware.text("cpu_name"), hardware.number("cpu_count")
-    parts = [gpu] if gpu else []
-    if cpu or cores:
-        parts.append((cpu or "CPU") + (f", {cores:.0f} cores" if cores else ""))
-    return "; ".join(parts) or record.text("host")
-
-
-def _devices(hardware: Fields) -> str | None:
-    """How much of the machine the run used: "2 GPUs", "2 CPU devices of 1 thread"."""
-    world, kind, threads = hardware.number("world_size"), hardware.text("device"), hardware.number("threads_per_device")
-    if not world or kind is None:
-        return None
-    plural = "" if world == 1 else "s"
-    if kind == "cuda":
-        return f"{world:.0f} GPU{plural}"
-    share = f" of {threads:.0f} thread{'' if threads == 1 else 's'}" if threads else ""
-    return f"{world:.0f} {kind.upper()} device{plural}{share}"
+def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
+    """Peak memory of the whole run; records of before segments were kept have that of the last process."""
+    summary = record.section("summary")
+    peaks = {
+        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
+        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
+        "host_memory": summary.number("peak_rss_bytes_rank0"),
+    }
+    if not resumed_untold(record):
+        return peaks
+    notes.append("peak memory was recorded of the last process alone: treated as unknown")
+    return dict.fromkeys(peaks)
 
 
 def _first(*values: float | None) -> float | None:

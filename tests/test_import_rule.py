@@ -30,6 +30,7 @@ LAYERS = [
         "recipe_zero",
         "machine_probe",
         "record_page",
+        "same_work",
         "batch",
     },
     {"tokenizer_files"},
@@ -113,7 +114,13 @@ def test_only_deepspeeds_strategies_import_it():
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("charts", {"dsgpt.telemetry.record", "dsgpt.files", "dsgpt.json_files", "dsgpt.errors"}),
+        (
+            "charts",
+            {
+                *("dsgpt.telemetry.record", "dsgpt.same_work"),
+                *("dsgpt.files", "dsgpt.json_files", "dsgpt.errors"),
+            },
+        ),
         (
             "data_prep",
             {

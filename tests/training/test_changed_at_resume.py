@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from equal_work import judge
 from run_folders import errors, go_on, record
+from runs import read_run
 from small_run import RECIPE, TOKENS, random_ids, write_recipe, write_tokens
 
 from dsgpt.checkpointing.run_state import read_run_state
@@ -22,12 +24,18 @@ def losses(run_dir):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def compared(finished_run, run_dir):
+    """How the charts judge the finished run and one that was resumed."""
+    return judge([read_run(finished_run / "run", name="whole"), read_run(run_dir, name="resumed")])
+
+
 def test_the_split_of_the_batch_is_free(stopped, finished_run):
     assert go_on(stopped, finished_run, micro_batch_size_per_gpu=2) == 0
     expected, found = losses(finished_run / "run"), losses(stopped)
     assert found.keys() == expected.keys()
     assert all(abs(found[step] - expected[step]) <= 2e-4 for step in expected)
     assert record(stopped)[CHANGES_KEY] == []
+    assert compared(finished_run, stopped).line() == "same work: yes"
 
 
 def test_a_changed_recipe_is_refused_with_the_way_out(stopped, finished_run, faster, capsys):
@@ -50,6 +58,8 @@ def test_a_changed_recipe_that_was_named_acts_and_is_recorded(stopped, finished_
     assert before != after
     state = read_run_state(stopped / "step-00000012")
     assert state.changes == [change]
+    facts = {difference.fact for difference in compared(finished_run, stopped).differences}
+    assert "changed at resume optimizer after step 9" in facts
 
 
 def test_a_change_stays_in_the_record_when_the_run_goes_on_once_more(stopped, finished_run, faster):
@@ -67,6 +77,21 @@ def test_other_data_needs_its_name(stopped, finished_run, tmp_path, capsys):
     assert "add --allow_changed data" in errors(capsys)[0]
     assert go_on(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
     assert [change["name"] for change in record(stopped)[CHANGES_KEY]] == ["train data"]
+
+
+def test_a_change_that_was_taken_back_counts(stopped, finished_run, tmp_path):
+    """The recipe in the record is then that of the run which was never changed, and what was learned is not."""
+    params = RECIPE["optimizer"]["params"] | {"betas": [0.8, 0.9]}
+    other = write_recipe(tmp_path / "other.json", optimizer={"type": "AdamW", "params": params})
+    changed = {"max_train_steps": 12, "allow_changed": "recipe"}
+    assert go_on(stopped, finished_run, deepspeed_config=other, **changed) == 0
+    assert go_on(stopped, finished_run, max_train_steps=13, allow_changed="recipe") == 0
+    verdict = compared(finished_run, stopped)
+    assert verdict.mark == "NOT EQUAL WORK"  # one step more
+    assert {difference.fact for difference in verdict.differences} >= {
+        "changed at resume optimizer after step 9",
+        "changed at resume optimizer after step 12",
+    }
 
 
 def test_data_of_another_length_keeps_the_sums(stopped, finished_run, tmp_path):

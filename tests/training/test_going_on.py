@@ -1,12 +1,11 @@
 """A run that goes on is the same run; what it cannot go on with is refused or told."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from run_folders import LONG, checkpoints, damage, errors, go_on, record
+from run_folders import LONG, checkpoints, damage, errors, go_on, record, rewrite
 from small_run import command_line, write_recipe
 
 from dsgpt.checkpointing import store
@@ -48,15 +47,6 @@ def test_wall_time_of_an_epoch_that_was_interrupted(stopped, finished_run):
     walls = [epoch["epoch_wall_time_sec"] for epoch in found["epochs"]]
     assert walls[1] > 100
     assert sum(walls) <= found["summary"]["total_wall_time_sec"] < sum(walls) + 30
-
-
-def rewrite(checkpoint: Path, file: Path, data: bytes) -> None:
-    """Change a file of a checkpoint as if it had been saved so."""
-    file.write_bytes(data)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest["files"][file.relative_to(checkpoint).as_posix()] = facts
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("checkpoint", ["step-00000009", "step-00000012"])

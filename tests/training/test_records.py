@@ -6,10 +6,13 @@ import math
 import pytest
 from training_runs import GLOBAL_BATCH, SGD, finished, read_lines, read_record, train, write_recipe
 
+from dsgpt.checkpointing.segment import Segment
+
 TOP = {
     "schema_version", "run_id", "timestamp_utc", "status", "resumed_from", "git_commit", "command_line", "env", "host",
-    "hardware", "data", "training_config", "deepspeed_config", "epochs", "summary", "inference", "train_time_per_epoch",
-    "train_loss_per_epoch", "val_loss_per_epoch", "train_throughput", "inference_latency", "inference_throughput",
+    "hardware", "data", "training_config", "deepspeed_config", "segments", "epochs", "summary", "inference",
+    "train_time_per_epoch", "train_loss_per_epoch", "val_loss_per_epoch", "train_throughput", "inference_latency",
+    "inference_throughput",
 }  # fmt: skip
 EPOCH = {
     "epoch_idx", "epoch_wall_time_sec", "steps", "micro_steps", "optimizer_steps", "tokens_processed_global",
@@ -47,6 +50,21 @@ def test_every_key_is_there(run):
     assert record["hardware"].keys() >= {"gpu_name", "gpu_count_visible", "world_size"}
     assert record["data"].keys() >= {"train_path", "train_sha256", "val_path", "val_sha256"}
     assert all(epoch.keys() >= EPOCH for epoch in record["epochs"])
+
+
+def test_a_run_of_one_process_has_one_segment_with_its_figures(run):
+    record = read_record(run)
+    (segment,) = record["segments"]
+    assert segment.keys() == Segment.__dataclass_fields__.keys()
+    assert (segment["first_step"], segment["last_step"]) == (1, record["summary"]["optimizer_steps"])
+    assert segment["train_time_sec"] == pytest.approx(record["summary"]["train_time_sec"])
+    for key in ("mean_tokens_per_sec_global", "peak_rss_bytes_rank0"):
+        assert segment[key] == record["summary"][key]
+    for key in ("hardware", "env", "host", "git_commit", "command_line", "timestamp_utc", "resumed_from"):
+        assert segment[key] == record[key]
+    assert (
+        segment.items() >= {key: record["training_config"][key] for key in ("strategy", "compile", "precision")}.items()
+    )
 
 
 def test_the_figures_agree_with_the_steps(run):

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from dsgpt.checkpointing.segment import Segment
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
@@ -36,6 +37,8 @@ class RunState:
     """Checkpoints that could not be written so far."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed at resumes, by ``--allow_changed`` or in who executes: ``step``, ``name``, ``before``, ``after``."""
+    segments: list[Segment] = field(default_factory=list)
+    """The processes that led here; none in checkpoints of before they were kept."""
 
     @property
     def val_loss(self) -> float | None:

@@ -123,6 +123,8 @@ class StepMeter:
         self._earlier_wall_sec = 0.0
         self.epoch = Figures()
         self.run = Figures()
+        self.process = Figures()
+        """Of the steps that this process took itself."""
         self.last_loss: float | None = None
 
     def take_up(
@@ -159,7 +161,11 @@ class StepMeter:
 
     def wall_seconds(self) -> float:
         """Seconds since the run started; a stop between two processes of a resumed run is not counted."""
-        return self._earlier_wall_sec + time.perf_counter() - self._started
+        return self._earlier_wall_sec + self.process_wall_seconds()
+
+    def process_wall_seconds(self) -> float:
+        """Seconds since this process began with the run."""
+        return time.perf_counter() - self._started
 
     def start(self) -> Any:
         """Mark the start of a step."""
@@ -210,6 +216,7 @@ class StepMeter:
         self.last_loss = line["loss"]
         self.epoch.add(line, tokens=self._tokens_per_step)
         self.run.add(line, tokens=self._tokens_per_step)
+        self.process.add(line, tokens=self._tokens_per_step)
         return line
 
 

@@ -158,8 +158,9 @@ class RunRecord:
 
     def __init__(self, path: Path, facts: dict[str, Any], *, epochs: list[dict[str, Any]]) -> None:
         self._path = path
-        self._facts = facts
+        self.facts = facts
         self.epochs = epochs
+        self.segments: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.saves: list[dict[str, Any]] = []
         self.inference: dict[str, Any] | None = None
@@ -170,8 +171,9 @@ class RunRecord:
         """Write the record as it stands."""
         record = {
             "schema_version": SCHEMA_VERSION,
-            **self._facts,
+            **self.facts,
             "status": self.status,
+            "segments": self.segments,
             "epochs": self.epochs,
             "summary": self.summary,
             "saves": self.saves,

@@ -168,6 +168,8 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
         "gradient_clipping": recipe.gradient_clipping,
         "precision": config.precision,
+        "loss_scaling": _loss_scaling(config),
+        **_quantized(config),
         "zero_stage": recipe.zero_stage if config.run_type == "optimized" else None,
         "deepspeed_enabled": config.run_type == "optimized",
         "data_parallel_size": batch.data_parallel_size,
@@ -180,6 +182,24 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
         "eval_every": options.eval_every,
         "compile": options.compile,
         "activation_checkpointing": config.activation_checkpointing,
+    }
+
+
+def _loss_scaling(config: RunConfig) -> dict[str, Any]:
+    """What of the ``fp16`` block acts: a fixed scale makes the rules of a dynamic one mean nothing."""
+    if config.precision != "fp16":
+        return {"type": "none"}
+    rules = asdict(config.recipe.loss_scaling)
+    fixed = rules.pop("loss_scale")
+    return {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
+
+
+def _quantized(config: RunConfig) -> dict[str, bool]:
+    """What Zero++ rounds on its way, which only DeepSpeed does."""
+    recipe, acts = config.recipe, config.run_type == "optimized"
+    return {
+        "quantized_weights": acts and recipe.quantized_weights,
+        "quantized_gradients": acts and recipe.quantized_gradients,
     }
 
 

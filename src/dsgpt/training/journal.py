@@ -21,6 +21,7 @@ from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
 from dsgpt.training.facts import CHANGES_KEY
 from dsgpt.training.leftovers import EarlierRecord
+from dsgpt.training.segments import Segments
 
 
 class Journal:
@@ -45,6 +46,7 @@ class Journal:
         self._failed_saves = 0
         self._refused: set[str] = set()
         self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
+        self._segments = Segments(facts, done=first_step)
 
     def take_up(self, state: RunState, steps_file: Path, *, earlier: EarlierRecord) -> None:
         """Go on where an earlier process of this run stopped.
@@ -52,6 +54,7 @@ class Journal:
         ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown. ``earlier`` is the
         record that the process left.
         """
+        self._segments.take_up(state)
         self.record.epochs = state.epochs
         self.record.saves = [asdict(save) for save in earlier.saves or () if save.step <= state.step]
         self.best_val_loss = state.best_val_loss
@@ -70,6 +73,7 @@ class Journal:
 
     def state(self, step: int) -> RunState:
         """Where the run stands after ``step``, for a checkpoint."""
+        self._note()
         return RunState(
             step=step,
             samples_seen=step * self._config.batch.global_batch_size,
@@ -81,7 +85,14 @@ class Journal:
             last_val_step=self.last_val_step,
             failed_saves=self._failed_saves,
             changes=self._changes,
+            segments=self._segments.all,
         )
+
+    def _note(self, *, peaks: bool = True) -> None:
+        """Take what this process did so far; without ``peaks``, those of the last time stand."""
+        if peaks:
+            self._peaks.note()
+        self._segments.note(self._meter, self._peaks.figures())
 
     def saved(self, *, step: int, mode: str, stall_sec: float, total_sec: float, size: int) -> None:
         """Note what a checkpoint cost.
@@ -131,7 +142,7 @@ class Journal:
 
     def cost_measured(self, cost: dict[str, Any]) -> None:
         """Note what a step costs a rank, which the next record tells."""
-        self.record.cost = cost
+        self.record.cost = {"segment": len(self._segments.all) - 1, **cost}
         self._console.say(f"step {cost['measured_step']:>6}/{self._config.total_steps}  {cost_line(cost)}")
 
     def flush(self, *, print_last: bool = False) -> None:
@@ -217,7 +228,7 @@ class Journal:
     def epoch_done(self, epoch: int) -> None:
         """Close the record of an epoch, or of what the run saw of it."""
         figures = self._meter.epoch
-        self._peaks.note()
+        self._note()
         accumulation = self._config.batch.gradient_accumulation_steps
         earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
         self.record.epochs.append(
@@ -231,7 +242,7 @@ class Journal:
                 "tokens_processed_global": figures.steps * self._config.tokens_per_step,
                 "train_loss_avg_global": figures.loss_mean(),
                 "val_loss_avg_global": self.last_val_loss,
-                **self._peaks.figures(),
+                **self._segments.peaks(since_step=self._meter.run.steps - figures.steps + 1),
                 **timing_figures(figures),
             }
         )
@@ -250,9 +261,10 @@ class Journal:
     def _write(self, status: str = "running") -> None:
         """Its memory figures are of training, so later states keep the last ones."""
         run = self._meter.run
-        if status == "running":
-            self._peaks.note()
+        self._note(peaks=status == "running")
         self.record.status = status
+        self.record.facts = self._segments.common_facts()
+        self.record.segments = [asdict(segment) for segment in self._segments.all]
         self.record.summary = {
             "total_wall_time_sec": self._meter.wall_seconds(),
             "train_time_sec": run.train_sec,
@@ -263,7 +275,7 @@ class Journal:
             "best_val_loss": self.best_val_loss,
             "failed_saves": self._failed_saves,
             "mean_tokens_per_sec_global": throughput(run),
-            **self._peaks.figures(),
+            **self._segments.peaks(),
         }
         if self._writes:
             self.record.write()
