@@ -24,7 +24,7 @@ from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_tr
 
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, open_token_file
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory, write_json_atomic
+from dsgpt.files import PRINTABLE, sync_directory, write_json_atomic
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -95,7 +95,7 @@ def _fingerprint(tokenizer: str) -> str | None:
         return None
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")):
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(path.name.encode(errors=PRINTABLE) + path.read_bytes())
     return digest.hexdigest()
 
 

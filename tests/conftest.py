@@ -1,10 +1,14 @@
 """Real text, prepared by the real script, and small real runs over it; and which tests share a process."""
 
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import REPOSITORY, Corpus
 
+from dsgpt.ancestors import starts_launcher
 from dsgpt.parity.corpus import prepare_corpus
 
 
@@ -12,6 +16,23 @@ from dsgpt.parity.corpus import prepare_corpus
 def corpus(tmp_path_factory) -> Corpus:
     """The parity suite's: a few of the standard library's files, with a tokenizer of 300 ids trained on them."""
     return Corpus(folder=prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus")).train.parent)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-launchers", action="store_true", help="skip each test that starts deepspeed or torchrun"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-launchers"):
+        sys.addaudithook(_skip_at_launchers)
+
+
+def _skip_at_launchers(event: str, about: tuple[Any, ...]) -> None:
+    """Skip a test, or those that share its fixture, when it is about to start a launcher: no list of them can be wrong."""
+    if event == "subprocess.Popen" and starts_launcher([os.fsdecode(word) for word in about[1]]):
+        pytest.skip("starts a launcher")
 
 
 TOGETHER = {"parity": "result_of", "strategies": "seen"}

@@ -18,6 +18,7 @@ LAYERS = [
         "ancestors",
         "interruption",
         "files",
+        "script",
         "problems",
         "hub_access",
         "topology",
@@ -110,8 +111,8 @@ def test_only_deepspeeds_strategies_import_it():
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("charts", {"dsgpt.telemetry.record", "dsgpt.files", "dsgpt.errors"}),
-        ("data_prep", {"dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.files", "dsgpt.errors"}),
+        ("charts", {"dsgpt.telemetry.record", "dsgpt.files", "dsgpt.errors", "dsgpt.script"}),
+        ("data_prep", {"dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.files", "dsgpt.errors", "dsgpt.script"}),
     ],
 )
 def test_charts_and_data_preparation_know_only_the_file_contracts(folder, allowed):

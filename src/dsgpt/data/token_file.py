@@ -15,13 +15,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from dsgpt.errors import UserError
 from dsgpt.files import sync_directory, write_json_atomic
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _CHUNK = 1 << 24  # 16 Mi elements or bytes: large enough to stream at disk speed, small enough for any machine
 
 
-class TokenFileError(ValueError):
+class TokenFileError(UserError):
     """A token file cannot be used; the message is one line that names the file, the fault and the cure."""
 
 
