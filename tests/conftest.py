@@ -30,11 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _skip_at_launchers(event: str, about: tuple[Any, ...]) -> None:
-    """Skip a test, or those that share its fixture, when it is about to start a launcher: no list of them can be wrong."""
-    if event == "subprocess.Popen" and starts_launcher([os.fsdecode(word) for word in about[1]]):
-        pytest.skip("starts a launcher")
+    """Skip a test, or all that share its fixture, when it is about to start a launcher: no list can be wrong."""
+    if event == "subprocess.Popen":
+        words = [os.fsdecode(word) for word in about[1]]
+        if starts_launcher(words) or RANKS in words:
+            pytest.skip("starts a launcher")
 
 
+RANKS = "dsgpt.parity.worker"
+"""What the suites launch, also as one rank without a launcher."""
 TOGETHER = {"parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
 
