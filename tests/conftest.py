@@ -43,6 +43,17 @@ TOGETHER = {"parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With ``--without-launchers``, skip what shares launches before anything is prepared for them."""
+    if item.config.getoption("--without-launchers") and _shares_launches(item):
+        pytest.skip("starts a launcher")
+
+
+def _shares_launches(item: pytest.Item) -> bool:
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return TOGETHER.get(folder) in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where two processes share the tests (``make test``): a file, or what shares launches, stays in one; long first.
@@ -54,8 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def group(item: pytest.Item) -> str:
         folder = item.path.relative_to(tests).parts[0]
-        shares = TOGETHER.get(folder) in getattr(item, "fixturenames", ())
-        return folder if shares else item.path.relative_to(tests).as_posix()
+        return folder if _shares_launches(item) else item.path.relative_to(tests).as_posix()
 
     def place(item: pytest.Item) -> tuple[int, bool]:
         folder = item.path.relative_to(tests).parts[0]
