@@ -2,6 +2,7 @@
 # make test    style and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill, stop, damage and fill the disk: every run must go on
+# make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
 # make charts  the README's pictures again, from the committed records
 #
 # PYTHON=python3.12 make demo   uses another interpreter
@@ -13,8 +14,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
+OTHERS := 3.12 3.13
 
-.PHONY: help demo test parity faults charts
+.PHONY: help demo test test-pythons test-here parity faults charts
 .DEFAULT_GOAL := help
 
 help:
@@ -29,14 +31,19 @@ $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
   echo "error: $(PYTHON) cannot make virtual environments: install its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
 endef
 
+# One at a time: every environment that is made at once builds the package in src/.
+install_package = flock Makefile $(BIN)/python -m pip install --disable-pip-version-check
+
 $(BIN)/.installed: requirements.txt pyproject.toml
 	@$(check_python)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@sed '/^-e /d' requirements.txt > $(BIN)/pins.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r $(BIN)/pins.txt
+	$(install_package) --quiet -r requirements.txt
 	@touch $@
 
 $(BIN)/.installed-for-tests: $(BIN)/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	$(install_package) --quiet -e '.[test]'
 	@touch $@
 
 demo: $(BIN)/.installed
@@ -46,6 +53,26 @@ test: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+# Each version has an environment of its own; `make --jobs 2 test-pythons` tests them side by side.
+test-pythons: $(OTHERS:%=test-python%)
+
+define find_python
+found=; for python in python$* "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$*.*/bin/python; do \
+  if "$$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$*")' 2>/dev/null; then found=$$python; fi; \
+done
+endef
+
+test-python%:
+	@$(find_python); \
+	if [ -z "$$found" ]; then echo "Python $* is not installed here: nothing is tested with it"; else \
+	  $(MAKE) --no-print-directory test-here PYTHON="$$found" VENV=.venv-$*; fi
+
+# Launchers take most of the time of `make test`; the demo starts one.
+test-here: $(BIN)/.installed-for-tests
+	$(BIN)/python -m pytest --without-launchers --quiet -p no:cacheprovider
+	@rm -rf $(VENV)/demo
+	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity

@@ -12,8 +12,9 @@ from typing import NoReturn
 from comparison import comparison_markdown, console_summary
 from runs import Run, read_run
 
-from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from dsgpt.files import write_atomic
+from dsgpt.errors import UserError
+from dsgpt.files import PRINTABLE, write_atomic
+from dsgpt.script import exit_code_of, run_script
 
 DESCRIPTION = """\
 Compare training runs in pictures and in one table (comparison.md).
@@ -48,16 +49,7 @@ class Request:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what ``argv`` asks for; returns the exit code. The user's mistakes are printed, one line each."""
-    try:
-        _compare(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return EXIT_DONE
+    return exit_code_of(lambda: _compare(sys.argv[1:] if argv is None else argv))
 
 
 def _compare(argv: Sequence[str]) -> None:
@@ -141,7 +133,7 @@ def write_charts(runs: Sequence[Run], *, output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         for name, picture in pictures.items():
             write_atomic(output / name, picture)
-        write_atomic(output / "comparison.md", comparison_markdown(runs).encode())
+        write_atomic(output / "comparison.md", comparison_markdown(runs).encode(errors=PRINTABLE))
     except OSError as error:
         raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
 
@@ -170,4 +162,4 @@ def _output_problems(output: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

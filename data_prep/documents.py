@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsgpt.errors import UserError
+from dsgpt.files import PRINTABLE
 
 _HASHED_BYTES = 1 << 28
 
@@ -70,7 +71,7 @@ class Source:
         small = self.total_bytes() <= _HASHED_BYTES
         for file in self.files:
             status = file.path.stat()
-            digest.update(f"{file.key}\0{status.st_size}\0".encode())
+            digest.update(f"{file.key}\0{status.st_size}\0".encode(errors=PRINTABLE))
             digest.update(file.path.read_bytes() if small else str(status.st_mtime_ns).encode())
         return digest.hexdigest()
 
@@ -79,7 +80,7 @@ class Source:
         for _, document in self.documents():
             if document.text.strip():  # the others are neither downloaded nor encoded
                 text = document.text.encode()
-                digest.update(f"{document.key}\0{len(text)}\0".encode() + text)
+                digest.update(f"{document.key}\0{len(text)}\0".encode(errors=PRINTABLE) + text)
         return digest.hexdigest()
 
     def documents(self) -> Iterator[tuple[str | None, Document]]:

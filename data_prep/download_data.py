@@ -10,13 +10,14 @@ from pathlib import Path
 
 from downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
-from prep_console import counted, make_parser, progress, run_script, unknown_name, whole_number
+from prep_console import KEPT, counted, make_parser, progress, unknown_name, whole_number
 from stdlib_corpus import STDLIB_NAME, stdlib_source
 from tqdm import tqdm
 
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory, write_json_atomic
+from dsgpt.files import is_utf8, sync_directory, undecodable, write_json_atomic
 from dsgpt.hub_access import explain_offline
+from dsgpt.script import run_script
 
 DESCRIPTION = """\
 Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,
@@ -57,6 +58,8 @@ def parse_options(argv: Sequence[str] | None) -> DownloadOptions:
     names = (STDLIB_NAME, *HUB_SETS)
     if flags.name not in names:
         problems.append(unknown_name(flags.name, flag="NAME", names=names))
+    if not is_utf8(flags.output_dir or ""):
+        problems.append(f"--output_dir {undecodable(flags.output_dir)}")
     limit = flags.max_documents
     options = DownloadOptions(
         name=flags.name,
@@ -190,4 +193,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, kept=KEPT)

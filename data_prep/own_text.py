@@ -6,6 +6,8 @@ from pathlib import Path
 
 from documents import Source, SourceFile, json_lines_reader, parquet_reader, read_text_file
 
+from dsgpt.files import printable
+
 _SNIFFED_BYTES = 8192
 
 
@@ -22,7 +24,7 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
     text = [(path, key) for path, key in found if not _is_binary(path) or path in inputs]
     files = tuple(_source_file(path, key, text_key) for path, key in text)
     return Source(
-        description=", ".join(path.name or str(path) for path in (root.resolve() for root in inputs)),
+        description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
         files=files,
         skipped_binary=len(found) - len(text),
         skipped_links=tuple(links),

@@ -1,20 +1,18 @@
-"""What every script here shares towards the user: flags that report all mistakes at once, progress, exit codes."""
+"""What every script here shares towards the user: flags that report all mistakes at once, progress."""
 
 import argparse
 import contextlib
 import difflib
-import errno
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from tqdm import tqdm
 
-from dsgpt.data.token_file import TokenFileError
-from dsgpt.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from dsgpt.errors import UserError
 
-EXIT_INTERRUPTED = 130
-"""The shell's own convention: 128 + SIGINT."""
+KEPT = "nothing was published; the same command starts again"
+"""After an interruption, or on a full disk."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -103,22 +101,3 @@ def progress(*, total: int | None, description: str, unit: str) -> Iterator[tqdm
             bar.total = bar.n
             raise
         bar.total = bar.n
-
-
-def run_script(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` and exit: 0 done, 2 the user's mistake (one line each, no traceback), 130 interrupted."""
-    try:
-        main()
-    except (UserError, TokenFileError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-            raise
-        print(f"error: {error.filename or 'the output'}: {error.strerror}; nothing was published", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        print("interrupted: nothing was published; the same command starts again", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(EXIT_DONE)

@@ -11,6 +11,7 @@ from stdlib_corpus import STDLIB_NAME
 from vocabulary import SMALLEST_VOCABULARY
 
 from dsgpt.errors import UserError
+from dsgpt.files import is_utf8, printable, undecodable
 from dsgpt.tokenizer_files import fault_of
 
 TRAIN = "train"
@@ -55,7 +56,7 @@ class PrepareOptions:
         """What decides the output's bytes, apart from the input: equal identities need no second preparation."""
         return {
             "--input" if self.dataset is None else "--dataset": self.dataset
-            or ", ".join(path.resolve().name for path in self.inputs),
+            or ", ".join(printable(path.resolve().name) for path in self.inputs),
             "--text_key": self.text_key,
             "--tokenizer": self.tokenizer,
             "--vocab_size": self.vocab_size,
@@ -186,6 +187,8 @@ def _output_dir(flags: argparse.Namespace, dataset: str | None, inputs: tuple[Pa
     if flags.output_dir is None and len(inputs) > 1:
         problems.append("--output_dir: is missing; several inputs have no common name, say where the output goes")
     output_dir = Path(flags.output_dir or Path("data") / (dataset or inputs[0].resolve().stem))
+    if not is_utf8(output_dir):
+        problems.append(f"--output_dir {undecodable(output_dir)}, or name another --output_dir")
     resolved = output_dir.resolve()
     if any(path.resolve() == resolved for path in inputs):
         problems.append(f"--output_dir {output_dir}: is the input itself; name another folder")
@@ -196,6 +199,9 @@ def _output_dir(flags: argparse.Namespace, dataset: str | None, inputs: tuple[Pa
 
 
 def _check_tokenizer_path(tokenizer: str, problems: list[str]) -> None:
+    if not is_utf8(tokenizer):
+        problems.append(f"--tokenizer {undecodable(tokenizer)}")
+        return
     looks_local = tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/")
     if looks_local and not Path(tokenizer).is_dir():
         problems.append(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")

@@ -21,7 +21,7 @@ from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_tr
 
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.errors import UserError
-from dsgpt.files import is_regular_file, remove, sync_directory
+from dsgpt.files import PRINTABLE, is_regular_file, remove, sync_directory
 
 _NAMED = 3
 """Links left out that the line about them names."""
@@ -58,7 +58,7 @@ def _fingerprint(tokenizer: str) -> str | None:
     digest = hashlib.sha256()
     named = [path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")]
     for path in sorted(path for path in named if is_regular_file(path)):
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(path.name.encode(errors=PRINTABLE) + path.read_bytes())
     return digest.hexdigest()
 
 

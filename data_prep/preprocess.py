@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from prep_console import run_script
+from prep_console import KEPT
 from prep_options import parse_options
 from preparation import prepare
+
+from dsgpt.script import run_script
 
 DESCRIPTION = """\
 Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each with
@@ -25,4 +27,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, kept=KEPT)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from documents import Document
 
 from dsgpt.errors import UserError
+from dsgpt.files import PRINTABLE
 
 SPLITS = ("train", "val")
 _SMALL_DOCUMENTS = 256
@@ -20,7 +21,7 @@ Divided = Iterator[tuple[str, Document]]
 
 def position(key: str, *, seed: int) -> float:
     """Where a document stands in [0, 1): even over keys, and a function of the seed and the key alone."""
-    digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}\0{key}".encode(errors=PRINTABLE)).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 

@@ -14,12 +14,13 @@ from dsgpt import save_benchmark
 from dsgpt.any_to_any import command as any_to_any
 from dsgpt.any_to_any.matrix import PAIRS, SEED
 from dsgpt.cli_reader import Parser, Reader, read_words
-from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from dsgpt.errors import EXIT_DONE
 from dsgpt.faults import command as faults
 from dsgpt.faults.plan import KILLS
 from dsgpt.faults.plan import SEED as FAULT_SEED
 from dsgpt.parity import command as parity
 from dsgpt.parity.matrix import STRATEGIES
+from dsgpt.script import run_script
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DESCRIPTIONS = {
@@ -69,19 +70,10 @@ def main() -> int:
     """Read the flags and run; the exit code comes back."""
     words = sys.argv[1:]
     what = words[0] if words and words[0] in COMMANDS else ""
-    try:
-        reader = Reader()
-        parser = _parser(what, reader)
-        flags = read_words(parser, reader, words, elsewhere={})
-        reader.problems.raise_if_any()
-        return COMMANDS[what](flags)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    reader = Reader()
+    flags = read_words(_parser(what, reader), reader, words, elsewhere={})
+    reader.problems.raise_if_any()
+    return COMMANDS[what](flags)
 
 
 def _parser(what: str, reader: Reader) -> Parser:
@@ -265,4 +257,4 @@ COMMANDS = {"parity": _parity, "resume": _resume, "faults": _faults, "saving": _
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsgpt.cli_reader import Parser, Reader, read_words
-from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from dsgpt.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
+from dsgpt.script import exit_code_of, run_script
 
 DESCRIPTION = """\
 Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
@@ -38,39 +38,36 @@ examples:
 
 In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py."""
 
+KEPT = "nothing was written"
+
 
 def main(words: Sequence[str]) -> int:
-    """Read the flags, convert, say what was done."""
-    try:
-        reader = Reader()
-        options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
-        for flag, value, what in (
-            ("--from", options.source, "a run folder such as checkpoint/demo-zero1"),
-            ("--to", options.form, f"one of {', '.join(EXPORT_FORMS)}"),
-            ("OUT", options.out, "the folder to make"),
-        ):
-            if value is None and not reader.problems.mention(flag):
-                reader.problems.add(f"{flag} is missing: give {what}")
-        reader.problems.raise_if_any()
-        from dsgpt.checkpointing.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
-        from dsgpt.telemetry.console import Console  # noqa: PLC0415
+    """Read the flags, convert, say what was done; the exit code comes back."""
+    return exit_code_of(lambda: _convert(words), kept=KEPT)
 
-        export(
-            options.source,
-            options.out,
-            form=options.form,
-            dtype=options.dtype,
-            which=options.which,
-            console=Console(speaks=True),
-        )
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return EXIT_DONE
+
+def _convert(words: Sequence[str]) -> None:
+    reader = Reader()
+    options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
+    for flag, value, what in (
+        ("--from", options.source, "a run folder such as checkpoint/demo-zero1"),
+        ("--to", options.form, f"one of {', '.join(EXPORT_FORMS)}"),
+        ("OUT", options.out, "the folder to make"),
+    ):
+        if value is None and not reader.problems.mention(flag):
+            reader.problems.add(f"{flag} is missing: give {what}")
+    reader.problems.raise_if_any()
+    from dsgpt.checkpointing.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.telemetry.console import Console  # noqa: PLC0415
+
+    export(
+        options.source,
+        options.out,
+        form=options.form,
+        dtype=options.dtype,
+        which=options.which,
+        console=Console(speaks=True),
+    )
 
 
 def _build_parser(reader: Reader) -> argparse.ArgumentParser:
@@ -120,4 +117,4 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_script(lambda: main(sys.argv[1:]))

@@ -1,92 +1,170 @@
 """``make demo``: text to two trained models, the same training on one device and on all, to charts of what it cost."""
 
 import argparse
+import contextlib
+import io
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.errors import EXIT_INTERRUPTED
+from dsgpt.cli_reader import Parser, Reader, read_words
+from dsgpt.script import complain, run_script
 from dsgpt.topology import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-RECIPE = Path("ds_configs/zero1.json")
-DATA = Path("data/python-stdlib")
-CHARTS = Path("charts/demo")
 GLOBAL_BATCH_SIZE = 32  # the recipe's; a number of GPUs must divide it
 WORK = [
-    "--train_data_path", str(DATA / "train.bin"),
-    "--val_data_path", str(DATA / "val.bin"),
-    "--deepspeed_config", str(RECIPE),
+    "--deepspeed_config", "ds_configs/zero1.json",
     "--model_size", "demo",
     "--seq_length", "128",
     "--eval_every", "50",
     "--max_val_steps", "20",
     "--save_every", "50",
     "--steps_per_print", "10",
-    "--resume",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What is trained, and where it is left."""
+
+    into: Path
+    """Receives data/, checkpoint/ and charts/."""
+    steps: int
+    """Optimizer steps of each training."""
+    gpus: int
+
+    @property
+    def data(self) -> Path:
+        """Of the token files."""
+        return self.into / "data" / "python-stdlib"
+
+    def run_folder(self, name: str) -> Path:
+        """Of the run ``name``."""
+        return self.into / "checkpoint" / f"demo-{name}"
+
+    def training(self, run_type: str, name: str) -> list[str]:
+        """The flags of a training, but for what to do with a run that is there."""
+        files = ["--train_data_path", str(self.data / "train.bin"), "--val_data_path", str(self.data / "val.bin")]
+        length = ["--max_train_steps", str(self.steps), *_device_flags(self.gpus)]
+        return [*files, *WORK, *length, "--run_type", run_type, "--checkpoint_path", str(self.run_folder(name))]
+
+    @property
+    def devices(self) -> int:
+        """Of the run on all of them."""
+        return max(n for n in range(1, (self.gpus or 2) + 1) if GLOBAL_BATCH_SIZE % n == 0)
 
 
 def main() -> int:
     """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
-    parser = argparse.ArgumentParser(description="Train the demo's two models, and compare them.", allow_abbrev=False)
-    parser.add_argument(
-        "--steps", type=int, default=200, metavar="N", help="optimizer steps of each training (default: 200)"
-    )
-    steps_of_training = parser.parse_args().steps
+    flags = _read_flags(sys.argv[1:])
     from dsgpt.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
-    gpus = cuda_devices()
-    # DeepSpeed's launcher looks for a GPU by itself and warns where there is none.
-    environment = dict(os.environ) if gpus else {**os.environ, "DS_ACCELERATOR": "cpu"}
+    os.chdir(REPOSITORY)
+    demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices())
+    if not demo.gpus:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher looks for a GPU by itself and warns of none
     started = time.perf_counter()
-    steps = _steps(gpus, steps_of_training)
-    for number, (title, command) in enumerate(steps, start=1):
+    steps = _steps(demo)
+    for number, (title, step) in enumerate(steps, start=1):
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
-        code = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
-        if code:
-            print(f"error: the demo stopped at step {number}, {title} (exit code {code})", file=sys.stderr)
-            return code
+        if code := step(demo):
+            return complain([f"the demo stopped at step {number}, {title} (exit code {code})"], code)
     print(f"\nthe demo took {time.perf_counter() - started:.0f} s; ask its model for text with")
-    print('  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("')
+    print(f'  .venv/bin/python src/generate.py --checkpoint {demo.run_folder("zero1")} --prompt "def main("')
     return 0
 
 
-def _steps(gpus: int, steps_of_training: int) -> list[tuple[str, list[str]]]:
-    """Title and command of each step, on ``gpus`` GPUs or, with none, on two devices of half the CPU's cores each."""
-    python = sys.executable
-    train = ["src/gpt2.py", *WORK, "--max_train_steps", str(steps_of_training), *_device_flags(gpus)]
-    devices = max(n for n in range(1, (gpus or 2) + 1) if GLOBAL_BATCH_SIZE % n == 0)
-    launcher = [str(Path(python).parent / "deepspeed"), "--quiet", "--num_gpus", str(devices)]
-    launcher += ["--master_port", str(free_port())]
-    baseline, zero1 = "checkpoint/demo-baseline", "checkpoint/demo-zero1"
-    device = "GPU" if gpus else "half of the CPU's cores"
+def _read_flags(words: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(description="Train the demo's two models, and compare them.", allow_abbrev=False)
+    reader = Reader()
+    parser.add_argument(
+        "--steps",
+        type=reader.whole("--steps", low=1),
+        default=200,
+        metavar="N",
+        help="optimizer steps of each training (default: 200)",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="receives data/, checkpoint/ and charts/ (default: the repository)",
+    )
+    flags = read_words(parser, reader, words, elsewhere={})
+    reader.problems.raise_if_any()
+    return flags
+
+
+def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
+    """What each step is called, and what does it and gives back its exit code."""
+    device = "GPU" if demo.gpus else "half of the CPU's cores"
+    devices = f"{demo.devices} device{'s' * (demo.devices > 1)}"
     return [
-        ("prepare the text", [python, "data_prep/preprocess.py"]),
-        (
-            f"train the baseline on one device ({device})",
-            [python, *train, "--run_type", "baseline", "--checkpoint_path", baseline],
-        ),
-        (
-            f"train the same with DeepSpeed ZeRO-1 on {devices} device{'s' * (devices > 1)}",
-            [*launcher, *train, "--run_type", "optimized", "--checkpoint_path", zero1],
-        ),
-        (
-            "compare them",
-            [
-                python,
-                "charts/generate_charts.py",
-                "--output-dir",
-                str(CHARTS),
-                "--run",
-                f"baseline={baseline}",
-                "--run",
-                f"zero1={zero1}",
-            ],
-        ),
+        ("prepare the text", _prepare),
+        (f"train the baseline on one device ({device})", _train_baseline),
+        (f"train the same with DeepSpeed ZeRO-1 on {devices}", _train_zero1),
+        ("compare them", _compare),
     ]
+
+
+def _prepare(demo: Demo) -> int:
+    """Text that is there is taken: the sources of another Python are another text, and runs may depend on the first."""
+    if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
+        print(f"{demo.data} holds prepared text: it is taken as it is", flush=True)
+        return 0
+    return _run([sys.executable, "data_prep/preprocess.py", "--output_dir", str(demo.data)])
+
+
+def _train_baseline(demo: Demo) -> int:
+    words = demo.training("baseline", "baseline")
+    return _run([sys.executable, "src/gpt2.py", *words, _go_on_or_anew(words)])
+
+
+def _train_zero1(demo: Demo) -> int:
+    words = demo.training("optimized", "zero1")
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--quiet", "--num_gpus", str(demo.devices)]
+    return _run([*launcher, "--master_port", str(free_port()), "src/gpt2.py", *words, _go_on_or_anew(words)])
+
+
+def _compare(demo: Demo) -> int:
+    charts = demo.into / "charts" / "demo"
+    runs = [word for name in ("baseline", "zero1") for word in ("--run", f"{name}={demo.run_folder(name)}")]
+    return _run([sys.executable, "charts/generate_charts.py", "--output-dir", str(charts), *runs])
+
+
+def _go_on_or_anew(words: Sequence[str]) -> str:
+    """``--resume``, or ``--overwrite`` where the folder holds a run that cannot go on as this one, which is said.
+
+    Other steps are another training: the learning rate falls over all of them. So are another recipe or text.
+    """
+    refusal = _refusal([*words, "--resume"])
+    if not refusal or _refusal([*words, "--overwrite"]):  # what does not help is told by the run itself
+        return "--resume"
+    folder = words[words.index("--checkpoint_path") + 1]
+    print(f"{folder} holds another run, which is replaced:", flush=True)
+    for line in refusal:
+        print(f"  {line.removeprefix('error: ').removeprefix('--resume: ')}", flush=True)
+    return "--overwrite"
+
+
+def _refusal(words: Sequence[str]) -> list[str]:
+    """The mistakes that a dry run finds."""
+    from dsgpt.main import train  # noqa: PLC0415 - torch takes seconds
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        train([*words, "--dry_run"])
+    return [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+
+
+def _run(command: list[str]) -> int:
+    return subprocess.run(command, check=False).returncode
 
 
 def _device_flags(gpus: int) -> list[str]:
@@ -97,8 +175,4 @@ def _device_flags(gpus: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("error: interrupted; make demo goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+    run_script(main, kept="make demo goes on from the last checkpoint")

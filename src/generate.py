@@ -1,12 +1,12 @@
 """Sample text from a run: ``python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("``."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from dsgpt.cli_reader import Parser
-from dsgpt.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from dsgpt.cli_reader import Parser, path_problems
+from dsgpt.errors import UserError
 from dsgpt.options import WHICH_CHECKPOINT
+from dsgpt.script import run_script
 
 EXAMPLES = """\
 examples:
@@ -14,33 +14,27 @@ examples:
   python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0"""
 
 
-def main() -> int:
+def main() -> None:
     """Read the flags, sample, print."""
-    try:
-        options = _build_parser().parse_args()
-        from dsgpt.inference.sample import sample  # noqa: PLC0415 - torch takes seconds; --help should not
+    parser = _build_parser()
+    options = parser.parse_args()
+    if problems := path_problems(parser, options):
+        raise UserError(*problems)
+    from dsgpt.inference.sample import sample  # noqa: PLC0415 - torch takes seconds; --help should not
 
-        for text in sample(
-            options.checkpoint,
-            which=options.which,
-            prompt=options.prompt,
-            samples=options.num_samples,
-            new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            seed=options.seed,
-            device_kind=options.device,
-        ):
-            print(text)
-            print("-" * 80)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return EXIT_DONE
+    for text in sample(
+        options.checkpoint,
+        which=options.which,
+        prompt=options.prompt,
+        samples=options.num_samples,
+        new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+        device_kind=options.device,
+    ):
+        print(text)
+        print("-" * 80)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -73,4 +67,4 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

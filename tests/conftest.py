@@ -1,10 +1,14 @@
 """Real text, prepared by the real script, and small real runs over it; and which tests share a process."""
 
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import REPOSITORY, Corpus
 
+from dsgpt.ancestors import starts_launcher
 from dsgpt.parity.corpus import prepare_corpus
 
 
@@ -14,8 +18,40 @@ def corpus(tmp_path_factory) -> Corpus:
     return Corpus(folder=prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus")).train.parent)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-launchers", action="store_true", help="skip each test that starts deepspeed or torchrun"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-launchers"):
+        sys.addaudithook(_skip_at_launchers)
+
+
+def _skip_at_launchers(event: str, about: tuple[Any, ...]) -> None:
+    """Skip a test, or all that share its fixture, when it is about to start a launcher: no list can be wrong."""
+    if event == "subprocess.Popen":
+        words = [os.fsdecode(word) for word in about[1]]
+        if starts_launcher(words) or RANKS in words:
+            pytest.skip("starts a launcher")
+
+
+RANKS = "dsgpt.parity.worker"
+"""What the suites launch, also as one rank without a launcher."""
 TOGETHER = {"parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With ``--without-launchers``, skip what shares launches before anything is prepared for them."""
+    if item.config.getoption("--without-launchers") and _shares_launches(item):
+        pytest.skip("starts a launcher")
+
+
+def _shares_launches(item: pytest.Item) -> bool:
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return TOGETHER.get(folder) in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -29,8 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def group(item: pytest.Item) -> str:
         folder = item.path.relative_to(tests).parts[0]
-        shares = TOGETHER.get(folder) in getattr(item, "fixturenames", ())
-        return folder if shares else item.path.relative_to(tests).as_posix()
+        return folder if _shares_launches(item) else item.path.relative_to(tests).as_posix()
 
     def place(item: pytest.Item) -> tuple[int, bool]:
         folder = item.path.relative_to(tests).parts[0]

@@ -19,6 +19,7 @@ LAYERS = [
         "interruption",
         "files",
         "json_files",
+        "script",
         "problems",
         "hub_access",
         "topology",
@@ -117,14 +118,14 @@ def test_only_deepspeeds_strategies_import_it():
         (
             "charts",
             {
-                *("dsgpt.telemetry.record", "dsgpt.same_work"),
+                *("dsgpt.telemetry.record", "dsgpt.same_work", "dsgpt.script"),
                 *("dsgpt.files", "dsgpt.json_files", "dsgpt.errors"),
             },
         ),
         (
             "data_prep",
             {
-                *("dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.tokenizer_files"),
+                *("dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.tokenizer_files", "dsgpt.script"),
                 *("dsgpt.files", "dsgpt.json_files", "dsgpt.errors"),
             },
         ),

@@ -123,4 +123,21 @@ def test_help_is_the_default(clone):
     # Under `make test` an inner make would announce its folder.
     command = [MAKE, "--no-print-directory"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["make", goal] for goal in GOALS]
+    goals = {line.split()[1] for line in done.stdout.splitlines()}
+    assert goals == {*GOALS, "test-pythons"}
+
+
+def test_other_pythons_are_found_or_left_out(clone, tmp_path):
+    """In PATH or among pyenv's; what only has the name, as pyenv's shims, does not count."""
+    shim = tmp_path / "bin" / "python3.12"
+    shim.parent.mkdir()
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2; exit 127\n")
+    shim.chmod(0o755)
+    interpreter(tmp_path / "pyenv" / "versions" / "3.13.7" / "bin" / "python", version=(3, 13))
+    environment = os.environ | {"PATH": f"{shim.parent}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
+    command = [MAKE, "--dry-run", "test-pythons"]  # what starts another make is run all the same
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=True)
+    assert "\nPython 3.12 is not installed here: nothing is tested with it\n" in done.stdout
+    assert ".venv-3.13/bin/python -m pytest --without-launchers" in done.stdout
+    assert ".venv-3.13/bin/python src/demo.py --steps 6 --into .venv-3.13/demo" in done.stdout
+    assert ".venv-3.12/bin" not in done.stdout

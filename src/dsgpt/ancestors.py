@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _COMMANDS = {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
@@ -60,6 +61,11 @@ def _is_launcher(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
     except OSError:
         return False
+    return starts_launcher(words)
+
+
+def starts_launcher(words: Sequence[str]) -> bool:
+    """Whether a command line is a launcher's, called by name or as a module."""
     if any(Path(word).name in _COMMANDS for word in words[:2]):
         return True
     return any(flag == "-m" and module in _MODULES for flag, module in itertools.pairwise(words))

@@ -46,6 +46,10 @@ class BatchRequest:
         )
 
 
+LARGEST_BATCH = 1 << 31
+"""Sequences; beyond any training, and its divisors are still found in milliseconds."""
+
+
 def plan_batch(
     request: BatchRequest, *, data_parallel_size: int, enforce_global: bool, problems: Problems
 ) -> tuple[BatchPlan | None, str | None]:
@@ -67,6 +71,11 @@ def plan_batch(
             f" ({micro * steps * data_parallel_size} is what the split gives on these ranks)" if micro and steps else ""
         )
         problems.add(f"the global batch is not given: set train_batch_size in the JSON or --global_batch_size{here}")
+        return None, None
+    given = {"global batch": total, "micro batch": micro, "accumulation": steps}
+    too_large = [f"{name} {value:,}" for name, value in given.items() if value is not None and value > LARGEST_BATCH]
+    if too_large:
+        problems.add(f"{' and '.join(too_large)} is too large: at most {LARGEST_BATCH:,}")
         return None, None
     if total % data_parallel_size:
         problems.add(_indivisible(total, data_parallel_size))

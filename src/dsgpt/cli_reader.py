@@ -3,9 +3,11 @@
 import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dsgpt.errors import UserError
+from dsgpt.files import is_utf8, undecodable
 from dsgpt.problems import Problems, did_you_mean
 
 
@@ -101,6 +103,7 @@ def read_words(
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
     namespace, unknown = parser.parse_known_args(_with_values(words, parser, reader))
+    reader.problems.add(*path_problems(parser, namespace))
     known = [flag for action in parser._actions for flag in action.option_strings]
     previous_unknown = False
     for word in unknown:
@@ -112,6 +115,15 @@ def read_words(
             reader.problems.add(f"{word!r} belongs to no flag")
         previous_unknown = word.startswith("--")
     return namespace
+
+
+def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> list[str]:
+    """A line for each path that tokenizers and safetensors cannot open, because its name is not valid UTF-8."""
+    return [
+        f"{action.option_strings[0] if action.option_strings else action.metavar} {undecodable(value)}"
+        for action in parser._actions
+        if isinstance(value := getattr(namespace, action.dest, None), Path) and not is_utf8(value)
+    ]
 
 
 def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:

@@ -9,6 +9,8 @@ EXIT_STOPPED = 75
 failure, after which the same request may be repeated."""
 EXIT_INTERRUPTED = 130
 """Ended at once: what was done since the last checkpoint is lost."""
+EXIT_READER_GONE = 141
+"""The reader of the output had enough. What a shell says of a program that SIGPIPE ended."""
 
 
 class UserError(ValueError):

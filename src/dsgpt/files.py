@@ -1,5 +1,6 @@
 """Write beside, then rename: a reader sees the old file or the new one, never half of one."""
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -12,6 +13,43 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 22
+
+
+PRINTABLE = "dsgpt.printable"
+"""For ``encode``: a byte of a path that is no UTF-8, or a character that an encoding lacks, is ``\\xe9``."""
+
+
+def _spelt_out(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    characters = error.object[error.start : error.end]
+    return "".join(_escape(character) for character in characters), error.end
+
+
+def _escape(character: str) -> str:
+    byte = ord(character) - 0xDC00  # what os.fsdecode makes of a byte that it cannot decode
+    return f"\\x{byte:02x}" if 0x80 <= byte <= 0xFF else character.encode("ascii", "backslashreplace").decode()
+
+
+codecs.register_error(PRINTABLE, _spelt_out)
+
+
+def printable(path: object) -> str:
+    """A path, or a text that holds one, as valid Unicode, for files and for people."""
+    return str(path).encode("utf-8", PRINTABLE).decode("utf-8")
+
+
+def is_utf8(path: object) -> bool:
+    """Whether every byte of a path is of valid UTF-8."""
+    return printable(path) == str(path)
+
+
+def undecodable(path: object) -> str:
+    """What to say of a path that is not, and that a library must open."""
+    return (
+        f"{printable(path)}: is not valid UTF-8, and the libraries that read tokenizers and weights open no such path: "
+        "rename it"
+    )
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsgpt.errors import UserError
+from dsgpt.files import is_utf8, undecodable
 from dsgpt.model.config import PRESETS, SHAPE_FLAGS, GPT2Config
 from dsgpt.options import Options
 from dsgpt.problems import Problems
@@ -52,6 +53,9 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
         quiet: fetch without progress bars.
     """
     if options.init_from is None:
+        return None
+    if not is_utf8(options.init_from):
+        problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
     try:
         source = _remembered(options, run_dir) or _open(options.init_from, problems, quiet=quiet)

@@ -26,6 +26,7 @@ from dsgpt.errors import (
     UserError,
 )
 from dsgpt.interruption import Interruption
+from dsgpt.script import complain
 from dsgpt.topology import read_topology
 
 WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
@@ -45,11 +46,11 @@ def train(arguments: Sequence[str]) -> int:
         launcher = Launcher() if topology.launcher in WATCHED_LAUNCHERS else None
         with Interruption(launcher, speaks=speaks) as interruption:
             _train(arguments, speaks, interruption)
-    except UserError as error:
-        return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
     except TokenFileError as error:  # found while reading; a worker process puts its traceback before the message
         line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
         return _complain([line], EXIT_USER_ERROR, speaks=True)
+    except UserError as error:
+        return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
     except (NonFiniteError, SaveError) as error:
         return _complain([str(error)], error.exit_code, speaks=speaks)
     except OSError as error:
@@ -98,10 +99,7 @@ def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
     """
     if not speaks:
         time.sleep(PATIENCE_SEC)
-    for line in lines:
-        with contextlib.suppress(OSError):  # of a terminal that is gone; the exit code is left
-            print(f"error: {line}", file=sys.stderr, flush=True)
-    return code
+    return complain(lines, code)
 
 
 def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:

@@ -8,11 +8,12 @@ import download_data
 import pyarrow as pa
 import pytest
 from hub_sets import HUB_SETS, HubSet, join_articles
-from prep_console import run_script
+from prep_console import KEPT
 from prep_helpers import documents_of, errors
 from pyarrow import parquet
 
 from dsgpt.errors import UserError
+from dsgpt.script import exit_code_of
 
 STORIES = [f"story {number}\nwith “two” lines" for number in range(300)]
 VALIDATION = [f"held out {number}" for number in range(20)]
@@ -123,7 +124,5 @@ def test_no_script_is_silent_about_a_full_disk(capsys: pytest.CaptureFixture):
         with Path("/dev/full").open("w") as file:
             file.write("x")
 
-    with pytest.raises(SystemExit) as caught:
-        run_script(full)
-    assert caught.value.code == 2
+    assert exit_code_of(full, kept=KEPT) == 2
     assert "No space left" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field
 
+from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
 
@@ -17,7 +18,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
-class TokenFileError(ValueError):
+class TokenFileError(UserError):
     """A token file cannot be used; the message is one line that names the file, the fault and the cure."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dsgpt.files import append_to
+from dsgpt.files import PRINTABLE, append_to
 
 
 def duration(seconds: float) -> str:
@@ -35,7 +35,7 @@ class Console:
         """Copy what was said so far, and all that follows, to ``path``, after what it holds already."""
         if self._speaks:
             self._log = append_to(path)  # unbuffered: a line that a full disk refuses must not come again
-            self._log.write("".join(f"{line}\n" for line in self._early).encode())
+            self._log.write("".join(f"{line}\n" for line in self._early).encode(errors=PRINTABLE))
             self._early.clear()
 
     def say(self, line: str = "") -> None:
@@ -52,7 +52,7 @@ class Console:
             self._early.append(line)
             return
         with contextlib.suppress(OSError):
-            self._log.write(f"{line}\n".encode())
+            self._log.write(f"{line}\n".encode(errors=PRINTABLE))
 
     def progress(self, *, total: int, done: int = 0, what: str, unit: str) -> "Progress":
         """A progress bar with its time to completion; where the output is no terminal, only the printed lines tell."""

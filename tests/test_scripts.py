@@ -1,0 +1,243 @@
+"""How scripts end: when nobody reads their output, when it is full or closed, and when a path is not valid UTF-8."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_run import (
+    REPOSITORY,
+    VOCABULARY,
+    command_line,
+    random_ids,
+    write_data,
+    write_recipe,
+    write_tokenizer,
+    write_tokens,
+)
+
+from dsgpt.cli_flags import build_parser
+from dsgpt.cli_reader import Reader, read_words
+from dsgpt.errors import UserError
+from dsgpt.files import printable
+from dsgpt.main import train
+from dsgpt.script import exit_code_of
+
+FOLDERS = ("src", "charts", "data_prep")
+SCRIPTS = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for folder in FOLDERS
+    for path in (REPOSITORY / folder).glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+LATIN = os.fsdecode(b"caf\xe9")
+"""A name as an old disk or archive holds it: no UTF-8."""
+SHOWN = r"caf\xe9"
+
+
+def start(script: str, *words: object, cwd: Path, unbuffered: bool = False, **streams: object):
+    """Run a script under an output that refuses what it cannot encode, as most are."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONIOENCODING": "utf-8:strict", "DS_ACCELERATOR": "cpu"}
+    environment |= {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    command = [sys.executable, str(REPOSITORY / script), *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, text=True, check=False, errors="surrogateescape", **streams
+    )
+
+
+@pytest.fixture
+def nobody() -> Iterator[int]:
+    """The end of a pipe that is written to; its reader is gone, as ``| true`` is."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, tokenizer and recipe, and a run of two steps in ``run``; only read."""
+    folder = write_data(tmp_path_factory.mktemp("scripts"))
+    write_tokens(folder / "train.bin", random_ids(700), tokenizer=write_tokenizer(folder / "tokenizer"))
+    write_recipe(folder / "recipe.json")
+    assert train(command_line(folder)) == 0
+    return folder
+
+
+def write_texts(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for number in range(12):
+        (folder / f"{number}.txt").write_text("a text of a few words\n" * (number + 3))
+    return folder
+
+
+def test_all_scripts_are_known():
+    assert {"src/gpt2.py", "src/demo.py", "charts/generate_charts.py", "data_prep/preprocess.py"} <= set(SCRIPTS)
+    for script in SCRIPTS:
+        text = (REPOSITORY / script).read_text(encoding="utf-8")
+        assert re.search(r"^    (run_script\(|prepare_output\(lose=True\))", text, flags=re.MULTILINE), script
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_reader_that_had_enough_ends_a_script_without_a_word(script, nobody, tmp_path):
+    done = start(script, "--help", cwd=tmp_path, stdout=nobody)
+    assert (done.returncode, done.stderr) == (0 if script == "src/gpt2.py" else 141, "")
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "src/gpt2.py"])
+def test_a_full_disk_behind_the_output_is_told(script, tmp_path):
+    with Path("/dev/full").open("w") as full:
+        done = start(script, "--help", cwd=tmp_path, stdout=full)
+    said = "error: standard output: No space left on device: what was printed is not complete\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_generate_ends_when_its_reader_has_gone(run_folder, nobody, tmp_path, unbuffered):
+    """Also in the middle: a million samples are asked for."""
+    words = ["--checkpoint", run_folder / "run", "--prompt", "a", "--max_new_tokens", 2, "--num_samples", 10**6]
+    done = start("src/generate.py", *words, cwd=tmp_path, stdout=nobody, unbuffered=unbuffered)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_charts_are_written_though_nobody_reads_of_it(run_folder, nobody, tmp_path):
+    words = ["--run", f"a={run_folder / 'run'}", "--output-dir", tmp_path / "charts"]
+    done = start("charts/generate_charts.py", *words, cwd=tmp_path, stdout=nobody, unbuffered=True)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "charts" / "comparison.md").exists()
+
+
+def test_a_preparation_is_published_though_nobody_reads_of_it(run_folder, nobody, tmp_path):
+    words = ["--input", write_texts(tmp_path / "texts"), "--tokenizer", run_folder / "tokenizer"]
+    done = start("data_prep/preprocess.py", *words, cwd=tmp_path, stdout=nobody)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "data" / "texts" / "preparation.json").exists()
+
+
+@pytest.mark.parametrize("sink", ["nobody", "full", "closed"])
+def test_training_goes_on_and_its_log_is_whole(run_folder, tmp_path, sink):
+    """Standard error ends in the same place: there, too, nothing may fail."""
+    words = command_line(run_folder, checkpoint_path=tmp_path / "run", steps_per_print=1)
+    redirection = {"nobody": "2>&1 | true", "full": ">/dev/full 2>&1", "closed": ">&- 2>&-"}[sink]
+    line = f'set -o pipefail; "$@" {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", line, "-", sys.executable, REPOSITORY / "src" / "gpt2.py", *words], check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0
+    log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
+    assert log.startswith("strategy ") and "step      2/2  loss " in log
+    assert (tmp_path / "run" / "RUN_COMPLETE.txt").exists()
+
+
+def test_every_path_of_training_must_be_utf8():
+    reader = Reader()
+    parser = build_parser(reader)
+    paths = {action.option_strings[0]: action for action in parser._actions if action.type is Path}
+    assert paths.keys() >= {"--train_data_path", "--val_data_path", "--checkpoint_path", "--deepspeed_config"}
+    read_words(parser, reader, [word for flag in paths for word in (flag, f"{LATIN}/x")], elsewhere={})
+    with pytest.raises(UserError) as caught:
+        reader.problems.raise_if_any()
+    told = [line.split(": is not valid UTF-8")[0] for line in caught.value.problems]
+    assert told == [f"{flag} {SHOWN}/x" for flag in paths]
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("src/gpt2.py", ["--init_from", "{}"]),
+        ("src/generate.py", ["--checkpoint", "{}"]),
+        ("src/convert.py", ["--to", "hf", "--from", "{}", "out"]),
+        ("src/convert.py", ["--to", "hf", "--from", "run", "{}"]),
+        ("src/benchmark.py", ["parity", "--keep", "{}"]),
+        ("src/benchmark.py", ["faults", "--table-from", "{}"]),
+        ("data_prep/preprocess.py", ["--output_dir", "{}"]),
+        ("data_prep/preprocess.py", ["--tokenizer", "{}"]),
+        ("data_prep/download_data.py", ["--output_dir", "{}"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-2],
+)
+def test_a_path_that_no_library_opens_is_refused(script, flags, there, tmp_path):
+    if there:
+        (tmp_path / LATIN).mkdir()
+    done = start(script, *(flag.format(LATIN) for flag in flags), cwd=tmp_path)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("error: ") for line in lines), done.stderr
+    (line,) = [line for line in lines if "UTF-8" in line]
+    assert f" {SHOWN}: is not valid UTF-8, and the libraries that read tokenizers and weights open no such path" in line
+    assert [path.name for path in tmp_path.iterdir()] == ([LATIN] if there else [])
+
+
+def test_text_under_any_name_is_prepared(run_folder, tmp_path):
+    """Files in a folder, one alone, and JSON lines; a second call finds the work done; every JSON is valid Unicode."""
+    texts = write_texts(tmp_path / LATIN)
+    (texts / f"{LATIN}.txt").write_text("under a name of its own\n" * 9)
+    (texts / f"{LATIN}.jsonl").write_text(json.dumps({"text": "a line " * 9}) + "\n")
+    words = ["--input", texts, texts / f"{LATIN}.txt", "--tokenizer", run_folder / "tokenizer", "--output_dir", "out"]
+    for heading in ("prepared in ", "already prepared:"):
+        done = start("data_prep/preprocess.py", *words, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(heading)
+    for path in (tmp_path / "out").glob("*.json"):
+        json.dumps(json.loads(path.read_bytes()), ensure_ascii=False).encode()
+    sidecar = json.loads((tmp_path / "out" / "train.json").read_bytes())
+    assert (sidecar["source"], sidecar["vocab_size"]) == (f"{SHOWN}, {SHOWN}.txt", VOCABULARY)
+
+
+def test_charts_of_a_run_under_any_name(run_folder, tmp_path):
+    shutil.copytree(run_folder / "run", tmp_path / LATIN)
+    words = ["--run", f"a={LATIN}", "--output-dir", f"{LATIN}/charts"]
+    done = start("charts/generate_charts.py", *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{SHOWN}/charts" in done.stdout
+    assert (tmp_path / LATIN / "charts" / "comparison.md").exists()
+
+
+def test_what_an_output_cannot_hold_is_spelt_out():
+    assert printable(f"{LATIN}/é€.txt") == rf"{SHOWN}/é€.txt"
+    assert printable("\ud83d") == r"\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("one", "two"), 2, "error: one\nerror: two\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted; nothing was written\n"),
+        (
+            OSError(28, "No space left on device", "a/b"),
+            2,
+            "error: a/b: No space left on device; nothing was written\n",
+        ),
+    ],
+    ids=["user", "interrupt", "disk"],
+)
+def test_what_the_user_can_mend_is_told_in_lines(error, code, said, capsys):
+    def main() -> None:
+        raise error
+
+    assert exit_code_of(main, kept="nothing was written") == code
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(104, "reset"), BrokenPipeError(32, "of another pipe"), KeyError("x")]
+)
+def test_what_is_a_fault_of_ours_is_not_hidden(error):
+    def main() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        exit_code_of(main)
+
+
+def test_a_path_that_a_library_refused_is_told(capsys):
+    assert exit_code_of(lambda: LATIN.encode() and None) == 2
+    assert capsys.readouterr().err.startswith(rf"error: {SHOWN}: is not valid UTF-8, ")
