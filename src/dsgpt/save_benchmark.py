@@ -21,7 +21,7 @@ from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.options import SAVE_MODES
 from dsgpt.parity.command import work_folder
-from dsgpt.record_page import read_record, write_page
+from dsgpt.record_page import one_line_if_none, read_record, write_page
 from dsgpt.telemetry.console import Console
 
 SCHEMA_VERSION = "1.0"
@@ -155,7 +155,8 @@ def make_page(record_file: Path, page: Path) -> None:
         UserError: there is no such record.
     """
     record = read_record(record_file, of="saves")
-    _write_page(page, record, record_file)
+    with one_line_if_none(record_file, of="saves"):
+        _write_page(page, record, record_file)
 
 
 def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:

@@ -193,7 +193,9 @@ def write_all(folder: Path, run: Path) -> None:
     (folder / "run" / "RUN_COMPLETE.txt").unlink()
     shutil.rmtree(folder / "run" / "step-00000012")
     (folder / "preparation.json").write_text(
-        json.dumps({"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64})
+        json.dumps(
+            {"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64, "splits": {}}
+        )
     )
     (folder / "raw").mkdir()
     size = {"documents": 2, "bytes": 60}

@@ -18,11 +18,10 @@ from dsgpt.checkpointing import store
 from dsgpt.checkpointing.deepspeed_layout import Moments, bytes_needed, open_moments, write_deepspeed
 from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
 from dsgpt.checkpointing.new_folder import check_out, check_room, new_folder
-from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files
+from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files, open_weights
 from dsgpt.errors import UserError
 from dsgpt.files import sha256_of, write_json_atomic
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.hugging_face import (
     hugging_face_config,
     hugging_face_name,
@@ -31,7 +30,7 @@ from dsgpt.model.hugging_face import (
     published_shape,
 )
 from dsgpt.model.pretrained import PretrainedWeights, read_json
-from dsgpt.model.tensor_files import DTYPES, StoredTensor, open_safetensors, write_safetensors
+from dsgpt.model.tensor_files import DTYPES, StoredTensor, write_safetensors
 from dsgpt.model.vocabulary_files import end_of_text_id
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
@@ -127,16 +126,13 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
     progress = console.progress(total=size, what="verifying", unit="B")
     files = open_model_files(checkpoint, progress=progress.advance)
     progress.close()
-    tensors = open_safetensors(files.weights)
-    shapes = parameter_shapes(files.config)
-    if {name: tensor.shape for name, tensor in tensors.items()} != {name: tuple(s) for name, s in shapes.items()}:
-        raise UserError(f"{files.weights}: its tensors are not those of {checkpoint / store.MODEL}")
+    tensors = open_weights(files)
     about = {key: getattr(files.manifest, key) for key in _ABOUT}
     tokenizer, left_out = _tokenizer_of(files.tokenizer, named=False) if files.tokenizer else ([], "")
     return Model(
         name=f"{checkpoint} ({about['strategy']}, step {about['step']})" if about["strategy"] else str(checkpoint),
         config=files.config,
-        tensors={name: tensors[name] for name in shapes},
+        tensors=tensors,
         tokenizer=tokenizer,
         about=about,
         checkpoint=checkpoint,

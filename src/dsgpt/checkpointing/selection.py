@@ -10,6 +10,8 @@ from dsgpt.errors import UserError
 from dsgpt.files import is_regular_file
 from dsgpt.json_files import JsonError, read_as
 from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.model.tensor_files import StoredTensor, open_safetensors
 from dsgpt.tokenizer_files import tokenizer_files
 
 
@@ -110,6 +112,19 @@ def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
         if f"{store.TOKENIZER}/{file.name}" not in named:
             raise UserError(f"{file}: is not in {MANIFEST}, which names every file of a checkpoint: remove it")
     return folder if files else None
+
+
+def open_weights(files: ModelFiles) -> dict[str, StoredTensor]:
+    """Every weight by canonical name, in the model's order, none read yet.
+
+    Raises:
+        UserError: they are not those of the checkpoint's model.
+    """
+    tensors, shapes = open_safetensors(files.weights), parameter_shapes(files.config)
+    same = {name: tensor.shape for name, tensor in tensors.items()} == {name: tuple(s) for name, s in shapes.items()}
+    if not same or any(tensor.dtype is None for tensor in tensors.values()):
+        raise UserError(f"{files.weights}: its tensors are not those of {files.checkpoint / store.MODEL}")
+    return {name: tensors[name] for name in shapes}
 
 
 def is_model_file(name: str) -> bool:

@@ -11,7 +11,7 @@ from dsgpt.faults.page import faults_page, summary_lines
 from dsgpt.faults.plan import DROPOUT, RUNS, SAVE_EVERY, STEPS
 from dsgpt.files import write_json_atomic
 from dsgpt.parity.command import EXIT_FAILED, work_folder
-from dsgpt.record_page import read_record, write_page
+from dsgpt.record_page import one_line_if_none, read_record, write_page
 from dsgpt.telemetry.console import Console, Progress
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def make_page(record_file: Path, page: Path) -> None:
         UserError: there is no such record.
     """
     record = read_record(record_file, of="the campaign")
-    _write_page(page, record, record_file)
+    with one_line_if_none(record_file, of="the campaign"):
+        _write_page(page, record, record_file)
 
 
 def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:

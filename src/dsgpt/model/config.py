@@ -17,7 +17,7 @@ SHAPE_FLAGS = {
 """The flag that gives each whole number of a shape."""
 
 
-LARGEST = {"n_layer": 10_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 1 << 31, "vocab_size": 1 << 31}
+LARGEST = {"n_layer": 1_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 1 << 31, "vocab_size": 1 << 31}
 """Beyond every GPT: what is larger is a mistake, and would take minutes to be found impossible."""
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsgpt.errors import UserError
+from dsgpt.json_files import clipped_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the names that flags give them."""
@@ -57,7 +58,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             dtype = _DTYPE_NAMES.get(part.get_dtype())
             found[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=partial(file.get_tensor, name))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is no readable safetensors file ({error})") from error
+        raise UserError(f"{path}: is no readable safetensors file ({clipped_text(str(error))})") from error
     return found
 
 

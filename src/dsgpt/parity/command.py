@@ -12,7 +12,7 @@ from dsgpt.errors import UserError
 from dsgpt.parity.matrix import Cell, core, select, whole_matrix
 from dsgpt.parity.page import failure_words, parity_page, summary_lines
 from dsgpt.problems import Problems
-from dsgpt.record_page import read_record, write_page
+from dsgpt.record_page import one_line_if_none, read_record, write_page
 from dsgpt.telemetry.console import Console, Progress
 
 EXIT_FAILED = 1
@@ -46,7 +46,8 @@ def make_page(record_file: Path, page: Path) -> None:
         UserError: there is no such record.
     """
     record = read_record(record_file, of="the suite")
-    _write_page(page, record, record_file)
+    with one_line_if_none(record_file, of="the suite"):
+        _write_page(page, record, record_file)
 
 
 def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:

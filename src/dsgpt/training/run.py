@@ -60,6 +60,11 @@ class _Prepared:
     notices: tuple[str, ...]
     """What to tell the user of the tokenizers."""
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What to tell the user of all this."""
+        return *self.notices, *self.start.messages
+
 
 def run(config: RunConfig, console: Console, interruption: Interruption) -> None:
     """Train as ``config`` says, or stop after the plan with ``--dry_run``.
@@ -76,13 +81,15 @@ def run(config: RunConfig, console: Console, interruption: Interruption) -> None
         for line in plan_lines(config):
             console.say(line)
         if config.options.dry_run:
+            for line in prepared.told if prepared else ():
+                console.say(line)
             console.say("dry run: everything checked, nothing started")
             return
         device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
         group = contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device)
         with group:
             prepared = from_main(prepared)
-            for line in (*prepared.notices, *prepared.start.messages):
+            for line in prepared.told:
                 console.say(line)
             if not prepared.start.finished:
                 with contextlib.closing(_build(config, device, prepared.start)) as strategy:
