@@ -68,6 +68,7 @@ CPU = {
     # gradients of LayerNorms are sums over all positions that almost cancel, and differ most.
     BF16_SPLIT: Bounds(gradient=1.5e-2, layer_norm_gradient=6e-2, update=4e-2, **_AFTER_20_STEPS),
 }
+"""fp16 is refused on a CPU."""
 _WIDE = {"loss": 3e-3, "validation": 3e-3, "norm": 2e-2, "gradient": 1.5e-2, "layer_norm_gradient": 1.5e-1}
 _LOW_ON_GPU = Bounds(**_WIDE, update=4e-2, weights=5e-2)
 CUDA = {

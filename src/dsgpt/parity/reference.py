@@ -18,6 +18,7 @@ from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize
 from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash
 from dsgpt.parity.split import ACCUMULATED, EVERY, Split
+from dsgpt.recipe import SchedulerRecipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_LOSS_SCALE = 256.0
@@ -37,7 +38,7 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
     optimizer = _optimizer(config, masters)
     measurement.validation(after_step=0, **_validate(config, model, device))
     for step in range(1, config.total_steps + 1):
-        lr = learning_rate(config, step)
+        lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         inputs, targets = _global_batch(config, step)
@@ -108,14 +109,13 @@ def _validate(config: RunConfig, model: GPT2, device: torch.device) -> dict[str,
     return {"loss": loss_sum / targets, "targets": targets}
 
 
-def learning_rate(config: RunConfig, step: int) -> float:
+def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps: int, step: int) -> float:
     """Of an optimizer step, the first is 1; what DeepSpeed's documentation says of the schedule that the suite trains.
 
     WarmupCosineLR with logarithmic warm-up (deepspeed.readthedocs.io, "Learning Rate Schedulers"): with w steps of
     warm-up and n in all, counter i gives log(i + 1) / log(w) up to w, then half a cosine from 1 down to the lowest
     ratio. The counter is advanced after a step, and from -1, so that the first two steps are the start of the warm-up.
     """
-    base, scheduler = config.recipe.optimizer.lr, config.recipe.scheduler
     if scheduler is None:
         return base
     if (scheduler.type, scheduler.warmup_type, scheduler.warmup_min_ratio) != ("WarmupCosineLR", "log", 0.0):
@@ -123,7 +123,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
     warm_up, counter = scheduler.warmup_num_steps, max(0, step - 2)
     if counter < warm_up:
         return base * math.log(counter + 1) / math.log(warm_up)
-    done = (counter - warm_up + 1) / (config.total_steps - warm_up)
+    done = (counter - warm_up + 1) / (total_steps - warm_up)
     return base * (scheduler.cos_min_ratio + (1 - scheduler.cos_min_ratio) * math.cos(math.pi * done / 2) ** 2)
 
 
