@@ -35,6 +35,7 @@ def test_writes_what_it_read(results, cell):
         "optimizer.safetensors",
         "training_state.json",
         "weights that a rank computes with",
+        "validation loss",
     }
 
 

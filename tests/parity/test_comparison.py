@@ -82,7 +82,7 @@ def test_equal_trainings_pass(training):
         assert found(training, bounds=bounds) == {}
 
 
-@pytest.mark.parametrize(("kind", "loss", "norm"), [(FP32, 5e-6, 2e-6), (BF16, 1.5e-3, 1.5e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "loss", "norm"), [(FP32, 5e-6, 2e-6), (BF16, 2.4e-3, 1.7e-2)], ids=["fp32", "bf16"])
 def test_bounds_of_numbers(training, kind, loss, norm):
     _, _, ranks = training
     for key, fact, size in (("loss", "loss", loss), ("grad_norm", "gradient norm", 2.0 * norm)):
@@ -215,7 +215,7 @@ def test_bounds_of_tensors(training, kind, fact, bound):
         (BF16, "gradient", LAYER_NORM, 1e-6),
         (BF16, "gradient", TIED, 1e-6),
         (BF16, "update", LAYER_NORM, 1e-6),
-        (BF16_MANY, "gradient", MATRIX, 1e-2),
+        (BF16_MANY, "gradient", MATRIX, 1.6e-2),
         (BF16_PIPELINE, "gradient", MATRIX, 1e-6),
         (BF16_PIPELINE, "gradient", TIED, 8e-3),
         (BF16_PIPELINE, "update", MATRIX, 3e-5),

@@ -18,9 +18,9 @@ none. The reference takes the mean over all of them, one sequence after the othe
 
 In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. So the reference
 takes the micro batches of the training that it is compared with, and rounds gradients between ranks where that is known
-to (ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP and FSDP never). First gradient and first update are then
-equal in six digits. Tensor and sequence parallelism round products of their own, a pipeline the tied embedding's
-gradient, and more than two ranks add up in an order that nobody promises: each has wider bounds.
+to (ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never). First gradient and first
+update are then equal in six digits. Tensor and sequence parallelism round products of their own, a pipeline the tied
+embedding's gradient, and more than two ranks add up in an order that nobody promises: each has wider bounds.
 
 What these bounds cannot see: the keys' biases, which are left out of the weights (softmax ignores what all keys share:
 their gradient is rounding alone, of which Adam makes full steps); in bf16, what after the first update changes loss or

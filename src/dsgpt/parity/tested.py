@@ -68,8 +68,9 @@ def _sharded(name: str, recipe: str, **more: Any) -> TestedStrategy:
 
 
 def _split(name: str, recipe: str, stage: int, *, ranks: tuple[int, ...] = (2, 4), **more: Any) -> TestedStrategy:
-    """A model or sequences split over ranks, at one ZeRO stage."""
-    shared = {"model_ranks": 4 if recipe == "3d" else 2, "low": EVERY if stage >= 2 else ACCUMULATED}
+    """A model or sequences split over ranks, at one ZeRO stage. Sequence ranks reduce gradients in fp32."""
+    low = "" if recipe == "sequence" else EVERY if stage >= 2 else ACCUMULATED
+    shared = {"model_ranks": 4 if recipe == "3d" else 2, "low": low}
     return _deepspeed(name, recipe, ranks=ranks, changes=_zero(stage), compiles=False, **shared, **more)
 
 
