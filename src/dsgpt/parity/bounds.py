@@ -52,7 +52,7 @@ class Bounds:
 
 FP32, BF16, FP16 = "fp32", "bf16", "fp16"
 BF16_MANY, BF16_PIPELINE, BF16_SPLIT = "bf16, 4 data ranks", "bf16, pipeline", "bf16, tensor or sequence"
-_AFTER_20_STEPS = {"loss": 2.4e-3, "validation": 1.5e-3, "norm": 1.7e-2, "weights": 2e-2}
+_AFTER_20_STEPS = {"loss": 2.4e-3, "validation": 1.5e-3, "norm": 1.7e-2, "weights": 2.6e-2}
 
 CPU = {
     # A sum over micro batches or ranks in another order.
@@ -63,7 +63,7 @@ CPU = {
     BF16_MANY: Bounds(gradient=1.6e-2, update=1.3e-2, **_AFTER_20_STEPS),
     # The tied embedding's two gradients are summed in fp32 over stages, where the reference's backward pass adds them
     # in bf16; clipping by the norm carries the difference to all others.
-    BF16_PIPELINE: Bounds(gradient=1e-6, tied_gradient=8e-3, update=3e-5, tied_update=3.6e-4, **_AFTER_20_STEPS),
+    BF16_PIPELINE: Bounds(gradient=1e-6, tied_gradient=9e-3, update=3.6e-5, tied_update=4.8e-4, **_AFTER_20_STEPS),
     # Activations are summed in parts, or gradients over half of the positions: every product is rounded otherwise. The
     # gradients of LayerNorms are sums over all positions that almost cancel, and differ most.
     BF16_SPLIT: Bounds(gradient=1.5e-2, layer_norm_gradient=6e-2, update=4e-2, **_AFTER_20_STEPS),

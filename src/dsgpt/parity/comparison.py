@@ -86,15 +86,16 @@ def compare(
     _check_validation(comparison, ranks, reference["validations"], bounds)
     _check_samples(comparison, ranks, theirs)
     _check_ranks_agree(comparison, ranks)
-    expected, actual = read_tensors(reference_folder, GRADIENT), read_tensors(folder, GRADIENT)
-    comparison.require("first gradient", "names", sorted(expected), sorted(actual))
-    comparison.note("first gradient", list(_tensors(expected, actual)), bounds.for_gradient)
-    expected, actual = read_tensors(reference_folder, CHANGED), read_tensors(folder, CHANGED)
-    comparison.require("first update", "names", sorted(expected), sorted(actual))
-    comparison.note("first update", list(_tensors(_seen(expected), _seen(actual))), bounds.for_update)
-    expected, actual = read_tensors(reference_folder, WEIGHT), read_tensors(folder, WEIGHT)
-    comparison.require("weights", "names", sorted(expected), sorted(actual))
-    comparison.note("weights", list(_tensors(_seen(expected), _seen(actual))), bounds.weights)
+    for fact, kind, bound in (
+        ("first gradient", GRADIENT, bounds.for_gradient),
+        ("first update", CHANGED, bounds.for_update),
+        ("weights", WEIGHT, bounds.weights),
+    ):
+        expected, actual = read_tensors(reference_folder, kind), read_tensors(folder, kind)
+        comparison.require(fact, "names", sorted(expected), sorted(actual))
+        if kind != GRADIENT:
+            expected, actual = _seen(expected), _seen(actual)
+        comparison.note(fact, list(_tensors(expected, actual)), bound)
     _check_replicas(comparison, ranks, replicas, names=set(expected))
     return comparison
 
