@@ -1,6 +1,5 @@
 """Loss curves: from metrics.jsonl where it was written, else one point at the end of each epoch."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -101,7 +100,7 @@ def _objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
             continue
         try:
             value = parse_json(line, doubts)
-        except (json.JSONDecodeError, RecursionError):
+        except ValueError:
             value = None
         if isinstance(value, dict):
             yield value

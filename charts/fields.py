@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsgpt.errors import UserError
+from dsgpt.json_files import check_depth
 
 
 def parse_json(text: str, notes: list[str]) -> Any:
     """Parse JSON in which every number is finite; NaN, infinities and overflows become None and one line in ``notes``.
 
-    Raises ``json.JSONDecodeError`` (a ``ValueError``) for text that is not JSON.
+    Raises ``ValueError`` for text that is not JSON, or nested too deep.
     """
     refused: list[str] = []
 
@@ -25,6 +26,7 @@ def parse_json(text: str, notes: list[str]) -> Any:
     def parse_integer(token: str) -> int | None:
         return int(token) if len(token) <= 300 else refuse(token)
 
+    check_depth(text.encode("utf-8", errors="replace"))
     value = json.loads(text, parse_constant=refuse, parse_float=parse_number, parse_int=parse_integer)
     if refused:
         notes.append(f"{len(refused)} value(s) not finite ({refused[0][:12]}): treated as unknown")
@@ -35,7 +37,7 @@ def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any
     """Parse ``text`` as one JSON object. Raises ``UserError`` naming ``source`` if it is anything else."""
     try:
         value = parse_json(text, notes)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{source}: not JSON ({error}); is the file complete?") from error
     if not isinstance(value, dict):
         raise UserError(f"{source}: holds a JSON {type(value).__name__}, not an object; give a training_metrics.json")

@@ -104,6 +104,15 @@ def _moves(record: Fields) -> Iterator[str]:
             yield f"times are of two strategies: {after} after step {step}, {before} before"
 
 
+def _validated_anew(record: Fields) -> Iterator[str]:
+    """Where the validation set changed: losses before and after it cannot be compared."""
+    changes = record.raw("changed_at_resume")
+    for change in changes if isinstance(changes, list) else []:
+        if isinstance(change, dict) and change.get("name") in ("validation data", "validation windows"):
+            name, step = change["name"], str(change.get("step"))[:80]
+            yield f"validation losses are of two sets: the {name} changed after step {step}"
+
+
 def _missing(path: Path, name: str) -> str:
     """What to do about a record that is not there."""
     if path.with_name(LOG_NAME).exists():
@@ -118,7 +127,9 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
     train_curve, val_curve = _curves(log, epochs, notes)
     if record.raw("resumed_from") is not None:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
-    notes.extend(_moves(record))
+    anew = list(_validated_anew(record))
+    notes.extend([*_moves(record), *anew])
+    val_losses = [] if anew else epochs.val_losses  # of older epochs, which may be of the other set
     return Run(
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
@@ -132,9 +143,9 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
         tokens_per_sec=_first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
         final_train_loss=_first(summary.number("final_train_loss"), _last(epochs.train_losses)),
         best_train_loss=min((loss for loss in epochs.train_losses if loss is not None), default=None),
-        final_val_loss=_first(summary.number("final_val_loss"), _last(epochs.val_losses)),
+        final_val_loss=_first(summary.number("final_val_loss"), _last(val_losses)),
         best_val_loss=_first(
-            summary.number("best_val_loss"), min((loss for loss in epochs.val_losses if loss is not None), default=None)
+            summary.number("best_val_loss"), min((loss for loss in val_losses if loss is not None), default=None)
         ),
         **_inference(record, notes=notes),
         gpu_memory=summary.number("max_cuda_mem_allocated_bytes_rank0"),

@@ -44,6 +44,8 @@ class Source:
     files: tuple[SourceFile, ...]
     skipped_binary: int = 0
     """Files in the named folders that are not text."""
+    skipped_links: tuple[str, ...] = ()
+    """Links in the named folders, by the keys that files in their place would have."""
     same_by_documents: bool = False
     """True where the same documents may come from other files: then they, not the files, decide what is the same."""
 
@@ -118,10 +120,10 @@ def json_lines_reader(*, text_key: str, key_field: str | None = None) -> Callabl
                 where = f"{file.path}:{number}"
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{where}: is not valid JSON ({error}); one object per line is expected") from error
                 text = _row_text(row, text_key=text_key, where=where)
-                key = row.get(key_field, f"{file.key}:{number}")
+                key = str(row.get(key_field, f"{file.key}:{number}"))
                 yield Document(key=key, text=text, source_bytes=len(line))
 
     return read

@@ -146,7 +146,8 @@ def keep(
 
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> dict[str, int]:
     documents = written = 0
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:  # never through a link in its place
         for row in rows:
             written += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             documents += 1
@@ -159,13 +160,13 @@ def already_kept(options: DownloadOptions) -> bool:
     Raises:
         UserError: another set or another ``--max_documents`` is there.
     """
-    record = raw_record(options.folder)
-    if record is None or options.overwrite:
+    record = None if options.overwrite else raw_record(options.folder)
+    if record is None:
         return False
     for what, wanted in (("name", options.name), ("max_documents", options.max_documents)):
-        if record[what] != wanted:
+        if (found := getattr(record, what)) != wanted:
             raise UserError(
-                f"{options.folder}: holds a download with {what} {record[what]}, not {wanted}; replace it with "
+                f"{options.folder}: holds a download with {what} {found}, not {wanted}; replace it with "
                 "--overwrite or choose another --output_dir"
             )
     return True
@@ -183,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cure="use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input",
             )
             keep_hub_set(options.folder, HUB_SETS[options.name], name=options.name, max_documents=options.max_documents)
-    for file, size in raw_record(options.folder)["files"].items():
-        print(f"{options.folder / file}: {counted(size['documents'], 'document')}, {counted(size['bytes'], 'byte')}")
+    for file, size in raw_record(options.folder).files.items():
+        print(f"{options.folder / file}: {counted(size.documents, 'document')}, {counted(size.bytes, 'byte')}")
     print(f"next: python data_prep/preprocess.py --dataset {options.name}")
 
 

@@ -14,19 +14,23 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
 
     ``.jsonl`` and ``.parquet`` files hold one document a row, every other file is one document of text. Inside folders
     a file with a zero byte near its start is binary (git's rule) and left out, and so is ``output_dir``, lest a second
-    run reads what the first one wrote.
+    run reads what the first one wrote. Links inside folders are left out too: a text from elsewhere may be a secret.
     """
-    found = [pair for root in inputs for pair in _files_of(root, output_dir)]
+    below = [pair for root in inputs for pair in _files_of(root, output_dir)]
+    links = [key for path, key in below if path.is_symlink() and path not in inputs]
+    found = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
     text = [(path, key) for path, key in found if not _is_binary(path) or path in inputs]
     files = tuple(_source_file(path, key, text_key) for path, key in text)
     return Source(
         description=", ".join(path.name or str(path) for path in (root.resolve() for root in inputs)),
         files=files,
         skipped_binary=len(found) - len(text),
+        skipped_links=tuple(links),
     )
 
 
 def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
+    """Every visible file, or link to whatever it may be, with its name inside the source."""
     if root.is_file():
         yield root, root.name
         return
@@ -35,12 +39,15 @@ def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
     for folder, names, files in os.walk(root):
         here = Path(folder)
         names[:] = [name for name in names if not name.startswith(".") and (here / name).resolve() != kept_out]
-        below += [here / name for name in files if not name.startswith(".")]
+        links = [name for name in names if (here / name).is_symlink()]  # to folders; the walk does not follow them
+        below += [here / name for name in (*files, *links) if not name.startswith(".")]
     keyed = [(path, path.relative_to(root).as_posix()) for path in below]
     yield from sorted(keyed, key=lambda pair: pair[1])
 
 
 def _is_binary(path: Path) -> bool:
+    if not path.is_file():
+        return True  # a pipe or a socket
     if path.suffix == ".parquet":
         return False
     with path.open("rb") as file:

@@ -11,6 +11,7 @@ from stdlib_corpus import STDLIB_NAME
 from vocabulary import SMALLEST_VOCABULARY
 
 from dsgpt.errors import UserError
+from dsgpt.tokenizer_files import fault_of
 
 TRAIN = "train"
 DATASETS = (STDLIB_NAME, *HUB_SETS)
@@ -111,7 +112,8 @@ def _parser(description: str, examples: str, *, small: bool) -> argparse.Argumen
         metavar="PATH",
         nargs="+",
         help="your own text instead: files and folders. A .jsonl or .parquet file "
-        "holds one document a row, any other file is one document of UTF-8 text; of folders every visible file is read",
+        "holds one document a row, any other file is one document of UTF-8 text; of folders every visible file "
+        "is read, but no link",
     )
     add("--text_key", metavar="KEY", help="where a .jsonl or .parquet row keeps its text (default text)")
     add(
@@ -197,3 +199,5 @@ def _check_tokenizer_path(tokenizer: str, problems: list[str]) -> None:
     looks_local = tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/")
     if looks_local and not Path(tokenizer).is_dir():
         problems.append(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
+    if tokenizer != TRAIN and Path(tokenizer).is_dir() and (fault := fault_of(Path(tokenizer), named=True)):
+        problems.append(f"--tokenizer {tokenizer}: {fault}")

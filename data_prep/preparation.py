@@ -1,15 +1,11 @@
 """From a source to train.bin, val.bin and tokenizer/: all of it published at the end, or none of it."""
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
-import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from documents import Source
@@ -17,53 +13,18 @@ from downloaded_set import downloaded_source
 from own_text import own_source
 from prep_console import counted, duration, progress
 from prep_options import TRAIN, PrepareOptions
+from prepared import TOKENIZER_FOLDER, Place, already_prepared
 from splitting import SPLITS, Divided, divide, first_documents
 from stdlib_corpus import STDLIB_NAME, stdlib_source
 from tqdm import tqdm
 from vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
 
-from dsgpt.data.token_file import Sidecar, TokenFileWriter, open_token_file
+from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.errors import UserError
-from dsgpt.files import sync_directory, write_json_atomic
+from dsgpt.files import is_regular_file, remove, sync_directory
 
-TOKENIZER_FOLDER = "tokenizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The names of one preparation inside its output folder."""
-
-    folder: Path
-    suffix: str
-
-    def tokens(self, split: str) -> Path:
-        """``train.bin`` and the like."""
-        return self.folder / f"{split}{self.suffix}.bin"
-
-    @property
-    def record(self) -> Path:
-        """Written last: its presence says that the preparation is complete, and what made it."""
-        return self.folder / f"preparation{self.suffix}.json"
-
-    @property
-    def other(self) -> "Place":
-        """The small preparation beside the full one, and the other way round: they share the tokenizer."""
-        return Place(folder=self.folder, suffix="" if self.suffix else "_small")
-
-    @property
-    def tokenizer(self) -> Path:
-        """The published tokenizer folder."""
-        return self.folder / TOKENIZER_FOLDER
-
-    @property
-    def staged_tokenizer(self) -> Path:
-        """The tokenizer folder until everything else is ready."""
-        return self.folder / f".{TOKENIZER_FOLDER}.partial"
-
-    def complete(self) -> dict | None:
-        """The record, if everything that it speaks of is there."""
-        named = [self.record, self.tokenizer / "tokenizer.json", *map(self.tokens, SPLITS)]
-        return json.loads(self.record.read_text(encoding="utf-8")) if all(path.exists() for path in named) else None
+_NAMED = 3
+"""Links left out that the line about them names."""
 
 
 def prepare(options: PrepareOptions) -> None:
@@ -76,7 +37,7 @@ def prepare(options: PrepareOptions) -> None:
     place = Place(folder=options.output_dir, suffix=options.suffix)
     with only_one(place.folder):
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
-        if not options.overwrite and _already_prepared(place, identity):
+        if not options.overwrite and already_prepared(place, identity):
             _report(place, "already prepared:")
             return
         started = time.monotonic()
@@ -85,7 +46,8 @@ def prepare(options: PrepareOptions) -> None:
             _check_shared_tokenizer(place, vocabulary)
             _write(options, source, place, vocabulary, identity)
         finally:
-            shutil.rmtree(place.staged_tokenizer, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the next preparation removes it
+                remove(place.staged_tokenizer)
         _report(place, f"prepared in {duration(time.monotonic() - started)}:")
 
 
@@ -94,7 +56,8 @@ def _fingerprint(tokenizer: str) -> str | None:
     if tokenizer == TRAIN or not Path(tokenizer).is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")):
+    named = [path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".txt", ".model")]
+    for path in sorted(path for path in named if is_regular_file(path)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -102,10 +65,9 @@ def _fingerprint(tokenizer: str) -> str | None:
 def _source(options: PrepareOptions) -> Source:
     if options.dataset is None:
         source = own_source(options.inputs, text_key=options.text_key, output_dir=options.output_dir)
+        _say_what_was_left_out(source)
         if not source.files:
             raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
-        if source.skipped_binary:
-            print(f"left out {counted(source.skipped_binary, 'binary file')}")
     else:
         source = downloaded_source(options.dataset, output_dir=options.output_dir)
         if source is None and options.dataset == STDLIB_NAME:
@@ -118,6 +80,16 @@ def _source(options: PrepareOptions) -> Source:
     if source.has_own_split and options.val_fraction is not None and options.num_documents is None:
         raise UserError(f"--val_fraction: {options.dataset} brings its own validation split; leave the flag out")
     return source
+
+
+def _say_what_was_left_out(source: Source) -> None:
+    if source.skipped_binary:
+        print(f"left out {counted(source.skipped_binary, 'binary file')}")
+    links = source.skipped_links
+    if links:
+        more = f" and {len(links) - _NAMED:,} more" if len(links) > _NAMED else ""
+        verb = "is" if len(links) == 1 else "are"
+        print(f"left out {counted(len(links), 'link')}, which {verb} not followed: {', '.join(links[:_NAMED])}{more}")
 
 
 @contextlib.contextmanager
@@ -139,29 +111,6 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _already_prepared(place: Place, identity: dict) -> bool:
-    record = place.complete()
-    if record is None:
-        unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
-        if unknown:
-            raise UserError(f"{unknown[0]}: exists, but not from a finished preparation; replace it with --overwrite")
-        return False
-    for split in SPLITS:
-        open_token_file(place.tokens(split))
-    old = record["identity"]
-    changes = [
-        f"{name} was {old.get(name)}, is {identity.get(name)}" if name.startswith("--") else f"the {name} has changed"
-        for name in {**old, **identity}
-        if old.get(name) != identity.get(name)
-    ]
-    if changes:
-        raise UserError(
-            f"{place.folder}: was prepared differently ({'; '.join(changes)}); replace it with --overwrite or choose "
-            "another --output_dir"
-        )
-    return True
-
-
 def _divided(options: PrepareOptions, source: Source) -> Divided:
     return divide(source.documents(), val_fraction=options.validation_share, seed=options.seed)
 
@@ -172,7 +121,7 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     A small set's tokenizer is trained on the whole train split too, so that small and full files are interchangeable.
     """
     other = place.other.complete()
-    if other and other["identity"] | {"--num_documents": None} == identity | {"--num_documents": None}:
+    if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
     if options.tokenizer != TRAIN:
         save_loaded(options.tokenizer, place.staged_tokenizer)
@@ -194,7 +143,7 @@ def _train_texts(divided: Divided, bar: tqdm) -> Iterator[str]:
 
 def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
     other = place.other.complete()
-    if other and other["tokenizer_sha256"] != vocabulary.sha256:
+    if other and other.tokenizer_sha256 != vocabulary.sha256:
         raise UserError(
             f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer asked "
             f"for; choose another --output_dir, or remove {place.other.record.name} and the files it speaks of"
@@ -208,7 +157,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
         divided = first_documents(divided, count=options.num_documents, val_fraction=options.validation_share)
         total, unit = options.num_documents, " documents"
     name = TOKENIZER_FOLDER if options.tokenizer == TRAIN or Path(options.tokenizer).is_dir() else options.tokenizer
-    about = {"name": name, "sha256": vocabulary.sha256}
+    about = TokenizerFacts(name=name, sha256=vocabulary.sha256)
     with contextlib.ExitStack() as stack:
         writers = {
             split: TokenFileWriter(
@@ -235,21 +184,14 @@ def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileW
     place.record.unlink(missing_ok=True)
     if vocabulary.folder != place.tokenizer:
         retired = place.folder / f".{TOKENIZER_FOLDER}.old"
-        shutil.rmtree(retired, ignore_errors=True)
-        if place.tokenizer.exists():
+        remove(retired)
+        if os.path.lexists(place.tokenizer):
             place.tokenizer.rename(retired)
         vocabulary.folder.rename(place.tokenizer)
-        shutil.rmtree(retired, ignore_errors=True)
+        remove(retired)
     sidecars: dict[str, Sidecar] = {split: writer.close() for split, writer in writers.items()}
     sync_directory(place.folder)
-    write_json_atomic(
-        place.record,
-        {
-            "identity": identity,
-            "tokenizer_sha256": vocabulary.sha256,
-            "splits": {split: dataclasses.asdict(sidecar) for split, sidecar in sidecars.items()},
-        },
-    )
+    place.write_record(identity=identity, tokenizer_sha256=vocabulary.sha256, sidecars=sidecars)
 
 
 def _report(place: Place, heading: str) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,9 @@ from splitting import Divided, pieces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.errors import UserError
+from dsgpt.files import remove
 from dsgpt.hub_access import explain_offline
+from dsgpt.tokenizer_files import SETTINGS, TOKENIZER, TokenizerCodeError, fault_of, open_tokenizer, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,10 +25,8 @@ SMALLEST_VOCABULARY = 257
 _GPT2_CONTEXT = 1024
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
-_LOADING = {
-    "trust_remote_code": False,
-    "clean_up_tokenization_spaces": False,  # decoding gives the text back, it does not embellish it
-}
+_AS_IT_IS = {"clean_up_tokenization_spaces": False}
+"""Decoding gives the text back, it does not embellish it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
             eos_token=END_OF_TEXT,
             unk_token=END_OF_TEXT,
             add_prefix_space=False,
-            clean_up_tokenization_spaces=_LOADING["clean_up_tokenization_spaces"],
+            **_AS_IT_IS,
         ),
         folder,
     )
@@ -88,16 +87,18 @@ def save_loaded(name: str, folder: Path) -> None:
     """Copy the tokenizer ``name``, a local folder or a hub name, into ``folder``. Runs no code that it may bring.
 
     Raises:
-        UserError: no such tokenizer, no network to fetch it, no fast version, or no end-of-text token.
+        UserError: no such tokenizer, no network to fetch it, it brings code, no fast version, or no end-of-text token.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, **_LOADING)
-    except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            raise UserError(f"--tokenizer {name}: is no tokenizer folder ({_first_line(error)})") from error
-        tokenizer = _download(name)
+    what = f"--tokenizer {name}"
+    if Path(name).is_dir():
+        tokenizer = open_tokenizer(Path(name), what=what, named=True, **_AS_IT_IS)
+    else:
+        try:
+            tokenizer = open_tokenizer(name, what=what, **_AS_IT_IS)
+        except TokenizerCodeError:
+            raise
+        except UserError:  # it is not in the hub library's cache
+            tokenizer = _download(name)
     if not tokenizer.is_fast:
         raise UserError(f"--tokenizer {name}: has no tokenizer.json for the `tokenizers` library; choose another one")
     if tokenizer.eos_token_id is None:
@@ -106,38 +107,45 @@ def save_loaded(name: str, folder: Path) -> None:
 
 
 def _download(name: str) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
     explain_offline(
         f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json"
     )
     try:
-        return AutoTokenizer.from_pretrained(name, **_LOADING)
-    except (OSError, ValueError) as error:
+        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, **_AS_IT_IS)
+    except TokenizerCodeError:
+        raise
+    except UserError as error:
         raise UserError(
-            f"--tokenizer {name}: is neither a local folder nor a tokenizer on the hub ({_first_line(error)}); "
-            "use --tokenizer train to make one from the text"
+            f"--tokenizer {name}: is neither a local folder nor a tokenizer on the hub "
+            f"({reason_of(error.__cause__ or error)}); use --tokenizer train to make one from the text"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     if tokenizer.model_max_length > 1 << 30:  # the library's way of saying "not known"
         tokenizer.model_max_length = _GPT2_CONTEXT
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     tokenizer.save_pretrained(folder)
 
 
 def open_vocabulary(folder: Path) -> Vocabulary:
-    """Read a folder that ``save_trained`` or ``save_loaded`` wrote."""
-    path = folder / "tokenizer.json"
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    tokenizer = Tokenizer.from_file(str(path))
-    eos = settings["eos_token"]
-    eot_id = tokenizer.token_to_id(eos if isinstance(eos, str) else eos["content"])
+    """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
+
+    Raises:
+        UserError: somebody changed it since: it holds links, asks for code, or is damaged.
+    """
+    if fault := fault_of(folder):
+        raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
+    path = folder / TOKENIZER
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(path))
+        eos = settings["eos_token"]
+        eot_id = tokenizer.token_to_id(eos if isinstance(eos, str) else eos["content"])
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
+    if eot_id is None:
+        raise UserError(f"{folder}: is damaged (it has no token {eos!r}); make it again with --overwrite")
     tokenizer.encode_special_tokens = True  # the library's name for "as ordinary text"
     tokenizer.no_truncation()
     tokenizer.no_padding()

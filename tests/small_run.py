@@ -38,6 +38,8 @@ def write_tokens(path: Path, ids: np.ndarray, **changes: Any) -> Path:
         "tokenizer": None,
         "source": "random ids",
         "sha256": hashlib.sha256(data).hexdigest(),
+        "size": len(data),
+        "mtime_ns": path.stat().st_mtime_ns,
     }
     path.with_suffix(".json").write_text(json.dumps(sidecar | changes))
     return path

@@ -218,5 +218,6 @@ def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> No
     group.add_argument(
         "--verify_data",
         action="store_true",
-        help="read the data files whole and compare hash and largest id with their sidecars before training",
+        help="read the data files whole, also where size and time say that they are unchanged, and compare hash and "
+        "largest id with their sidecars before training",
     )

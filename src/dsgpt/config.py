@@ -268,7 +268,7 @@ def _check_vocabulary(
     train, val = files
     if train and val:
         ours, theirs = train.sidecar.tokenizer, val.sidecar.tokenizer
-        if ours and theirs and ours.get("sha256") != theirs.get("sha256"):
+        if ours and theirs and ours.sha256 != theirs.sha256:
             problems.add(f"{train.path} and {val.path} were made with different tokenizers: prepare them together")
     for file in files:
         if file is None or model is None:

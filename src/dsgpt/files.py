@@ -4,8 +4,10 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import traceback
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,36 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
     return digest.hexdigest()
 
 
+def is_regular_file(path: Path) -> bool:
+    """Whether a file lies at ``path`` itself; a link to one is none."""
+    return path.is_file() and not path.is_symlink()
+
+
+def link_between(folder: Path, path: Path) -> Path | None:
+    """The first link on the way from ``folder``, which may be one, down to ``path`` inside it; None without any."""
+    inside = [path, *path.parents]
+    below = inside[: inside.index(folder)]
+    return next((part for part in reversed(below) if part.is_symlink()), None)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def append_to(path: Path) -> FileIO:
+    """Open a file for appending, unbuffered, and make it if need be.
+
+    Raises:
+        OSError: the system refuses, or a link is in its place: what it points to must not be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return FileIO(os.open(path, flags, 0o666), "ab")
+
+
 def sync_directory(path: Path) -> None:
     """Make the names inside ``path`` durable; a rename is only safe from a power cut after this."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -35,7 +67,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step, durable on return; a failure leaves no partial file behind."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        beside.unlink(missing_ok=True)
+        with beside.open("xb") as file:  # never through a link in its place
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -85,6 +85,8 @@ def _remembered(options: Options, run_dir: Path) -> InitFrom | None:
     if not options.resume or not any(run_dir.glob("step-*/manifest.json")):
         return None
     try:
+        if (run_dir / "config.json").is_symlink():  # --resume refuses it later on
+            return None
         trained = read_json(run_dir / "config.json")["training_config"]
         source, shape = trained["init_from"], {field: trained["model"][field] for field in SHAPE_FLAGS}
         if source["source"] != options.init_from or not all(isinstance(value, int) for value in shape.values()):

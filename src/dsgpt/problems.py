@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dsgpt.errors import UserError
+from dsgpt.json_files import clipped, clipped_text
+
+MOST_KEYS = 20
+"""Unknown keys of one object that are named; to find the nearest known one takes a millisecond for each."""
+LONGEST_WORD = 80
+"""Characters that are compared with known words, and shown; a file may hold longer ones."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word[:LONGEST_WORD], sorted(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -37,14 +43,14 @@ class Problems:
     """A list of one-line mistakes, each with its cure."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._lines: dict[str, None] = {}  # in their order; a dictionary, because a bad file may have thousands
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def add(self, *lines: str) -> None:
         """Note mistakes; a line said before is not repeated."""
-        self._lines.extend(line for line in lines if line not in self._lines)
+        self._lines |= dict.fromkeys(lines)
 
     def mention(self, word: str) -> bool:
         """Whether a mistake was already found about ``word``, or something that was probably meant to be it."""
@@ -71,11 +77,14 @@ class Section:
 
     def check_keys(self, known: Iterable[str], *, refused: dict[str, str] | None = None) -> None:
         """Complain about keys that are not ``known``, with the nearest one, and about ``refused`` ones, with why."""
-        for key in self.values:
+        unknown = [key for key in self.values if key not in known or (refused and key in refused)]
+        for key in unknown[:MOST_KEYS]:
             if refused and key in refused:
                 self.complain(key, f"is not supported: {refused[key]}")
-            elif key not in known:
-                self.complain(key, f"is no known key{did_you_mean(key, known)}")
+            else:
+                self.complain(clipped_text(key), f"is no known key{did_you_mean(key, known)}")
+        if len(unknown) > MOST_KEYS:
+            self.complain("", f"has {len(unknown) - MOST_KEYS:,} more keys that are not known")
 
     def check_kinds(self, kinds: Mapping[str, str]) -> None:
         """Complain about values that are not of their kind, of keys that someone else will read."""
@@ -83,7 +92,7 @@ class Section:
             if kind and key in self.values:
                 words, fits = _KINDS[kind]
                 if not fits(self.values[key]):
-                    self.complain(key, f"must be {words}, not {self.values[key]!r}")
+                    self.complain(key, f"must be {words}, not {clipped(self.values[key])}")
 
     def number(self, key: str, default: float | None, *, low: float, high: float = math.inf) -> float | None:
         """A finite number from ``low`` to ``high``."""
@@ -92,7 +101,7 @@ class Section:
             return default
         if not is_number(value) or not low <= value <= high:
             allowed = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-            self.complain(key, f"must be a number {allowed}, not {value!r}")
+            self.complain(key, f"must be a number {allowed}, not {clipped(value)}")
             return default
         return float(value)
 
@@ -103,7 +112,7 @@ class Section:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
             allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-            self.complain(key, f"must be a whole number {allowed}, not {value!r}")
+            self.complain(key, f"must be a whole number {allowed}, not {clipped(value)}")
             return default
         return value
 
@@ -111,7 +120,7 @@ class Section:
         """true or false."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            self.complain(key, f"must be true or false, not {value!r}")
+            self.complain(key, f"must be true or false, not {clipped(value)}")
             return default
         return value
 
@@ -121,7 +130,9 @@ class Section:
         if value is default:
             return default
         if not isinstance(value, str) or value not in allowed:
-            self.complain(key, f"must be one of {', '.join(allowed)}, not {value!r}{did_you_mean(str(value), allowed)}")
+            self.complain(
+                key, f"must be one of {', '.join(allowed)}, not {clipped(value)}{did_you_mean(str(value), allowed)}"
+            )
             return default
         return value
 
@@ -130,6 +141,6 @@ class Section:
         if key not in self.values:
             return None
         if not isinstance(self.values[key], dict):
-            self.complain(key, f"must be an object in braces, not {self.values[key]!r}")
+            self.complain(key, f"must be an object in braces, not {clipped(self.values[key])}")
             return None
         return Section(self.values[key], place=f"{self.place}: {key}", problems=self._problems)

@@ -1,12 +1,12 @@
 """Reads and checks a recipe file, DeepSpeed's own JSON with our optional ``dsgpt`` block, whole before it complains."""
 
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from dsgpt import recipe_keys as keys
+from dsgpt.json_files import JsonError, clipped, parse_json, read_bytes
 from dsgpt.problems import Problems, Section, is_number
 from dsgpt.recipe import (
     DEFAULT_GRADIENT_CLIPPING,
@@ -20,21 +20,23 @@ from dsgpt.recipe import (
 from dsgpt.recipe_zero import read_zero
 from dsgpt.topology import ParallelSizes
 
+_MAX_BYTES = 1 << 20
+
 
 def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     """Read and check a recipe; mistakes go to ``problems``, and None comes back where no recipe can be made of it."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        problems.add(f"--deepspeed_config {path}: cannot be read ({error.strerror}); recipes are in ds_configs/")
+        data = read_bytes(path, max_bytes=_MAX_BYTES)
+    except JsonError as error:
+        problems.add(f"--deepspeed_config {path}: cannot be read ({error}); recipes are in ds_configs/")
         return None
     try:
-        raw = _parse(data)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(data)
+    except JsonError as error:
         problems.add(f"--deepspeed_config {path}: is not valid JSON: {error}")
         return None
     if not isinstance(raw, dict):
-        problems.add(f"--deepspeed_config {path}: must be an object in braces, not {raw!r}")
+        problems.add(f"--deepspeed_config {path}: must be an object in braces, not {clipped(raw)}")
         return None
     top = Section(raw, place=str(path), problems=problems)
     top.check_keys(keys.SHARED_KEYS | keys.DEEPSPEED_KEYS.keys() | set(keys.PARALLEL_KEYS), refused=keys.REFUSED_KEYS)
@@ -69,25 +71,6 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
         deepspeed_only=tuple(key for key in top.values if key in keys.DEEPSPEED_KEYS or key in keys.PARALLEL_KEYS),
         **rest,
     )
-
-
-def _parse(data: bytes) -> Any:
-    """JSON as its standard has it: Python's reader also takes NaN, Infinity, and a key twice, of which it drops one.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON.
-    """
-
-    def refuse_constant(word: str) -> None:
-        raise ValueError(f"{word} is no JSON number")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for index, (key, _) in enumerate(pairs):
-            if any(key == other for other, _ in pairs[:index]):
-                raise ValueError(f'the key "{key}" is given twice: keep one of them')
-        return dict(pairs)
-
-    return json.loads(data, parse_constant=refuse_constant, object_pairs_hook=unique)
 
 
 def _refuse_auto(value: Any, place: str, problems: Problems) -> None:

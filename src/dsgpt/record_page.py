@@ -1,11 +1,13 @@
 """What every page that is made of a record has in common: the record is read, the page is written as a whole."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dsgpt.errors import UserError
 from dsgpt.files import write_atomic
+from dsgpt.json_files import JsonError, read_object
+
+_MAX_BYTES = 256 << 20
 
 
 def read_record(file: Path, *, of: str) -> dict[str, Any]:
@@ -19,8 +21,8 @@ def read_record(file: Path, *, of: str) -> dict[str, Any]:
         UserError: it cannot be read as one.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_object(file, max_bytes=_MAX_BYTES)
+    except JsonError as error:
         raise UserError(f"--table-from {file}: cannot be read as a record of {of}: {error}") from error
 
 

@@ -98,6 +98,20 @@ def test_a_run_that_two_strategies_share_says_so(tmp_path):
     assert run.notes == ("times are of two strategies: ddp on 2 ranks after step 200, zero2 on 4 ranks before",)
 
 
+def test_validation_losses_of_two_sets_are_told_apart(tmp_path):
+    """And where none was measured on the new set yet, those of the old one do not stand for it."""
+    changes = [
+        {"step": 20, "name": name, "before": 1, "after": 2} for name in ("validation data", "validation windows")
+    ]
+    values = record(changed_at_resume=changes, summary__final_val_loss=None, summary__best_val_loss=None)
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert run.notes == (
+        "validation losses are of two sets: the validation data changed after step 20",
+        "validation losses are of two sets: the validation windows changed after step 20",
+    )
+    assert (run.final_val_loss, run.best_val_loss) == (None, None)
+
+
 def test_a_torn_last_line_is_ignored_without_a_word(tmp_path):
     path = write_run(tmp_path, record(), lines=step_lines(steps=5, every=5))
     log = path.with_name("metrics.jsonl")

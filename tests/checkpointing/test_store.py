@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import read_manifest
 from dsgpt.checkpointing.random_state import load_random_state, save_random_state
 from dsgpt.checkpointing.run_state import RunState, read_run_state
 from dsgpt.errors import UserError
@@ -28,9 +29,9 @@ def test_round_trip(tmp_path):
     checkpoint = saved(tmp_path, 200)
     assert checkpoint == tmp_path / "step-00000200"
     assert (tmp_path / "latest").read_text() == "step-00000200\n"
-    manifest = store.read_manifest(checkpoint)
-    assert (manifest["strategy"], manifest["step"]) == ("test", 200)
-    assert set(manifest["files"]) == {"deep/weights.bin", "run_state.json"}
+    manifest = read_manifest(checkpoint)
+    assert (manifest.strategy, manifest.step) == ("test", 200)
+    assert set(manifest.files) == {"deep/weights.bin", "run_state.json"}
     state = read_run_state(checkpoint)
     assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
     assert state.epochs == [{"epoch_idx": 0}]
@@ -47,7 +48,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     saved(tmp_path, 5)
     checkpoint = saved(tmp_path, 5, data=b"others")
     assert (checkpoint / "deep" / "weights.bin").read_bytes() == b"others"
-    store.read_manifest(checkpoint)
+    read_manifest(checkpoint)
 
 
 def test_an_unfinished_save_is_no_checkpoint_and_no_hindrance(tmp_path):
@@ -69,16 +70,18 @@ def test_damage_is_named(tmp_path, harm):
     else:
         file.unlink()
     with pytest.raises(UserError, match=r"deep/weights\.bin: is damaged"):
-        store.read_manifest(checkpoint)
+        read_manifest(checkpoint)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": []}', '{"files": {"a": 5}}', '{"files": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"files": []}', '{"files": {}}', '{"files": {"a": 5}}', '{"files": {"a": {}}}']
+)
 def test_manifests_that_are_none(tmp_path, text):
     checkpoint = saved(tmp_path, 5)
     (checkpoint / "manifest.json").write_text(text)
     (checkpoint / "a").write_text("")
     with pytest.raises(UserError, match=r"manifest\.json: is no readable manifest"):
-        store.read_manifest(checkpoint)
+        read_manifest(checkpoint)
 
 
 def test_random_streams_go_on(tmp_path):
@@ -123,7 +126,7 @@ def test_a_manifest_that_reaches_outside_is_none(tmp_path, name):
     manifest["files"][name] = {"size": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"is outside of the checkpoint"):
-        store.read_manifest(checkpoint)
+        read_manifest(checkpoint)
 
 
 def test_retention_follows_no_link(tmp_path):
@@ -132,7 +135,7 @@ def test_retention_follows_no_link(tmp_path):
     (run_dir / "step-00000005").symlink_to(outside)
     saved(run_dir, 6, keep=1)
     assert [path.name for path in run_dir.glob("step-*")] == ["step-00000006"]
-    store.read_manifest(outside)
+    read_manifest(outside)
 
 
 def test_a_kill_while_removing_leaves_no_half_checkpoint(tmp_path, monkeypatch):
@@ -163,7 +166,7 @@ def test_a_kill_while_a_step_is_saved_again_loses_neither(tmp_path, monkeypatch)
     assert store.checkpoints(tmp_path) == []
     store.put_back(tmp_path)
     assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
-    store.read_manifest(tmp_path / "step-00000005")
+    read_manifest(tmp_path / "step-00000005")
 
 
 def test_a_step_that_cannot_be_saved_again_is_as_it_was(tmp_path, monkeypatch):
@@ -214,3 +217,28 @@ def test_old_checkpoints_go_also_when_the_newest_cannot_be_named(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         saved(tmp_path, 6, keep=1)
     assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000006"]
+
+
+def validated(run_dir: Path, step: int, loss: float | None, *, on: str, keep: int = 9) -> None:
+    folder = store.begin(run_dir, step)
+    state = RunState(
+        step=step, samples_seen=step, best_val_loss=loss, epochs=[], last_val_loss=loss, last_val_step=step
+    )
+    fixed = {"validation data": on, "validation windows": 3, "sequence length": 16}
+    store.publish(run_dir, folder, state=state, about={"fixed": fixed})
+    store.keep_newest(run_dir, count=keep)
+
+
+def test_losses_on_other_validation_data_are_not_compared(tmp_path):
+    validated(tmp_path, 1, 0.5, on="old")
+    validated(tmp_path, 2, 3.0, on="new")
+    validated(tmp_path, 3, 4.0, on="new")
+    assert (tmp_path / "best").read_text() == "step-00000002\n"
+
+
+def test_the_newest_says_what_is_validated_on_also_without_a_loss_of_its_own(tmp_path):
+    validated(tmp_path, 1, 0.5, on="old")
+    assert (tmp_path / "best").read_text() == "step-00000001\n"
+    validated(tmp_path, 2, None, on="new", keep=1)
+    assert not (tmp_path / "best").exists()
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000002"]

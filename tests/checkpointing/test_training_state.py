@@ -8,11 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsgpt.checkpointing.training_state import Counters, KeptState, ParamState, StateReader, write_training_state
+from dsgpt.checkpointing.training_state import (
+    Counters,
+    KeptState,
+    LossScaleState,
+    ParamState,
+    StateReader,
+    write_training_state,
+)
 from dsgpt.errors import UserError
 
 SHAPES = {"wte.weight": (4, 3), "wpe.weight": (2, 3), "ln_f.bias": (3,)}
-COUNTERS = Counters(optimizer_steps=7, loss_scale={"factor": 8.0, "step": 9})
+SCALE = {"factor": 8.0, "step": 9, "last_overflow": -1, "patience": 2}
+COUNTERS = Counters(optimizer_steps=7, loss_scale=LossScaleState(**SCALE))
 
 
 def states(*, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, ParamState]:
@@ -118,5 +126,5 @@ def test_counters_are_plain_json(tmp_path):
     folder = written(tmp_path / "step", states())
     assert json.loads((folder / "training_state.json").read_text()) == {
         "optimizer_steps": 7,
-        "loss_scale": {"factor": 8.0, "step": 9},
+        "loss_scale": SCALE,
     }

@@ -10,6 +10,7 @@ from small_run import random_ids, write_tokens
 
 from dsgpt.data.token_file import TokenFileError, TokenFileWriter, dtype_for, open_token_file, sidecar_path
 
+IS_NONE = "a.json: is no sidecar of a token file ("
 DOCUMENTS = [[1, 2, 3], [], [65_535, 0], np.array([7])]
 
 
@@ -27,6 +28,9 @@ def test_round_trip(tmp_path):
     said = file.sidecar
     assert (said.dtype, said.documents, said.vocab_size, said.eot_id) == ("uint16", 4, 65_536, 9)
     assert said.sha256 == file.computed_sha256()
+    stat = file.path.stat()
+    assert (said.size, said.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert file.doubt() == ""
     assert sorted(path.name for path in file.path.parent.iterdir()) == ["a.bin", "a.json"]
 
 
@@ -132,16 +136,23 @@ def test_odd_byte_count_without_a_sidecar(tmp_path):
     ("changes", "what"),
     [
         ({"tokens": 4}, "a.bin: holds 5 uint16 ids but a.json says 4; one of them is from another preparation"),
-        ({"tokens": 0}, "a.json: tokens is 0, not a positive whole number"),
-        ({"tokens": True}, "a.json: tokens is True, not a positive whole number"),
-        ({"tokens": 5.0}, "a.json: tokens is 5.0, not a positive whole number"),
-        ({"vocab_size": None}, "a.json: vocab_size is None, not a positive whole number"),
+        ({"tokens": 0}, f"{IS_NONE}tokens: Input should be greater than or equal to 1, not 0)"),
+        ({"tokens": True}, f"{IS_NONE}tokens: Input should be a valid integer, not True)"),
+        ({"tokens": 5.0}, f"{IS_NONE}tokens: Input should be a valid integer, not 5.0)"),
+        ({"documents": "two"}, f"{IS_NONE}documents: Input should be a valid integer, not 'two')"),
+        ({"vocab_size": None}, "a.json: vocab_size is null, not a positive whole number"),
+        ({"dtype": "uint32", "tokens": 2, "vocab_size": 2**33}, "a.json: vocab_size 8,589,934,592 does not fit dtype"),
         ({"vocab_size": 65_537}, "a.json: vocab_size 65,537 does not fit dtype uint16"),
-        ({"dtype": "int64"}, "a.json: dtype 'int64' is not one of uint16, uint32"),
-        ({"dtype": ["uint16"]}, "a.json: dtype ['uint16'] is not one of uint16, uint32"),
+        ({"dtype": "int64"}, f"{IS_NONE}dtype: Input should be 'uint16' or 'uint32', not 'int64')"),
+        ({"dtype": ["uint16"]}, f"{IS_NONE}dtype: Input should be 'uint16' or 'uint32', not ['uint16'])"),
         ({"dtype": "uint32"}, "a.bin: 10 bytes is no whole number of 4-byte uint32 ids"),
-        ({"tokenizer": "gpt2"}, "a.json: tokenizer is 'gpt2', not an object with name and sha256"),
-        ({"sha256": 5}, "a.json: sha256 is 5, not a text"),
+        ({"tokenizer": "gpt2"}, f"{IS_NONE}tokenizer: Input should be an object, not 'gpt2')"),
+        ({"tokenizer": {"sha256": "a"}}, f"{IS_NONE}tokenizer.sha256: String should match pattern"),
+        ({"sha256": 5}, f"{IS_NONE}sha256: Input should be a valid string, not 5)"),
+        ({"sha256": "a" * 64 + "\n"}, f"{IS_NONE}sha256: String should match pattern"),
+        ({"source": {}}, f"{IS_NONE}source: Input should be a valid string, not {{}})"),
+        ({"size": -1}, f"{IS_NONE}size: Input should be greater than or equal to 0, not -1)"),
+        ({"mtime_ns": 1e18}, f"{IS_NONE}mtime_ns: Input should be a valid integer, not 1e+18)"),
     ],
 )
 def test_sidecars_that_contradict(tmp_path, changes, what):
@@ -152,26 +163,37 @@ def test_sidecars_that_contradict(tmp_path, changes, what):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (b"{", "is not a readable JSON sidecar (Expecting property name"),
-        (b"\xff\xfe", "is not a readable JSON sidecar ('utf-8' codec"),
-        (b"[" * 200_000, "is not a readable JSON sidecar ("),
-        (b'{"tokens": ' + b"9" * 5000 + b"}", "is not a readable JSON sidecar ("),
-        (b"[]", "is no token file sidecar, it lacks documents, dtype, "),
-        (b'"text"', "is no token file sidecar, it lacks documents, dtype, "),
-        (b"{}", "is no token file sidecar, it lacks documents, dtype, eot_id, sha256, source, tokenizer, tokens"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe", "it is not UTF-8 text (byte 0)"),
+        (b"[" * 200_000, "its objects and arrays are nested more than 40 deep)"),
+        (b'{"tokens": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+        (b'{"tokens": 1, "tokens": 2}', 'the key "tokens" is given twice: keep one of them)'),
+        (b'{"tokens": NaN}', "NaN is no JSON number)"),
+        (b"[]", "Input should be an object, not [])"),
+        (b'"text"', "Input should be an object, not 'text')"),
+        (b"{}", "dtype: Field required; tokens: Field required; documents: Field required; and 5 more)"),
     ],
+    ids=range(9),
 )
 def test_unreadable_sidecars(tmp_path, text, what):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).write_bytes(text)
-    assert refused(path).startswith(f"{sidecar_path(path)}: {what}")
+    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file ({what}")
 
 
 def test_a_folder_in_place_of_the_sidecar(tmp_path):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).unlink()
     sidecar_path(path).mkdir()
-    assert "is not a readable JSON sidecar" in refused(path)
+    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file (it is no regular file)")
+
+
+def test_a_link_to_nowhere_in_place_of_the_sidecar(tmp_path):
+    """It is no absence, after which the ids would be taken for uint16 of any vocabulary."""
+    path = write_tokens(tmp_path / "a.bin", random_ids(5))
+    sidecar_path(path).unlink()
+    sidecar_path(path).symlink_to("nowhere")
+    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file (No such file")
 
 
 def test_a_device_is_no_token_file():

@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_sidecar_says_what_the_file_is(prepared: Path, split: str):
     assert said.sha256 == hashlib.sha256(file.path.read_bytes()).hexdigest()
     assert said.source == "corpus"
     tokenizer = (prepared / "tokenizer" / "tokenizer.json").read_bytes()
-    assert said.tokenizer == {"name": "tokenizer", "sha256": hashlib.sha256(tokenizer).hexdigest()}
+    assert asdict(said.tokenizer) == {"name": "tokenizer", "sha256": hashlib.sha256(tokenizer).hexdigest()}
 
 
 def test_tokenizer_is_a_hugging_face_folder(prepared: Path):

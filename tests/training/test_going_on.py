@@ -10,6 +10,7 @@ from run_folders import LONG, checkpoints, damage, errors, go_on, record
 from small_run import command_line, write_recipe
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import read_manifest
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.main import train
 
@@ -136,7 +137,7 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(stopped, finished_run
     assert go_on(stopped, finished_run, keep_checkpoints=2, max_train_steps=12) == 0
     assert checkpoints(stopped) == [9, 12]
     for step in (9, 12):
-        store.read_manifest(stopped / f"step-{step:08d}")
+        read_manifest(stopped / f"step-{step:08d}")
 
 
 def test_no_whole_checkpoint_is_an_error_that_lists_them(stopped, finished_run, capsys):

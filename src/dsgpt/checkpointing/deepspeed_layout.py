@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import parse_manifest, read_manifest
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader
 from dsgpt.checkpointing.writing import save_pickled
 from dsgpt.files import sync_directory
@@ -45,9 +45,9 @@ def open_moments(checkpoint: Path | None) -> tuple[Moments, int | None]:
     Raises:
         UserError: one of the two files is missing or damaged.
     """
-    if checkpoint is None or COUNTERS not in store.parse_manifest(checkpoint)["files"]:
+    if checkpoint is None or COUNTERS not in parse_manifest(checkpoint).files:
         return {}, None
-    store.read_manifest(checkpoint, only=lambda name: name in (MOMENTS, COUNTERS))
+    read_manifest(checkpoint, only=lambda name: name in (MOMENTS, COUNTERS))
     state = StateReader(checkpoint)
     return state.stored_moments(), state.counters.optimizer_steps
 

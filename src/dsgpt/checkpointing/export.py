@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.deepspeed_layout import Moments, bytes_needed, open_moments, write_deepspeed
+from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
 from dsgpt.checkpointing.new_folder import check_out, check_room, new_folder
 from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files
 from dsgpt.errors import UserError
@@ -34,9 +35,8 @@ from dsgpt.model.tensor_files import DTYPES, StoredTensor, open_safetensors, wri
 from dsgpt.model.vocabulary_files import end_of_text_id
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
+from dsgpt.tokenizer_files import CONFIG, SETTINGS, fault_of, tokenizer_files
 
-_TOKENIZER_SETTINGS = "tokenizer_config.json"
-_TOKENIZER_FILES = ("tokenizer.json", _TOKENIZER_SETTINGS, "special_tokens_map.json", "vocab.json", "merges.txt")
 _LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
 """What people call each of ``options.EXPORT_FORMS``."""
 _ABOUT = ("step", "strategy", "run_id")
@@ -53,11 +53,13 @@ class Model:
     tensors: dict[str, StoredTensor]
     """By canonical name, not read yet."""
     tokenizer: list[Path]
-    """Its files, empty where there are none."""
+    """Its files, empty where there are none to take along."""
     about: dict[str, Any]
     """Where it comes from, for the manifest."""
     checkpoint: Path | None = None
     """It lies in; None for a Hugging Face folder."""
+    left_out: str = ""
+    """Why the tokenizer that is there is not taken along."""
 
 
 def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
@@ -120,8 +122,8 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
             raise UserError(f"--from {source}: is a Hugging Face folder, --which best chooses among those of a run")
         return _open_hugging_face(source)
     checkpoint = find_checkpoint(source, which=which, flag="--from")
-    named = store.parse_manifest(checkpoint)["files"]
-    size = sum(facts["size"] for name, facts in named.items() if is_model_file(name))
+    named = parse_manifest(checkpoint).files
+    size = sum(facts.size for name, facts in named.items() if is_model_file(name))
     progress = console.progress(total=size, what="verifying", unit="B")
     files = open_model_files(checkpoint, progress=progress.advance)
     progress.close()
@@ -129,21 +131,29 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
     shapes = parameter_shapes(files.config)
     if {name: tensor.shape for name, tensor in tensors.items()} != {name: tuple(s) for name, s in shapes.items()}:
         raise UserError(f"{files.weights}: its tensors are not those of {checkpoint / store.MODEL}")
-    about = {key: files.manifest.get(key) for key in _ABOUT}
+    about = {key: getattr(files.manifest, key) for key in _ABOUT}
+    tokenizer, left_out = _tokenizer_of(files.tokenizer, named=False) if files.tokenizer else ([], "")
     return Model(
         name=f"{checkpoint} ({about['strategy']}, step {about['step']})" if about["strategy"] else str(checkpoint),
         config=files.config,
         tensors={name: tensors[name] for name in shapes},
-        tokenizer=sorted(path for path in files.tokenizer.iterdir() if path.is_file()) if files.tokenizer else [],
+        tokenizer=tokenizer,
         about=about,
         checkpoint=checkpoint,
+        left_out=left_out,
     )
+
+
+def _tokenizer_of(folder: Path, *, named: bool) -> tuple[list[Path], str]:
+    """The files of the tokenizer in ``folder``, else why it is left out: whoever gets the export would be harmed."""
+    fault = fault_of(folder, named=named)
+    return ([], f"{folder}: {fault}") if fault else (tokenizer_files(folder), "")
 
 
 def _is_hugging_face(source: Path) -> bool:
     """A run folder has a ``config.json`` too, which says nothing of a ``model_type``."""
     try:
-        return not (source / store.MANIFEST).exists() and "model_type" in read_json(source / "config.json")
+        return not (source / MANIFEST).exists() and "model_type" in read_json(source / "config.json")
     except UserError:
         return False
 
@@ -155,12 +165,14 @@ def _open_hugging_face(folder: Path) -> Model:
     problems.raise_if_any()
     config = GPT2Config(**shape)
     weights = PretrainedWeights(folder, config)
+    tokenizer, left_out = _tokenizer_of(folder, named=True)
     return Model(
         name=f"{folder} (Hugging Face)",
         config=config,
         tensors=weights.tensors(),
-        tokenizer=[folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()],
+        tokenizer=[path for path in tokenizer if path.name != CONFIG],  # which is the model's
         about=dict.fromkeys(_ABOUT) | {"source": folder.name, "source_sha256": weights.sha256()},
+        left_out=left_out,
     )
 
 
@@ -190,7 +202,7 @@ def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Cal
     end_of_text = end_of_text_id(folder)
     if end_of_text is not None and end_of_text >= model.config.vocab_size:
         end_of_text = None
-    settings = folder / _TOKENIZER_SETTINGS
+    settings = folder / SETTINGS
     if settings.is_file():  # the tokenizer does not know what it was trained with, the user of both must
         write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
     tensors = {hugging_face_name(name): _laid_out(name, tensor, model.config) for name, tensor in model.tensors.items()}
@@ -212,7 +224,7 @@ def _write_portable(folder: Path, model: Model, *, dtype: str, progress: Callabl
     _write_shape_and_tokenizer(folder, model)
     write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
     manifest = {"portable": "weights", "dtype": dtype, **model.about, "files": _facts(folder)}
-    write_json_atomic(folder / store.MANIFEST, manifest)
+    write_json_atomic(folder / MANIFEST, manifest)
 
 
 def _write_shape_and_tokenizer(folder: Path, model: Model) -> None:
@@ -239,8 +251,10 @@ def _facts(folder: Path) -> Mapping[str, Any]:
 
 
 def _usage_line(model: Model, out: Path, *, form: str) -> str:
-    if form == "deepspeed":
+    if form == "deepspeed" and not model.left_out:
         return f"use it      python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS"
+    if model.left_out:
+        return f"tokenizer   left out: {model.left_out}"
     if not model.tokenizer:
         return "tokenizer   none: the training data came without one, so that only ids go in and come out"
     if form == "hf":

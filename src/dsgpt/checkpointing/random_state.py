@@ -1,11 +1,14 @@
 """The random streams of every rank, so that a resumed run draws the dropout masks that it would have drawn."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from dsgpt.checkpointing.writing import save_tensors
+from dsgpt.errors import UserError
+from dsgpt.model.tensor_files import open_safetensors
 
 
 def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
@@ -26,6 +29,30 @@ def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def check_random_states(folder: Path, *, named: Collection[str], ranks: int, device: str) -> None:
+    """Check that ``load_random_state`` will find what it needs on every rank.
+
+    Args:
+        folder: of the checkpoint.
+        named: the files that its manifest vouches for.
+        ranks: processes.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        UserError: a file is missing, or holds something else than random states.
+    """
+    wanted = {"cpu": torch.get_rng_state().shape} | ({"cuda": None} if device == "cuda" else {})
+    for rank in range(ranks):
+        file = _file(folder, rank)
+        if file.name not in named:
+            raise UserError(f"{folder}: its manifest names no {file.name}: the checkpoint is incomplete")
+        found = open_safetensors(file)
+        for name, shape in wanted.items():
+            value = found[name].read() if name in found else torch.empty(0)
+            if value.dtype != torch.uint8 or (shape is not None and value.shape != shape):
+                raise UserError(f"{file}: holds no random state ({name}) of this version of PyTorch")
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -1,14 +1,14 @@
 """Where a run stands: what a resume needs besides its configuration and the state of training."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
+from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
 
-_FILE = "run_state.json"
+STATE_FILE = "run_state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,21 +18,21 @@ class RunState:
     The random state of every rank lies in a file of its own beside this one.
     """
 
-    step: int
+    step: Count
     """Optimizer steps done."""
-    samples_seen: int
+    samples_seen: Count
     """Sequences consumed: ``step`` times the global batch."""
-    best_val_loss: float | None
-    """The lowest of all validations so far."""
+    best_val_loss: Finite | None
+    """The lowest of all validations so far, since the validation set last changed."""
     epochs: list[dict[str, Any]]
     """Records of the finished epochs."""
-    wall_time_sec: float | None = None
+    wall_time_sec: Seconds | None = None
     """Since the run started, stops between processes not counted."""
-    last_train_loss: float | None = None
-    last_val_loss: float | None = None
-    last_val_step: int | None = None
+    last_train_loss: Finite | None = None
+    last_val_loss: Finite | None = None
+    last_val_step: Count | None = None
     """The step that ``last_val_loss`` was measured at."""
-    failed_saves: int = 0
+    failed_saves: Count = 0
     """Checkpoints that could not be written so far."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed at resumes, by ``--allow_changed`` or in who executes: ``step``, ``name``, ``before``, ``after``."""
@@ -42,10 +42,14 @@ class RunState:
         """The validation loss of exactly these weights; None where no validation ran at this step."""
         return self.last_val_loss if self.last_val_step == self.step else None
 
+    def without_validations(self) -> Self:
+        """The same for a run that validates on something else from here on."""
+        return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
+
 
 def write_run_state(checkpoint: Path, state: RunState) -> None:
     """Add ``state`` to a checkpoint."""
-    write_json_atomic(checkpoint / _FILE, asdict(state))
+    write_json_atomic(checkpoint / STATE_FILE, asdict(state))
 
 
 def read_run_state(checkpoint: Path) -> RunState:
@@ -54,8 +58,8 @@ def read_run_state(checkpoint: Path) -> RunState:
     Raises:
         UserError: the file holds something else, as one of another version of this program may.
     """
-    path = checkpoint / _FILE
+    path = checkpoint / STATE_FILE
     try:
-        return RunState(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_as(path, RunState)
+    except JsonError as error:
         raise UserError(f"{path}: is no run state of this version ({error})") from error

@@ -1,14 +1,16 @@
 """Which checkpoint of a run is meant, and what of it is needed to use its model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import MANIFEST, Manifest, read_manifest, require_files
 from dsgpt.errors import UserError
+from dsgpt.files import is_regular_file
+from dsgpt.json_files import JsonError, read_as
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.pretrained import read_json
+from dsgpt.tokenizer_files import tokenizer_files
 
 
 def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
@@ -22,13 +24,18 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    if (path / store.MANIFEST).exists():
+    if (path / MANIFEST).exists():
         if which == "best":
             raise UserError(
                 f"{flag} {path}: is one checkpoint, and --which best chooses among those of a run: name its run folder"
             )
         return path
     found = store.checkpoints(path) if path.is_dir() else []
+    if links := store.linked(path):
+        raise UserError(
+            f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
+            f"name it itself ({flag} {links[-1]}), or remove it"
+        )
     if not found:
         raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
     return _best(path, found) if which == "best" else found[0]
@@ -36,16 +43,23 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
 
 def _best(run_dir: Path, found: list[Path]) -> Path:
     try:
+        if not is_regular_file(run_dir / store.BEST):
+            raise FileNotFoundError(run_dir / store.BEST)
         name = (run_dir / store.BEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
             "a validation: take --which latest"
         ) from error
-    for checkpoint in found:
-        if checkpoint.name == name:
-            return checkpoint
-    raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+    named = next((checkpoint for checkpoint in found if checkpoint.name == name), None)
+    if named is None:
+        raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+    if named not in store.comparable(found):
+        raise UserError(
+            f"--which best: {run_dir / store.BEST} names {name}, which was validated on other data than the newest "
+            "checkpoint: take --which latest"
+        )
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +67,7 @@ class ModelFiles:
     """What of a checkpoint makes its model, verified."""
 
     checkpoint: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     config: GPT2Config
     tokenizer: Path | None
     """Its folder; None where the training data came without one."""
@@ -74,19 +88,28 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
     Raises:
         UserError: one of them is missing or damaged.
     """
-    manifest = store.read_manifest(checkpoint, only=is_model_file, progress=progress)
-    missing = [name for name in (store.WEIGHTS, store.MODEL) if name not in manifest["files"]]
-    if missing:
-        raise UserError(f"{checkpoint / store.MANIFEST}: names no {' and no '.join(missing)}: it holds no model")
-    values = read_json(checkpoint / store.MODEL)
+    manifest = read_manifest(checkpoint, only=is_model_file, progress=progress)
+    require_files(checkpoint, manifest, (store.WEIGHTS, store.MODEL))
     try:
-        config = GPT2Config(**values)
-    except (TypeError, ValueError) as error:
+        config = read_as(checkpoint / store.MODEL, GPT2Config)
+    except JsonError as error:
         raise UserError(f"{checkpoint / store.MODEL}: is no shape of a model ({error})") from error
-    tokenizer = checkpoint / store.TOKENIZER
-    return ModelFiles(
-        checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer if tokenizer.is_dir() else None
-    )
+    tokenizer = _tokenizer(checkpoint, manifest.files)
+    return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer)
+
+
+def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
+    """The tokenizer's folder, all of whose files are in the manifest; None where there is none.
+
+    Raises:
+        UserError: it holds a file that a tokenizer would read and that nothing vouches for.
+    """
+    folder = checkpoint / store.TOKENIZER
+    files = [] if folder.is_symlink() else tokenizer_files(folder)
+    for file in files:
+        if f"{store.TOKENIZER}/{file.name}" not in named:
+            raise UserError(f"{file}: is not in {MANIFEST}, which names every file of a checkpoint: remove it")
+    return folder if files else None
 
 
 def is_model_file(name: str) -> bool:

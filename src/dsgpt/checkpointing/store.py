@@ -10,33 +10,36 @@
         tokenizer/                   where the data has one
         manifest.json                every file above with size and sha256; written last
     latest                           name of the newest
-    best                             name of the one with the lowest validation loss
+    best                             name of the one with the lowest validation loss on what the newest validates on
+
+Nothing inside a run folder is reached through a link: neither a checkpoint, nor a file of one.
 
 A checkpoint is written in a hidden folder beside, made durable, and renamed. ``latest`` and ``best`` are for people and
 other tools: everything here looks at the folders themselves.
 
 The best is chosen among checkpoints at whose own step a validation ran: a loss measured some steps earlier belongs to
-other weights. The newest are kept, and the best.
+other weights. Where the validation set changed, only those count that were validated on the newest checkpoint's: until
+one of them has a loss of its own, there is no best. The newest are kept, and the best.
 """
 
 import contextlib
 import hashlib
-import json
 import os
 import re
-import shutil
-from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from dsgpt.checkpointing.manifest import MANIFEST, Manifest, parse_manifest
 from dsgpt.checkpointing.run_state import RunState, write_run_state
 from dsgpt.errors import UserError
-from dsgpt.files import sha256_of, sync_directory, write_atomic, write_json_atomic
+from dsgpt.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
+from dsgpt.tokenizer_files import is_known
 
 LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
-MANIFEST = "manifest.json"
+VALIDATED_ON = ("validation data", "validation windows", "sequence length")
+"""Of what a checkpoint says is fixed: with other values of these, validation losses cannot be compared."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
@@ -94,10 +97,15 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
 
 def put_back(run_dir: Path) -> None:
     """Give a checkpoint its name again that was to be replaced by one that never came."""
-    for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
-        final = run_dir / replaced.name.removeprefix(".partial-").removesuffix(REPLACED)
-        if not final.exists():
-            replaced.rename(final)
+    for old in replaced(run_dir):
+        final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
+        if not final.exists() and not old.is_symlink():
+            old.rename(final)
+
+
+def replaced(run_dir: Path) -> list[Path]:
+    """The checkpoints that were to be replaced, if a kill came before they were removed."""
+    return [path for path in run_dir.glob(f".partial-step-*{REPLACED}") if not path.is_symlink()]
 
 
 def keep_newest(run_dir: Path, *, count: int) -> None:
@@ -108,21 +116,23 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     """
     found = checkpoints(run_dir)
     best = _best(found)
+    for link in linked(run_dir):
+        remove(link)
     for old in found[count:]:  # first, because what follows may need the room
         if old != best:
             discard(old)
-    for replaced in run_dir.glob(f".partial-step-*{REPLACED}"):
-        remove(replaced)
+    for old in replaced(run_dir):
+        remove(old)
     name_newest_and_best(run_dir)
 
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
     """Make everything in ``folder`` durable, and say in the manifest what it is."""
-    paths = sorted(folder.rglob("*"))
+    paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
         for path in paths
-        if path.is_file()
+        if path.is_file() and (path.parent != folder / TOKENIZER or is_known(path.name))
     }
     for path in paths:
         if path.is_dir():
@@ -143,26 +153,30 @@ def name_newest_and_best(run_dir: Path) -> Path | None:
 
 
 def _best(found: list[Path]) -> Path | None:
-    """Of the checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest."""
-    validated = []
-    for checkpoint in found:
-        with contextlib.suppress(UserError):  # a damaged one is neither
-            loss = parse_manifest(checkpoint).get("val_loss")
-            if isinstance(loss, float | int):
-                validated.append((loss, _step_of(checkpoint), checkpoint))
+    """Of the comparable checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest.
+
+    ``found`` is newest first.
+    """
+    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(found).items()}
+    validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
     return min(validated)[2] if validated else None
+
+
+def comparable(found: list[Path]) -> dict[Path, Manifest]:
+    """Those of ``found``, newest first, that were validated on the same as the newest; damaged ones are left out."""
+    manifests = {}
+    for checkpoint in found:
+        with contextlib.suppress(UserError):
+            manifests[checkpoint] = parse_manifest(checkpoint)
+    validated_on = {
+        checkpoint: [manifest.fixed.get(name) for name in VALIDATED_ON] for checkpoint, manifest in manifests.items()
+    }
+    newest = next(iter(validated_on.values()), None)
+    return {checkpoint: manifests[checkpoint] for checkpoint, facts in validated_on.items() if facts == newest}
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
 
 
 def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
@@ -205,90 +219,15 @@ def _sync_and_hash(path: Path) -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run that have a manifest, newest first."""
-    return [path for path in candidates(run_dir) if (path / MANIFEST).is_file()]
+    return [path for path in candidates(run_dir) if is_regular_file(path / MANIFEST)]
 
 
 def candidates(run_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
     found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return sorted(found, key=_step_of, reverse=True)
+    return sorted((path for path in found if not path.is_symlink()), key=_step_of, reverse=True)
 
 
-def size_of(checkpoint: Path) -> int:
-    """Bytes of all of its files, as the manifest says.
-
-    Raises:
-        UserError: it has no readable manifest.
-    """
-    return sum(facts["size"] for facts in parse_manifest(checkpoint)["files"].values())
-
-
-def parse_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest as it stands, no file compared with it.
-
-    Raises:
-        UserError: it cannot be read, or is no manifest.
-    """
-    path = checkpoint / MANIFEST
-    if not path.is_file():
-        raise UserError(f"{path}: is missing: the checkpoint is incomplete")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        for name, facts in manifest["files"].items():
-            _ = facts["size"], facts["sha256"]
-            if "\0" in name:
-                raise ValueError(f"{name!r} is no name of a file")
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name} is outside of the checkpoint")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: is no readable manifest ({error})") from error
-    return manifest
-
-
-def read_manifest(
-    checkpoint: Path,
-    *,
-    only: Callable[[str], bool] = lambda _: True,
-    progress: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any]:
-    """The manifest, after every file in it was compared with its size and hash.
-
-    Args:
-        checkpoint: the folder.
-        only: whether a file, by its name in the manifest, is to be looked at.
-        progress: is told the bytes read since its last call.
-
-    Raises:
-        UserError: a file is missing, of another size, or damaged; the message names it.
-    """
-    manifest = parse_manifest(checkpoint)
-    for name, facts in manifest["files"].items():
-        if only(name):
-            _verify(checkpoint / name, facts, progress)
-    return manifest
-
-
-def _verify(file: Path, facts: dict[str, Any], progress: Callable[[int], None]) -> None:
-    try:
-        size = file.stat().st_size
-        same = size == facts["size"] and sha256_of(file, progress) == facts["sha256"]
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: is damaged: it is missing") from error
-    except OSError as error:
-        raise UserError(f"{file}: is damaged: it cannot be read ({error.strerror})") from error
-    if size != facts["size"]:
-        raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts['size']:,}")
-    if not same:
-        raise UserError(f"{file}: is damaged: its contents are not those that {MANIFEST} says")
-
-
-def fixed_in(manifest: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """What the run of ``checkpoint`` must not change when it goes on.
-
-    Raises:
-        UserError: the manifest does not say it.
-    """
-    fixed = manifest.get("fixed")
-    if not isinstance(fixed, dict):
-        raise UserError(f"{checkpoint / MANIFEST}: is no readable manifest (it does not say what made the checkpoint)")
-    return fixed
+def linked(run_dir: Path) -> list[Path]:
+    """Links that are named like checkpoints; none of them is one of this run."""
+    return sorted(path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_symlink())

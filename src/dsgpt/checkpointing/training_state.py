@@ -8,19 +8,20 @@ Whatever way a strategy splits a tensor, it writes it whole and takes its own pa
 on from any other. Tensors pass one at a time: memory stays near the largest of them.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from dsgpt.checkpointing import store
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
+from dsgpt.json_files import Count, JsonError, read_as
 from dsgpt.model.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
 from dsgpt.optimization.optimizer import STATE_NAMES
 
@@ -46,13 +47,23 @@ class ParamState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleState:
+    """Where the dynamic loss scale of fp16 stands; see ``strategies.loss_scale``."""
+
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    step: int
+    last_overflow: int
+    patience: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Counters:
     """What an optimizer knows besides tensors."""
 
-    optimizer_steps: int
+    optimizer_steps: Count
     """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
-    loss_scale: dict[str, float | int] | None = None
-    """Of fp16, as ``LossScale.state`` gives it; None in other precisions."""
+    loss_scale: LossScaleState | None = None
+    """Of fp16; None in other precisions."""
 
 
 class StateWriter:
@@ -240,6 +251,6 @@ def _fp32(stored: StoredTensor) -> Tensor:
 
 def _read_counters(path: Path) -> Counters:
     try:
-        return Counters(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_as(path, Counters)
+    except JsonError as error:
         raise UserError(f"{path}: is no training state of this version ({error})") from error

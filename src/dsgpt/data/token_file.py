@@ -5,45 +5,29 @@ fits (at most 65,536 ids), uint32 otherwise, and every document ends with the en
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from dsgpt.files import sync_directory, write_json_atomic
+from dsgpt.data.sidecar import (
+    DTYPES,
+    Sidecar,
+    Stamp,
+    TokenFileError,
+    TokenizerFacts,
+    dtype_for,
+    note_stamp,
+    read_sidecar,
+    sidecar_path,
+)
+from dsgpt.files import sha256_of, sync_directory, write_json_atomic
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_CHUNK = 1 << 24  # 16 Mi elements or bytes: large enough to stream at disk speed, small enough for any machine
-
-
-class TokenFileError(ValueError):
-    """A token file cannot be used; the message is one line that names the file, the fault and the cure."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sidecar:
-    """What NAME.json says of NAME.bin."""
-
-    dtype: str
-    """``uint16`` or ``uint32``."""
-    tokens: int
-    """Ids in the file, end-of-text ids included."""
-    documents: int | None
-    vocab_size: int | None
-    """Ids of the tokenizer: every id in the file is below it."""
-    eot_id: int | None
-    """The id that ends every document."""
-    tokenizer: dict[str, str | None] | None
-    """``name`` (hub name or folder beside the file) and ``sha256`` of its ``tokenizer.json``."""
-    source: str | None
-    """Where the text came from, in words."""
-    sha256: str | None
-    """Of the .bin, as lower-case hex."""
+_CHUNK = 1 << 24  # 16 Mi ids: large enough to stream at disk speed, small enough for any machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +54,44 @@ class TokenFile:
         ids = self.memmap()
         return max(int(ids[start : start + _CHUNK].max()) for start in range(0, len(ids), _CHUNK))
 
+    def doubt(self) -> str:
+        """Why the file may not be what its sidecar's sha256 says, in words; none where size and time are as noted.
+
+        A change by a program that set the time of the last change back is not seen.
+        """
+        noted, name = self.sidecar.stamp, self.path.name
+        if self.sidecar.sha256 is None or noted == Stamp.of(self.path):
+            return ""
+        if noted is None:
+            return f"{sidecar_path(self.path).name} does not say when {name} was written"
+        return f"{name} changed on disk since it was prepared (or was copied)"
+
+    def verified_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+        """Hash the file, compare the hash with the sidecar's, and note there that they agree.
+
+        Args:
+            progress: is told the bytes done since its last call.
+
+        Raises:
+            TokenFileError: they do not, or the file changed meanwhile.
+        """
+        before = Stamp.of(self.path)
+        computed = self.computed_sha256(progress)
+        if Stamp.of(self.path) != before:
+            raise TokenFileError(f"{self.path}: was changed while it was hashed: start again when nothing writes to it")
+        claimed = self.sidecar.sha256
+        if claimed and computed != claimed:
+            raise TokenFileError(
+                f"{self.path}: its sha256 is {computed}, its sidecar says {claimed}: the file changed; bring the "
+                "original back, or make it again with `python data_prep/preprocess.py --overwrite`"
+            )
+        if claimed and before != self.sidecar.stamp:
+            note_stamp(sidecar_path(self.path), before, sha256=claimed)
+        return computed
+
     def computed_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
         """Hash the file's bytes; ``progress`` is told the bytes done since its last call."""
-        digest = hashlib.sha256()
-        with self.path.open("rb") as file:
-            while block := file.read(_CHUNK):
-                digest.update(block)
-                progress(len(block))
-        return digest.hexdigest()
-
-
-def dtype_for(vocab_size: int) -> str:
-    """The narrowest dtype that holds ids below ``vocab_size``."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def sidecar_path(path: Path) -> Path:
-    """NAME.json for NAME.bin."""
-    return path.with_suffix(".json")
+        return sha256_of(self.path, progress)
 
 
 def open_token_file(path: Path) -> TokenFile:
@@ -110,8 +114,8 @@ def open_token_file(path: Path) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
     beside = sidecar_path(path)
-    inferred = not beside.exists()
-    sidecar = _inferred(size) if inferred else _read_sidecar(beside)
+    inferred = not os.path.lexists(beside)  # a link to nowhere is no absence
+    sidecar = _inferred(size) if inferred else read_sidecar(beside)
     _check_size(path, size, sidecar, inferred)
     return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
 
@@ -121,31 +125,6 @@ def _inferred(size: int) -> Sidecar:
         dtype="uint16", tokens=size // 2, documents=None, vocab_size=None, eot_id=None, tokenizer=None, source=None,
         sha256=None,
     )  # fmt: skip
-
-
-def _read_sidecar(beside: Path) -> Sidecar:
-    try:
-        raw = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenFileError(f"{beside}: is not a readable JSON sidecar ({error}); make the data again") from error
-    names = {field.name for field in fields(Sidecar)}
-    missing = sorted(names - set(raw)) if isinstance(raw, dict) else sorted(names)
-    if missing:
-        raise TokenFileError(f"{beside}: is no token file sidecar, it lacks {', '.join(missing)}; make the data again")
-    sidecar = Sidecar(**{name: raw[name] for name in names})
-    if not isinstance(sidecar.dtype, str) or sidecar.dtype not in DTYPES:
-        raise TokenFileError(f"{beside}: dtype {sidecar.dtype!r} is not one of {', '.join(DTYPES)}")
-    for name, kind, what in (("tokenizer", dict, "an object with name and sha256"), ("sha256", str, "a text")):
-        value: Any = getattr(sidecar, name)
-        if value is not None and not isinstance(value, kind):
-            raise TokenFileError(f"{beside}: {name} is {value!r}, not {what}; make the data again")
-    for name in ("tokens", "vocab_size"):
-        value = getattr(sidecar, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise TokenFileError(f"{beside}: {name} is {value!r}, not a positive whole number; make the data again")
-    if dtype_for(sidecar.vocab_size or 0) == "uint32" and sidecar.dtype == "uint16":
-        raise TokenFileError(f"{beside}: vocab_size {sidecar.vocab_size:,} does not fit dtype uint16")
-    return sidecar
 
 
 def _check_size(path: Path, size: int, sidecar: Sidecar, inferred: bool) -> None:
@@ -169,17 +148,23 @@ class TokenFileWriter:
     """
 
     def __init__(
-        self, path: Path, *, vocab_size: int, eot_id: int, tokenizer: dict[str, str | None] | None, source: str
+        self, path: Path, *, vocab_size: int, eot_id: int, tokenizer: TokenizerFacts | None, source: str
     ) -> None:
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
-        self._about = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": tokenizer, "source": source}
+        self._about: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "eot_id": eot_id,
+            "tokenizer": tokenizer,
+            "source": source,
+        }
         self._dtype = dtype_for(vocab_size)
         self._tokens = 0
         self._documents = 0
         self._digest = hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._partial.open("wb")
+        self._partial.unlink(missing_ok=True)
+        self._file = self._partial.open("xb")  # never through a link in its place
 
     @property
     def tokens(self) -> int:
@@ -207,13 +192,6 @@ class TokenFileWriter:
 
     def close(self) -> Sidecar:
         """Publish the file and its sidecar, both durable on return."""
-        sidecar = Sidecar(
-            dtype=self._dtype,
-            tokens=self._tokens,
-            documents=self._documents,
-            sha256=self._digest.hexdigest(),
-            **self._about,
-        )
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -221,6 +199,14 @@ class TokenFileWriter:
         sidecar_path(self._path).unlink(missing_ok=True)
         self._partial.replace(self._path)
         sync_directory(self._path.parent)
+        sidecar = Sidecar(
+            dtype=self._dtype,
+            tokens=self._tokens,
+            documents=self._documents,
+            sha256=self._digest.hexdigest(),
+            **self._about,
+            **asdict(Stamp.of(self._path)),
+        )
         write_json_atomic(sidecar_path(self._path), asdict(sidecar))
         return sidecar
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import MANIFEST
 from dsgpt.checkpointing.training_state import MOMENTS
 from dsgpt.faults.outcome import Outcome, first_wrong
 from dsgpt.faults.plan import SAVE_EVERY, STEPS
@@ -35,7 +36,7 @@ def _delete(checkpoint: Path) -> None:
 
 
 def _delete_manifest(checkpoint: Path) -> None:
-    (checkpoint / store.MANIFEST).unlink()
+    (checkpoint / MANIFEST).unlink()
 
 
 def _delete_latest(checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import parse_manifest, read_manifest
 from dsgpt.errors import EXIT_NOT_SAVED, UserError
 from dsgpt.faults.outcome import Outcome, first_wrong
 from dsgpt.faults.plan import SAVE_EVERY
@@ -51,7 +52,7 @@ def _fill_up(training: Training) -> None:
     """Leave as much as the last checkpoint took, which the next one does not fit into: files take whole pages."""
     first = training.run_dir / store.folder_name(SAVE_EVERY)
     training.wait_for(first.exists, what="the first save")
-    needed = store.size_of(first)
+    needed = parse_manifest(first).size
     free = shutil.disk_usage(training.run_dir).free
     (training.run_dir / "ballast").write_bytes(bytes(max(0, free - needed - os.sysconf("SC_PAGE_SIZE"))))
 
@@ -99,7 +100,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
     """
     started, name = time.perf_counter(), f"{RUN}: {plan.name}, --on_save_failure {plan.policy}"
     run_dir = runs.new(f"{plan.name} {plan.policy}")
-    size = int(FITTING * store.size_of(store.checkpoints(runs.undisturbed(RUN).run_dir)[0]))
+    size = int(FITTING * parse_manifest(store.checkpoints(runs.undisturbed(RUN).run_dir)[0]).size)
     is_root = os.geteuid() == 0
     if is_root and not plan.small and shutil.which(AS_A_USER[0]) is None:
         return Outcome(kind="disk", name=name, not_run=f"root needs {AS_A_USER[0]} for it")
@@ -140,7 +141,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
 def _verified(run_dir: Path) -> int:
     """The step of the newest checkpoint, if it is whole; 0 if it is not."""
     try:
-        return max((store.read_manifest(path)["step"] for path in store.checkpoints(run_dir)[:1]), default=0)
+        return max((read_manifest(path).step for path in store.checkpoints(run_dir)[:1]), default=0)
     except UserError:
         return 0
 

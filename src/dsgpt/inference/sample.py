@@ -13,6 +13,7 @@ from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.inference.decode import generate
 from dsgpt.model.config import GPT2Config
 from dsgpt.problems import Problems
+from dsgpt.tokenizer_files import open_tokenizer, reason_of
 
 
 def sample(
@@ -46,9 +47,7 @@ def sample(
     files = open_model_files(checkpoint)
     if files.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer, because its training data came without one; cannot read text")
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes a second, and only text needs it
-
-    tokenizer = AutoTokenizer.from_pretrained(files.tokenizer, local_files_only=True)
+    tokenizer = open_tokenizer(files.tokenizer, what=str(files.tokenizer))
     device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
     model = load_model(files, device)
     start = _encode(prompt, tokenizer, model.config)
@@ -76,7 +75,10 @@ def _encode(prompt: str, tokenizer: Any, config: GPT2Config) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError("--prompt is not valid UTF-8 text") from error
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    try:
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise UserError(f"--prompt {prompt!r}: the tokenizer cannot encode it ({reason_of(error)})") from error
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]

@@ -17,10 +17,19 @@ SHAPE_FLAGS = {
 """The flag that gives each whole number of a shape."""
 
 
+LARGEST = {"n_layer": 10_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 1 << 31, "vocab_size": 1 << 31}
+"""Beyond every GPT: what is larger is a mistake, and would take minutes to be found impossible."""
+
+
 def shape_problems(shape: dict[str, Any]) -> list[str]:
     """What makes ``shape``, the fields of a ``GPT2Config``, no possible model: a line each, named by the flag."""
     found = [
         f"{flag} must be at least 1, not {shape[field]}" for field, flag in SHAPE_FLAGS.items() if shape[field] < 1
+    ]
+    found += [
+        f"{flag} must be at most {LARGEST[field]:,}, not {shape[field]:,}"
+        for field, flag in SHAPE_FLAGS.items()
+        if shape[field] > LARGEST[field]
     ]
     width, heads = shape["n_embd"], shape["n_head"]
     if not found and width % heads:

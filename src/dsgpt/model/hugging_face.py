@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgpt.model.config import GPT2Config
+from dsgpt.json_files import clipped
+from dsgpt.model.config import LARGEST, GPT2Config
 from dsgpt.problems import Problems
 
 _BLOCK_NAMES = {
@@ -123,20 +124,22 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
         problems: takes everything that makes it another model.
     """
     if values.get("model_type") != "gpt2":
-        problems.add(f"{place}: model_type is {values.get('model_type')!r}: only gpt2 can be taken up")
+        problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be taken up")
         return None
     found = [
-        f"{place}: {key} is {values[key]!r}, in GPT-2 it is {expected!r}: the weights would mean something else here"
+        f"{place}: {key} is {clipped(values[key])}, in GPT-2 it is {expected!r}: the weights would mean something else "
+        "here"
         for key, expected in _ARCHITECTURE.items()
         if values.get(key, expected) not in (expected, *_SAME_FUNCTION.get(key, ()))
     ]
     shape = {ours: values.get(theirs) for theirs, ours in _SHAPE_KEYS.items()}
     for theirs, ours in _SHAPE_KEYS.items():
-        if not isinstance(shape[ours], int) or isinstance(shape[ours], bool) or shape[ours] < 1:
-            found.append(f"{place}: {theirs} must be a whole number of at least 1, not {shape[ours]!r}")
+        if not isinstance(shape[ours], int) or isinstance(shape[ours], bool) or not 1 <= shape[ours] <= LARGEST[ours]:
+            allowed = f"a whole number from 1 to {LARGEST[ours]:,}"
+            found.append(f"{place}: {theirs} must be {allowed}, not {clipped(shape[ours])}")
     if not found and shape["n_embd"] % shape["n_head"]:
         found.append(f"{place}: n_head {shape['n_head']} does not divide n_embd {shape['n_embd']}")
     if not found and values.get("n_inner") not in (None, 4 * shape["n_embd"]):
-        found.append(f"{place}: n_inner is {values['n_inner']!r}, in GPT-2 it is four times n_embd")
+        found.append(f"{place}: n_inner is {clipped(values['n_inner'])}, in GPT-2 it is four times n_embd")
     problems.add(*found)
     return None if found else shape

@@ -1,7 +1,6 @@
 """Weights that somebody else published: a Hugging Face folder, or a model on the hub, read tensor by tensor."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from dsgpt.errors import UserError
 from dsgpt.files import sha256_of
+from dsgpt.json_files import JsonError, read_object
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.hugging_face import HEAD, PREFIX, canonical_value, hugging_face_name, hugging_face_shape
@@ -30,12 +30,9 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: there is none.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_object(path)
+    except JsonError as error:
         raise UserError(f"{path}: is no readable JSON file ({error})") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold an object in braces")
-    return values
 
 
 class PretrainedWeights:

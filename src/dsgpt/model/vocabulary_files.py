@@ -1,10 +1,15 @@
 """Which text each id stands for, as a tokenizer's files say it; enough to tell two tokenizers apart."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from dsgpt.errors import UserError
+from dsgpt.json_files import Count, JsonError, clipped_text, read_object
+
+_MAX_BYTES = 256 << 20
+_TOKEN_IDS = TypeAdapter(dict[str, Count])
 
 
 def token_ids(folder: Path) -> dict[str, int] | None:
@@ -17,9 +22,9 @@ def token_ids(folder: Path) -> dict[str, int] | None:
         path = folder / name
         if path.is_file():
             try:
-                return read(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path}: is no readable vocabulary ({error})") from error
+                return _TOKEN_IDS.validate_python(read(read_object(path, max_bytes=_MAX_BYTES)), strict=True)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{path}: is no readable vocabulary ({clipped_text(str(error))})") from error
     return None
 
 
@@ -34,8 +39,8 @@ def end_of_text_id(folder: Path) -> int | None:
     if not ids or not settings.is_file():
         return None
     try:
-        token = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
+        token = read_object(settings).get("eos_token")
+    except JsonError as error:
         raise UserError(f"{settings}: are no readable settings of a tokenizer ({error})") from error
     text = token.get("content") if isinstance(token, dict) else token
     return ids.get(text) if isinstance(text, str) else None

@@ -8,6 +8,7 @@ At the edge of overflow two strategies may still skip different steps, because s
 fp16 and others in fp32.
 """
 
+from dsgpt.checkpointing.training_state import LossScaleState
 from dsgpt.errors import NonFiniteError
 from dsgpt.recipe import LossScaling
 
@@ -71,20 +72,17 @@ class LossScale:
                 self._patience = self._scaling.hysteresis
             self.factor *= 2
 
-    def state(self) -> dict[str, float | int] | None:
+    def state(self) -> LossScaleState | None:
         """For a checkpoint; None in a precision that needs no scaling."""
         if not self.enabled:
             return None
-        return {
-            "factor": self.factor,
-            "step": self._step,
-            "last_overflow": self._last_overflow,
-            "patience": self._patience,
-        }
+        return LossScaleState(
+            factor=self.factor, step=self._step, last_overflow=self._last_overflow, patience=self._patience
+        )
 
-    def take_up(self, state: dict[str, float | int] | None) -> None:
+    def take_up(self, state: LossScaleState | None) -> None:
         """Continue where ``state`` was taken; a fixed factor is the recipe's."""
         if state is None or not self._dynamic:
             return
-        self.factor, self._step = state["factor"], state["step"]
-        self._last_overflow, self._patience = state["last_overflow"], state["patience"]
+        self.factor, self._step = state.factor, state.step
+        self._last_overflow, self._patience = state.last_overflow, state.patience

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dsgpt.files import append_to
+
 
 def duration(seconds: float) -> str:
     """``0.4 s``, ``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
@@ -32,7 +34,7 @@ class Console:
     def log_to(self, path: Path) -> None:
         """Copy what was said so far, and all that follows, to ``path``, after what it holds already."""
         if self._speaks:
-            self._log = path.open("ab", buffering=0)  # a line that a full disk refuses must not come again
+            self._log = append_to(path)  # unbuffered: a line that a full disk refuses must not come again
             self._log.write("".join(f"{line}\n" for line in self._early).encode())
             self._early.clear()
 

@@ -100,10 +100,10 @@ class Figures:
             self.step_secs.append(line["step_time_sec"])
             self.dataload_secs.append(line["dataload_time_sec"])
 
-    def expect(self, steps: int) -> None:
-        """Know that ``steps`` were made; where others were counted the sums are unknown."""
-        if self.steps != steps:
-            self.steps, self.loss_sum, self.train_sec = steps, None, None
+    def expect(self, steps: range, counted: list[int]) -> None:
+        """Know that ``steps`` were made; where others were ``counted``, or one twice, the sums are unknown."""
+        if counted != list(steps):
+            self.steps, self.loss_sum, self.train_sec = len(steps), None, None
 
     def loss_mean(self) -> float | None:
         """Mean loss of the steps; None where it is unknown."""
@@ -143,15 +143,17 @@ class StepMeter:
             wall_sec: seconds of the run so far, None to take those of the last line.
             last_loss: loss of step ``done``, None to take that of the last step in ``lines``.
         """
+        counted: list[int] = []
         for line in lines:
             self._earlier_wall_sec = line.get("wall_time_sec") or self._earlier_wall_sec
-            if line.keys() >= _COUNTED and line["loss"] is not None:
+            if all(line.get(key) is not None for key in _COUNTED):
                 self.run.add(line, tokens=self._tokens_per_step)
                 self.last_loss = line["loss"]
+                counted.append(line["step"])
                 if line["step"] > epoch_start:
                     self.epoch.add(line, tokens=self._tokens_per_step)
-        self.run.expect(done)
-        self.epoch.expect(done - epoch_start)
+        self.run.expect(range(1, done + 1), counted)
+        self.epoch.expect(range(epoch_start + 1, done + 1), [step for step in counted if step > epoch_start])
         self._earlier_wall_sec = wall_sec if wall_sec is not None else self._earlier_wall_sec
         self.last_loss = last_loss if last_loss is not None else self.last_loss
 

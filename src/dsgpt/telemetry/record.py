@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsgpt.files import write_atomic, write_json_atomic
+from dsgpt.files import append_to, write_atomic, write_json_atomic
+from dsgpt.json_files import JsonError, parse_json
+from dsgpt.problems import is_number
 
 SCHEMA_VERSION = "2.1"
 RECORD_FILE = "training_metrics.json"
@@ -18,6 +20,15 @@ STEPS_FILE = "metrics.jsonl"
 COMPLETE_FILE = "RUN_COMPLETE.txt"
 GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens, and null where the context cannot hold them."""
+
+_LONGEST_LINE = 1 << 16
+"""Bytes; ours have about 400."""
+_FLAGS = {"skipped", "warm_up"}
+_NUMBERS = {
+    *("loss", "lr", "grad_norm", "val_loss", "val_tokens", "tokens", "tokens_per_sec", "step_time_sec"),
+    *("dataload_time_sec", "train_time_sec", "wall_time_sec"),
+}
+"""Keys of a line, by what they hold where they are not null."""
 
 
 def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -28,22 +39,34 @@ def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict
         damaged: takes the numbers of the other lines that are left out, because a crash or an editor spoiled them.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            entry = _entry(line)
+        number, whole = 0, True
+        while line := file.readline(_LONGEST_LINE):
+            begins, whole = whole, line.endswith(b"\n")
+            number += begins
+            if not whole and len(line) < _LONGEST_LINE:
+                return  # torn
+            entry = _entry(line) if begins and whole else None
             if entry is not None:
                 yield entry
-            elif damaged is not None:
+            elif damaged is not None and begins:
                 damaged.append(number)
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line as it was written; None for anything else."""
     try:
-        entry = json.loads(line.decode("utf-8"))
-    except ValueError:  # no JSON, or no UTF-8
+        entry = parse_json(line)
+    except JsonError:
         return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+    if not isinstance(entry, dict) or not _is_whole(entry.get("step")):
+        return None
+    fits = all(value is None or is_number(value) for key, value in entry.items() if key in _NUMBERS)
+    flags = all(isinstance(value, bool) for key, value in entry.items() if key in _FLAGS)
+    return entry if fits and flags else None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def drop_steps_after(path: Path, step: int) -> list[int]:
@@ -89,7 +112,8 @@ class StepLog:
     """Appends to ``metrics.jsonl``; the main rank only."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file = append_to(path)
         self._waiting = b""
 
     def write(self, entries: list[dict[str, Any]]) -> None:
@@ -109,7 +133,7 @@ class StepLog:
 
     def _take_back(self, end: int) -> bytes:
         """Cut the file back to ``end``; what was after it comes back."""
-        with Path(self._file.name).open("rb") as file:
+        with self._path.open("rb") as file:
             file.seek(end)
             written = file.read()
         self._file.truncate(end)

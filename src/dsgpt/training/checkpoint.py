@@ -6,7 +6,6 @@ for a rank that has given up.
 
 import contextlib
 import copy
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.training_state import Counters, GatheringError, KeptState, write_training_state
@@ -26,6 +26,7 @@ from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
+from dsgpt.tokenizer_files import copy_tokenizer
 from dsgpt.training.data_check import data_tokenizer
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class Contents:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
         except OSError as error:
             self.warn(f"{final.name} is saved, but the older ones could not be cleared up: {reason_of(error)}")
-        return store.size_of(final)
+        return parse_manifest(final).size
 
 
 def open_checkpoint(
@@ -209,7 +210,7 @@ def _require_room_for_another(run_dir: Path) -> None:
     """Before the first byte: the next checkpoint will be about as large as the last."""
     found = store.checkpoints(run_dir)
     with contextlib.suppress(UserError):  # nothing is known of its size
-        require_room(run_dir, store.size_of(found[0]) if found else 0)
+        require_room(run_dir, parse_manifest(found[0]).size if found else 0)
 
 
 def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
@@ -224,12 +225,8 @@ def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
     """Take the tokenizer along where data preparation left one; training itself needs none."""
     source, _ = data_tokenizer(config.train)
-    if source is None:
-        return
-    target = folder / store.TOKENIZER
-    shutil.copytree(source, target, copy_function=shutil.copyfile)
-    for place in (target, *(path for path in target.rglob("*") if path.is_dir())):
-        place.chmod(0o755)  # of a read-only folder the copy could never be removed
+    if source is not None:
+        copy_tokenizer(source, folder / store.TOKENIZER)
 
 
 def _about(config: RunConfig, *, fixed: dict[str, Any], run_id: str | None) -> dict[str, Any]:

@@ -1,54 +1,83 @@
 """What a run knows of its data files, and of published weights to start from, before it trusts them."""
 
-import hashlib
 from pathlib import Path
 
 from dsgpt.config import RunConfig
+from dsgpt.data.sidecar import TokenFileError, sidecar_path
 from dsgpt.data.token_file import TokenFile
 from dsgpt.errors import UserError
+from dsgpt.files import sha256_of
 from dsgpt.model.hub_models import model_folder
 from dsgpt.model.vocabulary_files import token_ids
 from dsgpt.problems import Problems
 from dsgpt.telemetry.console import Console
+from dsgpt.tokenizer_files import fault_of
 
 TOKENIZER_FOLDER = "tokenizer"
 """Beside the token files, as data preparation leaves it."""
 
 
 def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
-    """The folder of the tokenizer that made ``file``, None where there is none.
+    """The folder of the tokenizer that made ``file``, None where the sidecar names none.
 
     Returns:
-        The folder, and why a folder that is there is another tokenizer's, else no words.
+        The folder, and what forbids to train on the file where the tokenizer that the sidecar names is not there.
     """
-    folder = file.path.parent / TOKENIZER_FOLDER
-    if file.sidecar.tokenizer is None or not folder.is_dir():
+    folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
+    if facts is None:
         return None, ""
-    claimed, vocabulary = file.sidecar.tokenizer.get("sha256"), folder / "tokenizer.json"
-    if claimed and vocabulary.is_file() and hashlib.sha256(vocabulary.read_bytes()).hexdigest() != claimed:
-        return None, f"{folder} is not the tokenizer that made {file.path.name}: checkpoints will hold no tokenizer"
-    return folder, ""
+    try:
+        fault = _tokenizer_fault(folder, facts.sha256, made=file.path.name)
+    except OSError as error:
+        fault = f"{error.filename}: cannot be read ({error.strerror})"
+    if not fault:
+        return folder, ""
+    sidecar = sidecar_path(file.path).name
+    return None, (
+        f"{fault}, so nobody could ask the trained model for text: copy the folder {TOKENIZER_FOLDER}/ that was made "
+        f'with {file.path.name} to {file.path.parent}, or set "tokenizer" to null in {sidecar} to train without one'
+    )
 
 
-def data_hash(file: TokenFile, *, verify: bool, console: Console, problems: Problems) -> str:
-    """The sha256 by which records name the file: the sidecar's, or computed where there is none.
+def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
+    """What is wrong with the tokenizer in ``folder``, no words if nothing is."""
+    vocabulary = folder / "tokenizer.json"
+    if not folder.is_dir() and not folder.is_symlink():
+        return f"{folder}: is missing"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
+    if not any(folder.iterdir()):
+        return f"{folder}: is empty"
+    if fault := fault_of(folder):
+        return f"{folder}: {fault}"
+    if sha256 is None:  # of another tool, or of a kind without tokenizer.json
+        return ""
+    if not vocabulary.is_file():
+        return f"{vocabulary}: is missing"
+    return "" if sha256_of(vocabulary) == sha256 else f"{vocabulary}: is not the tokenizer that made {made}"
+
+
+def data_hash(file: TokenFile, *, verify: bool, console: Console, problems: Problems) -> str | None:
+    """The sha256 by which records name the file: the sidecar's, or computed where that may be wrong or is missing.
 
     Args:
         file: the token file.
-        verify: read the file whole and hold hash and largest id against the sidecar.
-        console: shows the progress of reading.
-        problems: takes what does not agree.
+        verify: read the file whole in any case, and hold its largest id against the sidecar too.
+        console: shows the progress of reading, and tells of a file that was hashed again.
+        problems: takes what does not agree; None comes back then.
     """
-    claimed = file.sidecar.sha256
-    if claimed and not verify:
-        return claimed
-    progress = console.progress(total=file.size_bytes, what=f"hashing {file.path.name}", unit="B")
-    computed = file.computed_sha256(progress.advance)
-    progress.close()
-    if claimed and computed != claimed:
-        problems.add(
-            f"{file.path}: its sha256 is {computed}, its sidecar says {claimed}: the file changed, make it again"
-        )
+    doubt = file.doubt()
+    if file.sidecar.sha256 and not doubt and not verify:
+        return file.sidecar.sha256
+    progress, computed = console.progress(total=file.size_bytes, what=f"hashing {file.path.name}", unit="B"), None
+    try:
+        computed = file.verified_sha256(progress.advance)
+    except TokenFileError as error:
+        problems.add(str(error))
+    finally:
+        progress.close()
+    if doubt and computed:
+        console.say(f"{doubt}: hashed again, its contents are the sidecar's")
     vocabulary = file.sidecar.vocab_size
     if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
         problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")

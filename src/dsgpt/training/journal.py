@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
 from dsgpt.training.facts import CHANGES_KEY
+from dsgpt.training.leftovers import EarlierRecord
 
 
 class Journal:
@@ -44,16 +46,16 @@ class Journal:
         self._refused: set[str] = set()
         self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
 
-    def take_up(self, state: RunState, steps_file: Path, *, failed_saves: int, saves: Sequence[dict[str, Any]]) -> None:
+    def take_up(self, state: RunState, steps_file: Path, *, earlier: EarlierRecord) -> None:
         """Go on where an earlier process of this run stopped.
 
-        ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown. ``failed_saves``
-        counts those that the record knows of, and ``saves`` are its others.
+        ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown. ``earlier`` is the
+        record that the process left.
         """
         self.record.epochs = state.epochs
-        self.record.saves = [save for save in saves if save["step"] <= state.step]
+        self.record.saves = [asdict(save) for save in earlier.saves or () if save.step <= state.step]
         self.best_val_loss = state.best_val_loss
-        self._failed_saves = max(state.failed_saves, failed_saves)
+        self._failed_saves = max(state.failed_saves, earlier.summary.failed_saves or 0)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
         self._meter.take_up(
             lines,
@@ -63,8 +65,6 @@ class Journal:
             last_loss=state.last_train_loss,
         )
         self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
-        if self.last_val_loss is None:
-            self.last_val_loss = next((line["val_loss"] for line in reversed(lines) if "val_loss" in line), None)
         if self._meter.run.train_sec is None:
             self._console.say(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
 

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.checkpointing import store
-from dsgpt.checkpointing.run_state import read_run_state
-from dsgpt.checkpointing.training_state import StateReader
+from dsgpt.checkpointing.manifest import Manifest, parse_manifest, read_manifest, require_files, require_resumable
+from dsgpt.checkpointing.random_state import check_random_states
+from dsgpt.checkpointing.run_state import STATE_FILE, read_run_state
+from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader
 from dsgpt.config import RunConfig
 from dsgpt.errors import UserError
+from dsgpt.json_files import clipped
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE
 from dsgpt.training.facts import CHANGEABLE, EXECUTED_BY
+from dsgpt.training.leftovers import named_by, why_nothing_was_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class Start:
     """What changed now and at earlier resumes, as in ``RunState``."""
     run_id: str | None = None
     """Of the run to go on with."""
+    validates_anew: bool = False
+    """On something else than the checkpoint's run did: its validation losses say nothing about this one's."""
     same_ranks: bool = True
     """The checkpoint was made by as many ranks, each with the same part in the work, whose random streams go on."""
 
@@ -43,48 +49,59 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
         problems: takes what did.
 
     Raises:
-        UserError: there are checkpoints, but none is whole.
+        UserError: there are checkpoints, but none is whole; or there were some, and they are gone.
     """
     if (config.run_dir / COMPLETE_FILE).exists():
         finished = _plan_finished(config, fixed=fixed, problems=problems)
         if finished is not None:
             return finished
-    checkpoint, refused = _newest_whole(config.run_dir)
+    checkpoint, refused = _newest_whole(config)
     if checkpoint is None:
-        return Start(messages=(f"--resume: {config.run_dir} holds no checkpoint yet; starting fresh",))
-    manifest, state = store.parse_manifest(checkpoint), read_run_state(checkpoint)
+        return Start(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
+    manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
     moved, same_ranks = _moved(config, manifest), _has_same_ranks(config, manifest)
-    changes = _compare(config, store.fixed_in(manifest, checkpoint), fixed, made="the checkpoint", problems=problems)
+    changes = _compare(config, manifest.fixed, fixed, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
         problems.add(
             f"--resume: {checkpoint} is {state.step} steps on, and this run ends after {config.total_steps}: give "
             "more --max_train_steps or --epochs"
         )
+    validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
     return Start(
         checkpoint=checkpoint,
         refused=tuple(path for path, _ in refused),
         messages=(
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
+            *_newest_is_gone(config.run_dir),
             _taken_up(config, checkpoint, moved, same_ranks=same_ranks),
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
+            *(["validation changed: the best validation loss begins anew"] if validates_anew else []),
         ),
         changes=(*state.changes, *({"step": state.step, **one} for one in [*moved, *changes])),
-        run_id=manifest.get("run_id"),
+        run_id=manifest.run_id,
+        validates_anew=validates_anew,
         same_ranks=same_ranks,
     )
 
 
-def _has_same_ranks(config: RunConfig, manifest: dict[str, Any]) -> bool:
+def _newest_is_gone(run_dir: Path) -> list[str]:
+    """The warning that the newest checkpoint is not there, so that its steps are taken again."""
+    name = named_by(run_dir / store.LATEST)
+    if not name or (run_dir / name).exists():
+        return []
+    return [f"--resume: {run_dir / store.LATEST} names {name}, which is not there; the newest that is there is taken"]
+
+
+def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
     """Whether every rank of this run has the part in the work that the rank of its number had in the checkpoint's."""
-    topology = manifest.get("topology", {})
-    same_split = topology.get("sizes") == asdict(config.topology.sizes)
-    same_number = topology.get("world_size") == config.topology.world_size
-    return same_split and same_number and manifest.get("device") == config.device
+    same_split = manifest.topology.sizes == asdict(config.topology.sizes)
+    same_number = manifest.topology.world_size == config.topology.world_size
+    return same_split and same_number and manifest.device == config.device
 
 
-def _moved(config: RunConfig, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def _moved(config: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
     """The change of who executes the run, if it is one; its figures are then those of both."""
-    before = _by(manifest.get("strategy"), manifest.get("topology", {}).get("world_size"))
+    before = _by(manifest.strategy, manifest.topology.world_size)
     after = _by(config.strategy_name, config.topology.world_size)
     return [{"name": EXECUTED_BY, "before": before, "after": after}] if before != after else []
 
@@ -110,12 +127,11 @@ def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Proble
     """
     available = [path for path in store.checkpoints(config.run_dir) if _is_readable(path)]
     if available:
-        manifest = store.parse_manifest(available[0])
-        saved = store.fixed_in(manifest, available[0])
-        longer = config.total_steps > manifest.get("step", config.total_steps)
+        manifest = parse_manifest(available[0])
+        longer = config.total_steps > manifest.step
         if longer and "total steps" in _allowed(config):
             return None
-        _compare(config, saved, fixed, made="the finished run", problems=problems)
+        _compare(config, manifest.fixed, fixed, made="the finished run", problems=problems)
     return Start(
         checkpoint=available[0] if available else None,
         finished=True,
@@ -126,24 +142,22 @@ def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Proble
 def _is_readable(checkpoint: Path) -> bool:
     """Whether the manifest says what made the checkpoint."""
     try:
-        store.fixed_in(store.parse_manifest(checkpoint), checkpoint)
+        require_resumable(checkpoint, parse_manifest(checkpoint))
     except UserError:
         return False
     return True
 
 
-def _newest_whole(run_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint whose files are all as they were written, and the newer ones with what is wrong.
 
     Raises:
         UserError: there are some, and none is whole.
     """
-    refused = []
+    refused, run_dir = [], config.run_dir
     for checkpoint in store.candidates(run_dir):
         try:
-            store.fixed_in(store.read_manifest(checkpoint), checkpoint)
-            read_run_state(checkpoint)
-            StateReader(checkpoint)
+            _require_whole(checkpoint, config)
         except UserError as error:
             refused.append((checkpoint, str(error)))
         else:
@@ -161,6 +175,26 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, refused
 
 
+def _require_whole(checkpoint: Path, config: RunConfig) -> None:
+    """Read and compare every file of a checkpoint that a resume reads.
+
+    Raises:
+        UserError: one is missing, damaged, not named in the manifest or not what it must be.
+    """
+    manifest = read_manifest(checkpoint)
+    require_resumable(checkpoint, manifest)
+    moments = [MOMENTS] if (checkpoint / MOMENTS).exists() else []
+    require_files(checkpoint, manifest, (store.WEIGHTS, store.MODEL, COUNTERS, STATE_FILE, *moments))
+    state = read_run_state(checkpoint)
+    if (checkpoint.name, manifest.step) != (store.folder_name(state.step), state.step):
+        raise UserError(
+            f"{checkpoint}: is of step {state.step}, and its manifest says {manifest.step}: one was renamed"
+        )
+    StateReader(checkpoint)
+    if _has_same_ranks(config, manifest):
+        check_random_states(checkpoint, named=manifest.files, ranks=config.topology.world_size, device=config.device)
+
+
 def _compare(
     config: RunConfig, saved: dict[str, Any], fixed: dict[str, Any], *, made: str, problems: Problems
 ) -> list[dict[str, Any]]:
@@ -175,8 +209,9 @@ def _compare(
             continue
         group = next((group for group, names in CHANGEABLE.items() if name in names), None)
         way_out = f"add --allow_changed {group} to go on all the same, " if group else ""
+        now, then = clipped(value, width=400), clipped(before, width=400)
         problems.add(
-            f"--resume: {name} is {value} but {made} in {config.run_dir} was made with {before}: {way_out}repeat the "
+            f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {way_out}repeat the "
             "original command, or start a new run in another folder"
         )
     return changes

@@ -17,17 +17,19 @@ from dsgpt.device import bring_up
 from dsgpt.errors import Interrupted, UserError
 from dsgpt.files import write_json_atomic
 from dsgpt.interruption import Interruption
+from dsgpt.json_files import JsonError
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.problems import Problems
 from dsgpt.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.telemetry.console import Console
-from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after
+from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, drop_steps_after
 from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
 from dsgpt.training.facts import fixed_facts, plan_lines, record_facts
 from dsgpt.training.finish import mark_complete, measure_inference
 from dsgpt.training.journal import Journal
+from dsgpt.training.leftovers import EarlierRecord, read_earlier_record
 from dsgpt.training.loop import fit
 from dsgpt.training.resume import Start, plan_resume
 from dsgpt.training.run_folder import (
@@ -35,11 +37,9 @@ from dsgpt.training.run_folder import (
     LOG_FILE,
     clear_run_folder,
     contents,
-    failed_saves_of,
     holds_own_config,
     make_run_folder,
     may_go_on,
-    saves_of,
 )
 from dsgpt.training.run_lock import PATIENCE_SEC, RunLock, is_guarded, refuse_if_locked
 from dsgpt.training.saving import Saver
@@ -55,9 +55,8 @@ class _Prepared:
     """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
     found: list[str]
     """What the run folder held."""
-    failed_saves: int
-    saves: list[dict[str, Any]]
-    """That the record of the run to go on with knows of, as the failed ones."""
+    earlier: EarlierRecord
+    """Of the run to go on with."""
     notices: tuple[str, ...]
     """What to tell the user of the tokenizers."""
 
@@ -98,31 +97,41 @@ def _prepare(config: RunConfig, console: Console, lock: RunLock) -> _Prepared:
     problems, run_dir = Problems(), config.run_dir
     if config.options.dry_run:
         refuse_if_locked(run_dir)
-    elif is_guarded(run_dir):
+    elif is_guarded(run_dir) or store.replaced(run_dir):
         lock.take()
         if os.access(run_dir, os.W_OK):  # else it is refused below
             store.put_back(run_dir)
     goes_on = may_go_on(config, problems)
+    problems.add(*filter(None, [data_tokenizer(config.train)[1]]))
     problems.raise_if_any()
     verify = config.options.verify_data
     hashes = {
         name: data_hash(file, verify=verify, console=console, problems=problems)
         for name, file in (("train", config.train), ("val", config.val))
     }
+    problems.raise_if_any()  # a file that changed would also differ from the checkpoint's
     hashes["initial weights"] = initial_weights_hash(config, console)
     start = Start()
     if goes_on:
         start = plan_resume(config, fixed=fixed_facts(config, hashes=hashes), problems=problems)
-    notices = (data_tokenizer(config.train)[1], check_tokenizer(config, problems))
+    earlier, unknown = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
+    notices = (check_tokenizer(config, problems), unknown)
     problems.raise_if_any()
     return _Prepared(
         start=start,
         hashes=hashes,
         found=contents(run_dir),
-        failed_saves=failed_saves_of(run_dir) if start.checkpoint else 0,
-        saves=saves_of(run_dir) if start.checkpoint else [],
+        earlier=earlier,
         notices=tuple(filter(None, notices)),
     )
+
+
+def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
+    """What the record to go on with says of saves, and a notice where it cannot be read."""
+    try:
+        return read_earlier_record(run_dir) or EarlierRecord(), ""
+    except JsonError as error:
+        return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): what earlier saves cost is lost"
 
 
 def _build(config: RunConfig, device: torch.device, start: Start) -> Strategy:
@@ -247,6 +256,8 @@ def _take_up(
     if checkpoint is None:
         return 0, Journal(config, device, console, facts, first_step=0)
     state = read_run_state(checkpoint)
+    if prepared.start.validates_anew:
+        state = state.without_validations()
     strategy.load_state(_reader(config, checkpoint))
     if prepared.start.same_ranks:
         load_random_state(checkpoint, rank=config.topology.rank, device=device)
@@ -257,5 +268,5 @@ def _take_up(
         console.say(f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}")
     barrier()
     journal = Journal(config, device, console, facts, first_step=state.step)
-    journal.take_up(state, steps_file, failed_saves=prepared.failed_saves, saves=prepared.saves)
+    journal.take_up(state, steps_file, earlier=prepared.earlier)
     return state.step, journal

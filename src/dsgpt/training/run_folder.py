@@ -1,16 +1,17 @@
 """The run folder: whether a run may start in it, go on in it, or has finished there."""
 
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from dsgpt.checkpointing import store
 from dsgpt.config import RunConfig
 from dsgpt.errors import UserError
+from dsgpt.files import is_regular_file
+from dsgpt.json_files import JsonError, read_object
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
+from dsgpt.training.leftovers import MAX_RECORD_BYTES
 from dsgpt.training.resume import Start
 
 CONFIG_FILE = "config.json"
@@ -20,11 +21,13 @@ _FILES = (
     store.LATEST,
     store.BEST,
     LOG_FILE,
+    STEPS_FILE,
     RECORD_FILE,
     CONFIG_FILE,
-    STEPS_FILE,
 )
-"""What a run writes beside its checkpoints, in the order of removal: what proves that it is a run goes last."""
+"""What a run writes beside its checkpoints, in the order of removal: what proves that it is a run goes last.
+
+A kill in between leaves no ``latest``, and no lines without a record: see ``leftovers.why_nothing_was_saved``."""
 _OWN_FOLDERS = (store.STEP_FOLDER, store.PARTIAL_FOLDER, store.DAMAGED_FOLDER)
 _OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"options", "training_config"}}
 
@@ -49,7 +52,14 @@ def may_go_on(config: RunConfig, problems: Problems) -> bool:
             f"--checkpoint_path {run_dir}: holds a run already ({_proof(run_dir).name}): add --resume to go on with "
             "it, --overwrite to delete it, or name another folder"
         )
-    return options.resume
+        return False
+    links = [path.name for path in found if path.is_symlink()]
+    for name in links:
+        problems.add(
+            f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: put what it points "
+            "to in its place (cp -rL), or remove it"
+        )
+    return not links
 
 
 def contents(run_dir: Path) -> list[str]:
@@ -82,12 +92,11 @@ def clear_run_folder(run_dir: Path, start: Start) -> None:
         for name in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
             for checkpoint in _folders(run_dir, name):
                 store.set_aside(checkpoint)
-    for path in _folders(run_dir, store.PARTIAL_FOLDER):
-        store.remove(path)
-    if start.checkpoint is None:
         for name in _FILES:
             store.remove(run_dir / name)
-    else:
+    for path in _folders(run_dir, store.PARTIAL_FOLDER):
+        store.remove(path)  # last, because it says that the rest was removed on purpose
+    if start.checkpoint is not None:
         for checkpoint in start.refused:
             store.mark_damaged(checkpoint)
         store.name_newest_and_best(run_dir)
@@ -122,7 +131,7 @@ def _proof(run_dir: Path) -> Path | None:
     """A file or folder that only a run of ours leaves, the first of them."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
     own = [path for path in named if _is_ours(path)]
-    if (run_dir / STEPS_FILE).is_file():
+    if is_regular_file(run_dir / STEPS_FILE):
         own.append(run_dir / STEPS_FILE)
     folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
@@ -130,28 +139,10 @@ def _proof(run_dir: Path) -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    return _read_object(path).keys() >= _OWN_KEYS[path.name]
-
-
-def failed_saves_of(run_dir: Path) -> int:
-    """How many saves failed so far, as the record there says; 0 where it does not."""
-    count = _read_object(run_dir / RECORD_FILE).get("summary", {}).get("failed_saves")
-    return count if isinstance(count, int) else 0
-
-
-def saves_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What the checkpoints cost so far, as the record there says; nothing where it does not."""
-    saves = _read_object(run_dir / RECORD_FILE).get("saves")
-    return saves if isinstance(saves, list) else []
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
+    except JsonError:
+        return False
 
 
 def _check_writable(run_dir: Path, problems: Problems) -> None:

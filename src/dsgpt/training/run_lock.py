@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ PATIENCE_SEC = 60
 """How long ``--resume`` waits: longer than ranks that lost their launcher may go on."""
 _POLL_SEC = 0.5
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What a network file system without locks answers; a run on it goes on unguarded."""
+"""What a network file system without locks answers; a run on it goes on unguarded, and says so."""
 
 
 class RunLock:
@@ -52,10 +53,13 @@ class RunLock:
             return
         path = self._run_dir / LOCK_FILE
         try:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UserError(f"{path}: is a link, and nothing is written through one: remove it") from error
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
-        if not (_take(self._file) or self._wait()):
+        taken = self._take()
+        if not (taken or self._wait()):
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
             raise UserError(
                 f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
@@ -71,14 +75,29 @@ class RunLock:
             )
         while time.monotonic() < end:
             time.sleep(_POLL_SEC)
-            if _take(self._file):
+            if self._take():
                 return True
         return False
+
+    def _take(self) -> bool:
+        """Try to lock the file; a file system that knows no locks is told of, and training goes on without."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            self._say(
+                f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing keeps a second "
+                "process from training in this folder; see that none does"
+            )
+        return True
 
 
 def is_guarded(run_dir: Path) -> bool:
     """Whether a run was ever started in ``run_dir``, so that a process may hold it."""
-    return (run_dir / LOCK_FILE).is_file()
+    return os.path.lexists(run_dir / LOCK_FILE)
 
 
 def refuse_if_locked(run_dir: Path) -> None:
@@ -90,14 +109,3 @@ def refuse_if_locked(run_dir: Path) -> None:
     if is_guarded(run_dir):
         with RunLock(run_dir) as lock:
             lock.take()
-
-
-def _take(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
-            raise
-    return True

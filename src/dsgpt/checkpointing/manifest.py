@@ -1,0 +1,154 @@
+"""``manifest.json``: what made a checkpoint, and the size and sha256 of every file in it.
+
+Nothing of a checkpoint is read before it was compared with the manifest, and nothing that the manifest does not name.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from dsgpt.errors import UserError
+from dsgpt.files import link_between, sha256_of
+from dsgpt.json_files import Count, Finite, JsonError, Positive, Sha256, read_as
+
+MANIFEST = "manifest.json"
+_A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if "\0" in name or not path.parts:
+        raise ValueError(f"{name!r} is no name of a file")
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name} is outside of the checkpoint")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """What a file must be."""
+
+    size: Count
+    """Bytes."""
+    sha256: Sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Which processes wrote the checkpoint."""
+
+    world_size: Positive
+    sizes: dict[str, Positive]
+    """The fields of ``topology.ParallelSizes``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says. A folder of weights alone lacks all that only a resume needs."""
+
+    files: Annotated[dict[Annotated[str, AfterValidator(_inside)], FileFacts], Field(min_length=1)]
+    """By path inside the checkpoint, with forward slashes."""
+    step: Count | None = None
+    val_loss: Finite | None = None
+    """Of exactly these weights; None where no validation ran at this step."""
+    strategy: str | None = None
+    run_id: str | None = None
+    topology: Ranks | None = None
+    device: str | None = None
+    """``cpu`` or ``cuda``."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """What a run that goes on must not change, as ``training.facts.fixed_facts`` names it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(facts.size for facts in self.files.values())
+
+
+def parse_manifest(checkpoint: Path) -> Manifest:
+    """The manifest as it stands, no file compared with it.
+
+    Raises:
+        UserError: it cannot be read, or is no manifest.
+    """
+    path = checkpoint / MANIFEST
+    if path.is_symlink():
+        raise UserError(f"{path}: {_A_LINK}")
+    if not path.is_file():
+        raise UserError(f"{path}: is missing: the checkpoint is incomplete")
+    try:
+        return read_as(path, Manifest, unknown_keys=True)
+    except JsonError as error:
+        raise UserError(f"{path}: is no readable manifest ({error})") from error
+
+
+def read_manifest(
+    checkpoint: Path,
+    *,
+    only: Callable[[str], bool] = lambda _: True,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Manifest:
+    """The manifest, after every file in it was compared with its size and hash.
+
+    Args:
+        checkpoint: the folder.
+        only: whether a file, by its name in the manifest, is to be looked at.
+        progress: is told the bytes read since its last call.
+
+    Raises:
+        UserError: a file is missing, of another size, or damaged; the message names it.
+    """
+    manifest = parse_manifest(checkpoint)
+    for name, facts in manifest.files.items():
+        if only(name):
+            if link := link_between(checkpoint, checkpoint / name):
+                raise UserError(f"{link}: is damaged: it {_A_LINK}")
+            _verify(checkpoint / name, facts, progress)
+    return manifest
+
+
+def _verify(file: Path, facts: FileFacts, progress: Callable[[int], None]) -> None:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise UserError(f"{file}: is damaged: it is no file")
+    try:
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+            raise UserError(f"{file}: is damaged: it is no file")
+        size = file.stat().st_size
+        same = size == facts.size and sha256_of(file, progress) == facts.sha256
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: is damaged: it is missing") from error
+    except OSError as error:
+        raise UserError(f"{file}: is damaged: it cannot be read ({error.strerror})") from error
+    if size != facts.size:
+        raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts.size:,}")
+    if not same:
+        raise UserError(f"{file}: is damaged: its contents are not those that {MANIFEST} says")
+
+
+def require_files(checkpoint: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Check that the manifest names all of ``names``.
+
+    Raises:
+        UserError: it does not, so that nothing vouches for them.
+    """
+    missing = [name for name in names if name not in manifest.files]
+    if missing:
+        raise UserError(f"{checkpoint / MANIFEST}: names no {' and no '.join(missing)}: the checkpoint is incomplete")
+
+
+def require_resumable(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that the manifest says what made the checkpoint.
+
+    Raises:
+        UserError: it does not, as that of weights alone.
+    """
+    wanted = ("fixed", "strategy", "topology", "step")
+    missing = [name for name in wanted if getattr(manifest, name) in ({}, None)]
+    if missing:
+        raise UserError(
+            f"{checkpoint / MANIFEST}: is no readable manifest (it does not say what made the checkpoint: it lacks "
+            f"{', '.join(missing)})"
+        )

@@ -1,0 +1,122 @@
+"""NAME.json beside NAME.bin: what the token file holds, and how to notice that it changed since. Imports no torch."""
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import Field
+
+from dsgpt.files import write_json_atomic
+from dsgpt.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class TokenFileError(ValueError):
+    """A token file cannot be used; the message is one line that names the file, the fault and the cure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFacts:
+    """What a sidecar says of the tokenizer that made the ids."""
+
+    name: str | None = None
+    """Hub name, or the folder beside the file."""
+    sha256: Sha256 | None = None
+    """Of its ``tokenizer.json``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """What NAME.json says of NAME.bin."""
+
+    dtype: Literal["uint16", "uint32"]
+    tokens: Positive
+    """Ids in the file, end-of-text ids included."""
+    documents: Count | None
+    vocab_size: Positive | None
+    """Ids of the tokenizer: every id in the file is below it. None only where there is no sidecar."""
+    eot_id: Count | None
+    """The id that ends every document."""
+    tokenizer: TokenizerFacts | None
+    source: str | None
+    """Where the text came from, in words."""
+    sha256: Sha256 | None
+    """Of the .bin."""
+    size: Count | None = None
+    """Of the .bin in bytes, when ``sha256`` was computed; None in sidecars of earlier versions and of other tools."""
+    mtime_ns: Nanoseconds | None = None
+    """When the .bin was last changed then, in nanoseconds since 1970."""
+
+    @property
+    def stamp(self) -> "Stamp | None":
+        """Of the .bin when ``sha256`` was computed."""
+        known = self.size is not None and self.mtime_ns is not None
+        return Stamp(size=self.size, mtime_ns=self.mtime_ns) if known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """What tells without reading it that a file changed, unless whoever changed it set its time back."""
+
+    size: int
+    """Bytes."""
+    mtime_ns: int
+    """Time of the last change, in nanoseconds since 1970."""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """The stamp of a file as it is now."""
+        found = path.stat()
+        return cls(size=found.st_size, mtime_ns=found.st_mtime_ns)
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest dtype that holds ids below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def sidecar_path(path: Path) -> Path:
+    """NAME.json for NAME.bin."""
+    return path.with_suffix(".json")
+
+
+def read_sidecar(beside: Path) -> Sidecar:
+    """The sidecar in the file ``beside``; keys of other tools and of later versions are ignored.
+
+    Raises:
+        TokenFileError: it cannot be read, a key is missing or of another type, or its values contradict each other.
+    """
+    try:
+        sidecar = read_as(beside, Sidecar, unknown_keys=True)
+    except JsonError as error:
+        raise TokenFileError(f"{beside}: is no sidecar of a token file ({error}); make the data again") from error
+    if sidecar.vocab_size is None:
+        raise TokenFileError(f"{beside}: vocab_size is null, not a positive whole number; make the data again")
+    if sidecar.vocab_size > 1 << (8 * DTYPES[sidecar.dtype].itemsize):
+        raise TokenFileError(f"{beside}: vocab_size {sidecar.vocab_size:,} does not fit dtype {sidecar.dtype}")
+    return sidecar
+
+
+def note_stamp(beside: Path, stamp: Stamp, *, sha256: str) -> None:
+    """Add to the sidecar in ``beside`` that a file with this ``stamp`` has the contents ``sha256``.
+
+    Does nothing where this user may not replace the sidecar, where it is a link, or where it speaks of other contents
+    by now: then the next reader hashes the file too.
+    """
+    with contextlib.suppress(OSError, JsonError):
+        before = beside.lstat()
+        may_replace = os.geteuid() in (0, before.st_uid) and os.access(beside, os.W_OK)
+        if not stat.S_ISREG(before.st_mode) or not may_replace:
+            return
+        said = read_object(beside)
+        if said.get("sha256") != sha256:
+            return
+        write_json_atomic(beside, said | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
+        os.chown(beside, before.st_uid, before.st_gid)  # it is a new file, and others may have to read it
+        beside.chmod(stat.S_IMODE(before.st_mode))

@@ -1,0 +1,196 @@
+"""JSON from files that another program or person may have written: strict, limited in size and depth, and typed.
+
+Python's own reader takes NaN, keeps the last of two equal keys, and answers a deep nesting with ``RecursionError``.
+Here all of these are one line of a ``JsonError``. ``read_as`` also checks every value against the type of its field,
+with pydantic. Imports no torch.
+"""
+
+import codecs
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+MAX_BYTES = 16 << 20
+"""Larger than any record, manifest or recipe; a vocabulary may ask for more."""
+MAX_DEPTH = 40
+"""Objects and arrays inside each other; our own files have at most 8."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""As lower-case hex. The pattern is one of Rust, where ``$`` is the end of the text, and no line break before it."""
+
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""Strings, and brackets outside of them. The closing quote is optional, so that no text is searched twice."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SHOWN = 3
+"""Faults of one file that its message names."""
+T = TypeVar("T")
+
+
+class JsonError(ValueError):
+    """A file or text is not the JSON that was expected; the message is one line and does not name the file."""
+
+
+def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+    """Parse UTF-8 text as RFC 8259 defines JSON: every number finite, every key once.
+
+    Raises:
+        JsonError: it is something else, or nested deeper than ``max_depth``.
+    """
+    check_depth(data, max_depth)
+    try:
+        value = json.loads(
+            data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
+        )
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()  # an escape can spell half a character, UTF-8 cannot
+        return value
+    except JsonError:
+        raise
+    except UnicodeEncodeError as error:
+        raise JsonError("a text in it is not valid Unicode (half of a surrogate pair)") from error
+    except UnicodeDecodeError as error:
+        raise JsonError(f"it is not UTF-8 text (byte {error.start:,})") from error
+    except ValueError as error:  # with the place in the text; or a whole number of thousands of digits
+        raise JsonError(str(error)) from error
+
+
+def check_depth(data: bytes, limit: int = MAX_DEPTH) -> None:
+    """Check how deep objects and arrays are nested in a JSON text, without parsing it.
+
+    Raises:
+        JsonError: deeper than ``limit``.
+    """
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return
+    depth = 0
+    for token in _BRACKETS.finditer(data):
+        character = token[0]
+        depth += (character in b"[{") - (character in b"]}")
+        if depth > limit:
+            raise JsonError(f"its objects and arrays are nested more than {limit} deep")
+
+
+def _refuse_constant(word: str) -> None:
+    raise JsonError(f"{word} is no JSON number")
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise JsonError(f"{word[:40]} is too large for a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JsonError(f'the key "{key[:80]}" is given twice: keep one of them')
+            seen.add(key)
+    return found
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The contents of a regular file of at most ``max_bytes``, without a byte order mark.
+
+    Raises:
+        JsonError: it cannot be read, is no regular file, or is larger.
+    """
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would wait for its writer
+            raise JsonError("it is no regular file")
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise JsonError(error.strerror or str(error)) from error
+    except ValueError as error:  # a null byte in the path
+        raise JsonError(str(error)) from error
+    if len(data) > max_bytes:
+        raise JsonError(f"it is larger than {max_bytes:,} bytes")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
+    """Any JSON value in a file.
+
+    Raises:
+        JsonError: the file cannot be read, or holds no JSON within the limits.
+    """
+    return parse_json(read_bytes(path, max_bytes=max_bytes))
+
+
+def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """A JSON object in a file, its values unchecked.
+
+    Raises:
+        JsonError: as ``read_json``, or it holds something else than an object.
+    """
+    value = read_json(path, max_bytes=max_bytes)
+    if not isinstance(value, dict):
+        raise JsonError("it must hold an object in braces")
+    return value
+
+
+def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes: int = MAX_BYTES) -> T:
+    """A file as the dataclass or pydantic model ``kind``: every value has exactly the type of its field.
+
+    Args:
+        path: the file.
+        kind: a dataclass, or anything else that pydantic validates.
+        unknown_keys: whether to ignore keys that ``kind`` does not have, instead of refusing the file.
+        max_bytes: what a larger file is refused for.
+
+    Raises:
+        JsonError: as ``read_json``; or a value is missing or of another type. The message names the first faults.
+    """
+    return parse_as(read_bytes(path, max_bytes=max_bytes), kind, unknown_keys=unknown_keys)
+
+
+def parse_as(data: bytes, kind: type[T], *, unknown_keys: bool = False) -> T:
+    """As ``read_as``, of the contents of a file."""
+    parse_json(data)  # pydantic's own parser would take NaN, and the last of two equal keys
+    try:
+        return _adapter(kind).validate_json(data, strict=True, extra="ignore" if unknown_keys else "forbid")
+    except ValidationError as error:
+        raise JsonError(_in_one_line(error)) from error
+
+
+@functools.cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def _in_one_line(error: ValidationError) -> str:
+    faults = error.errors(include_url=False, include_context=False, include_input=True)
+    lines = []
+    for fault in faults[:_SHOWN]:
+        place = ".".join(str(part)[:80] for part in fault["loc"])
+        value = (
+            "" if fault["type"] in {"missing", "unexpected_keyword_argument"} else f", not {clipped(fault['input'])}"
+        )
+        lines.append(f"{place}: {fault['msg']}{value}" if place else f"{fault['msg']}{value}")
+    more = f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
+    return " ".join("; ".join(lines).split()) + more
+
+
+def clipped_text(text: str, *, width: int = 80) -> str:
+    """``text`` on one line, cut at ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def clipped(value: Any, *, width: int = 60) -> str:
+    """``value`` as Python writes it, cut at ``width`` characters: what a file holds may be long."""
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -1,0 +1,202 @@
+"""Every kind of file that may come from elsewhere, and the code that reads it, as a user's command would."""
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from comparison import comparison_markdown, console_summary
+from documents import SourceFile, json_lines_reader
+from downloaded_set import downloaded_source
+from mangling import mangle_bytes, mangle_json, mangle_lines, mangle_safetensors
+from preparation import Place
+from runs import read_run
+from small_run import REPOSITORY, command_line
+
+from dsgpt.checkpointing import store
+from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
+from dsgpt.inference.checkpoint_model import load_model
+from dsgpt.main import train
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.hugging_face import published_shape
+from dsgpt.model.pretrained import PretrainedWeights, read_json
+from dsgpt.model.vocabulary_files import end_of_text_id, token_ids
+from dsgpt.problems import Problems
+from dsgpt.telemetry.meter import StepMeter
+from dsgpt.telemetry.record import drop_steps_after, read_steps
+
+REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
+Mangle = Callable[[bytes, random.Random], bytes]
+
+
+def either(data: bytes, chance: random.Random) -> bytes:
+    """The JSON or the bytes."""
+    return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of file: where it lies, how it is mangled, and what reads it."""
+
+    file: str
+    """Inside the folder of the test."""
+    read: Callable[[Path], None]
+    """Is given that folder; may raise the errors that a user sees as one line."""
+    mangle: Mangle = either
+    count: int = 100
+
+
+def _train(folder: Path, **changes: object) -> None:
+    """Plan a training: everything is read and checked, nothing is trained."""
+    train(command_line(folder, **{"max_train_steps": 12, "dry_run": True, **changes}))
+
+
+def resume(folder: Path) -> None:
+    """Plan to go on with the run, and ask its model for text."""
+    _vouch_for_all(folder / "run")
+    _train(folder, resume=True, save_every=3, keep_checkpoints=9, eval_every=4)
+    store.name_newest_and_best(folder / "run")
+    for which in ("latest", "best"):
+        files = open_model_files(find_checkpoint(folder / "run", which=which, flag="--checkpoint"))
+        load_model(files, torch.device("cpu"))
+
+
+def _vouch_for_all(run_dir: Path) -> None:
+    """Let the manifests agree with the files as they are, as a forger would: damage alone is found by its hash."""
+    for checkpoint in run_dir.glob("step-*"):
+        file = checkpoint / "manifest.json"
+        try:
+            manifest = json.loads(file.read_bytes())
+            for name in manifest["files"]:
+                data = (checkpoint / name).read_bytes()
+                manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        except (ValueError, TypeError, KeyError, OSError, RecursionError, AttributeError):
+            continue  # the manifest itself is the mangled one
+        file.write_text(json.dumps(manifest))
+
+
+def plan(folder: Path) -> None:
+    """Plan a training of each kind that reads a recipe."""
+    for run_type in ("baseline", "optimized"):
+        _train(folder, run_type=run_type, checkpoint_path=folder / "new")
+
+
+def take_up_lines(folder: Path) -> None:
+    """What a resumed run does with the lines of the process before it."""
+    lines = folder / "run" / "metrics.jsonl"
+    drop_steps_after(lines, 9)
+    meter = StepMeter(torch.device("cpu"), tokens_per_step=128)
+    meter.take_up(read_steps(lines), done=9, epoch_start=5)
+
+
+def compare(folder: Path) -> None:
+    """Compare the run with itself."""
+    runs = [read_run(folder / "run", name=name) for name in ("one", "two")]
+    comparison_markdown(runs)
+    console_summary(runs, output=folder)
+
+
+def publish(folder: Path) -> None:
+    """Open a Hugging Face folder as ``--init_from`` does."""
+    problems = Problems()
+    shape = published_shape(read_json(folder / "hf" / "config.json"), place="config.json", problems=problems)
+    problems.raise_if_any()
+    weights = PretrainedWeights(folder / "hf", GPT2Config(**shape))
+    for tensor in weights.tensors().values():
+        tensor.read()
+
+
+def read_vocabulary(folder: Path) -> None:
+    """Compare and export tokenizers."""
+    token_ids(folder / "tokenizer")
+    end_of_text_id(folder / "tokenizer")
+
+
+def prepared(folder: Path) -> None:
+    """Look whether a preparation is complete."""
+    Place(folder=folder, suffix="").complete()
+
+
+def downloaded(folder: Path) -> None:
+    """Open a downloaded set."""
+    source = downloaded_source("set", output_dir=folder)
+    if source is not None:
+        list(source.documents())
+
+
+def json_lines(folder: Path) -> None:
+    """Read somebody's JSON lines."""
+    file = folder / "raw" / "documents.jsonl"
+    list(json_lines_reader(text_key="text", key_field="key")(SourceFile(path=file, key="k", split=None, read=print)))
+
+
+def run_state(folder: Path) -> None:
+    """Read where a run stands."""
+    read_run_state(folder / "run" / "step-00000009")
+
+
+def page(suite: str) -> Callable[[Path], None]:
+    """Make the page of a suite from a record, as ``--table-from`` does."""
+
+    def read(folder: Path) -> None:
+        from dsgpt.any_to_any.command import make_page as resume_page
+        from dsgpt.faults.command import make_page as faults_page
+        from dsgpt.parity.command import make_page as parity_page
+        from dsgpt.save_benchmark import make_page as saving_page
+
+        makers = {"parity": parity_page, "resume": resume_page, "faults": faults_page, "saving": saving_page}
+        makers[suite](folder / f"{suite}.json", folder / "page.md")
+
+    return read
+
+
+NEWEST = "run/step-00000009"
+KINDS = {
+    "recipe": Kind(file="recipe.json", read=plan, count=250),
+    "sidecar": Kind(file="train.json", read=plan, count=150),
+    "manifest": Kind(file=f"{NEWEST}/manifest.json", read=resume, count=200),
+    "run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, count=150),
+    "training_state": Kind(file=f"{NEWEST}/training_state.json", read=resume, count=50),
+    "model": Kind(file=f"{NEWEST}/model.json", read=resume, count=100),
+    "weights": Kind(file=f"{NEWEST}/model.safetensors", read=resume, mangle=mangle_safetensors),
+    "moments": Kind(file=f"{NEWEST}/optimizer.safetensors", read=resume, mangle=mangle_safetensors),
+    "random state": Kind(file=f"{NEWEST}/random-00000.safetensors", read=resume, mangle=mangle_safetensors, count=50),
+    "record of a run": Kind(file="run/training_metrics.json", read=resume),
+    "config of a run": Kind(file="run/config.json", read=resume, count=50),
+    "latest": Kind(file="run/latest", read=resume, mangle=mangle_bytes, count=30),
+    "lines": Kind(file="run/metrics.jsonl", read=take_up_lines, mangle=mangle_lines, count=150),
+    "record in charts": Kind(file="run/training_metrics.json", read=compare, count=150),
+    "lines in charts": Kind(file="run/metrics.jsonl", read=compare, mangle=mangle_lines),
+    "published shape": Kind(file="hf/config.json", read=publish, count=60),
+    "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
+    "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
+    "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
+    "preparation": Kind(file="preparation.json", read=prepared, count=50),
+    "download": Kind(file="raw/download.json", read=downloaded, count=60),
+    "documents": Kind(file="raw/documents.jsonl", read=json_lines, mangle=mangle_lines, count=60),
+    **{f"record of {name}": Kind(file=f"{name}.json", read=page(name), count=20) for name in ("resume", "faults")},
+    "record of saving": Kind(file="saving.json", read=page("saving"), count=40),
+    "record of parity": Kind(file="parity.json", read=page("parity"), count=10),
+}
+
+
+def write_all(folder: Path, run: Path) -> None:
+    """Make a whole file of every kind in ``folder``; ``run`` is a folder with data, a recipe and a finished ``run``."""
+    shutil.copytree(run, folder, dirs_exist_ok=True)
+    (folder / "run" / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(folder / "run" / "step-00000012")
+    (folder / "preparation.json").write_text(
+        json.dumps({"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64})
+    )
+    (folder / "raw").mkdir()
+    size = {"documents": 2, "bytes": 60}
+    record = {"name": "set", "source": "a test", "max_documents": None, "files": {"documents.jsonl": size}}
+    (folder / "raw" / "download.json").write_text(json.dumps(record))
+    (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
+    for name in ("parity", "resume", "faults", "saving"):
+        shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name}.json")

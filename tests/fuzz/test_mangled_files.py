@@ -1,0 +1,70 @@
+"""No file that somebody else wrote ends in a traceback: it is refused in one line, or it is read."""
+
+import random
+import shutil
+import time
+
+import pytest
+from file_kinds import KINDS, write_all
+from run_folders import LONG
+from small_run import command_line, write_data, write_recipe, write_tokenizer
+
+from dsgpt.checkpointing.export import export
+from dsgpt.data.sidecar import TokenFileError
+from dsgpt.errors import UserError
+from dsgpt.main import train
+from dsgpt.telemetry.console import Console
+
+SEED = 8
+LONGEST_LINE = 4000
+LONGEST_SEC = 20
+"""A hundred times what any of them takes: what is quadratic takes minutes."""
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A folder with one good file of every kind."""
+    made, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("fuzz")
+    write_data(made)
+    write_recipe(made / "recipe.json")
+    assert train(command_line(made, **LONG)) == 0
+    write_all(folder, made)
+    write_tokenizer(folder / "tokenizer")
+    export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    return folder
+
+
+def test_there_are_two_thousand():
+    assert sum(kind.count for kind in KINDS.values()) >= 2000
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_mangled_file_is_refused_in_one_line_or_read(whole, tmp_path, capsys, name):
+    kind = KINDS[name]
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    kind.read(folder)  # as it is, it is good
+    assert "error:" not in capsys.readouterr().err
+    good = (folder / kind.file).read_bytes()
+    refused = 0
+    for number in range(kind.count):
+        data = kind.mangle(good, random.Random(f"{SEED} {name} {number}"))
+        (folder / kind.file).write_bytes(data)
+        started = time.monotonic()
+        try:
+            kind.read(folder)
+            lines = [line for line in capsys.readouterr().err.splitlines() if line]
+        except UserError as error:
+            lines = [f"error: {line}" for line in error.problems]
+        except TokenFileError as error:
+            lines = [f"error: {error}"]
+        except BaseException as error:
+            raise AssertionError(f"file {number} of seed {SEED}: {data[:2000]!r}") from error
+        assert all(line.startswith("error: ") and len(line) < LONGEST_LINE for line in lines), (number, lines)
+        assert not any("\n" in line for line in lines), (number, lines)
+        assert time.monotonic() - started < LONGEST_SEC, number
+        refused += bool(lines)
+        if kind.file.startswith("run/"):  # what the reading changed beside it
+            shutil.rmtree(folder / "run")
+            shutil.copytree(whole / "run", folder / "run")
+    assert refused or kind.file.endswith(("metrics.jsonl", "config.json", "latest", "training_metrics.json"))
