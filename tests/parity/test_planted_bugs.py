@@ -17,7 +17,7 @@ FACTS = {
     # The reported norm is right; the first step with a learning rate is the third, and the fourth sees its weights.
     "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
     # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
-    "mean-of-ranks-means": {"validation loss": "step 0, rank 0"},
+    "mean-of-ranks-means": {"validation loss": "step 10, rank 0"},
     # One rounding more in each of two sums: 1e-3 of the gradient, where other splits of the batch differ by 5e-2.
     "micro-batches-summed-in-bf16": {"first gradient": None},
     "rounded-before-the-reduction": {"first gradient": None},

@@ -24,7 +24,7 @@ class Bounds:
     loss: float
     """Nats per token, at every step."""
     validation: float
-    """Nats per token, before the first step and after the last."""
+    """Nats per token, at every validation."""
     norm: float
     """Of the gradient's norm, relative, at every step."""
     gradient: float

@@ -22,6 +22,10 @@ GRADIENT, CHANGED, WEIGHT = "gradient/", "changed/", "weight/"
 FIRST_CHANGE = 3
 """The first step with a learning rate under the suite's schedule: its weights show one update and nothing after it."""
 
+VALIDATED_AFTER = (10, 20)
+"""Steps. Not before the first: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an
+eighth more in every training step where that was a validation. Training must go on after a validation as without."""
+
 
 def rank_file(folder: Path, rank: int) -> Path:
     """What rank ``rank`` leaves when it is done, whatever the end."""

@@ -12,9 +12,9 @@ gradients of LayerNorms are small sums that almost cancel and differ most, so th
 biases have no gradient but rounding (softmax ignores what all keys share), and Adam makes full steps of that, so the
 weights are measured together in bf16."""
 WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its groups of parameters,
-read by PyTorch's hook; the reference computes its own. Every rank validates as the training loop does, before the first
-step and after the last; the last batch is padded, so that ranks and micro batches find unequal numbers of targets, some
-none. The reference takes the mean over all of them, one sequence after the other.
+read by PyTorch's hook; the reference computes its own. Every rank validates as the training loop does, after half of the
+steps and after the last; the last batch is padded, so that ranks and micro batches find unequal numbers of targets,
+some none. The reference takes the mean over all of them, one sequence after the other.
 
 In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. So the reference
 takes the micro batches of the training that it is compared with, and rounds gradients between ranks where that is known
@@ -72,7 +72,7 @@ def _bounds(record: dict[str, Any]) -> str:
 def _bound_rows(values: list[dict[str, Any]], *, rate: str, steps: int) -> list[list[str]]:
     return [
         ["loss, every step", *(f"{one['loss']:g}" for one in values)],
-        ["validation loss, before and after", *map(_validation, values)],
+        ["validation loss, after half of the steps and all", *map(_validation, values)],
         ["gradient norm, every step, relative", *(f"{one['norm']:g}" for one in values)],
         ["learning rate, every step", *(rate for _ in values)],
         ["first step's gradient, every parameter, relative L2", *map(_gradient, values)],

@@ -14,7 +14,7 @@ from dsgpt.device import bring_up
 from dsgpt.interruption import Interruption
 from dsgpt.parity.cost import compared
 from dsgpt.parity.first_gradient import SgdGradients, full_gradient
-from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, WEIGHT, Measurement, WatchedBatches
+from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, VALIDATED_AFTER, WEIGHT, Measurement, WatchedBatches
 from dsgpt.parity.planted import plant
 from dsgpt.parity.reference import train_reference
 from dsgpt.parity.split import Split
@@ -70,7 +70,6 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
         report=lambda cost: measurement.cost(compared(cost, config)),
     )
     stopping = Stopping(Interruption(speaks=False), HostGroup())  # which nobody asks for
-    _validate(config, strategy, stopping, measurement, after_step=0)
     for step in range(1, config.total_steps + 1):
         with costs.watch(step), UsedRates() as used, SgdGradients() if step == 1 else contextlib.nullcontext() as noted:
             result = strategy.train_step(batches, step)
@@ -87,7 +86,8 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
             noted.forget()
         if step == FIRST_CHANGE:
             _take_weights(config, strategy, measurement, after=CHANGED)
-    _validate(config, strategy, stopping, measurement, after_step=config.total_steps)
+        if step in VALIDATED_AFTER:
+            _validate(config, strategy, stopping, measurement, after_step=step)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     _take_weights(config, strategy, measurement, after=WEIGHT)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dsgpt.config import RunConfig
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize
-from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash
+from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, VALIDATED_AFTER, Measurement, sample_hash
 from dsgpt.parity.split import ACCUMULATED, EVERY, Split
 from dsgpt.recipe import SchedulerRecipe
 
@@ -36,7 +36,6 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
     # Mixed precision begins with rounded weights: the fp32 ones are copies of those that the model computes with.
     masters = {name: value.detach().float().clone().requires_grad_() for name, value in model.named_parameters()}
     optimizer = _optimizer(config, masters)
-    measurement.validation(after_step=0, **_validate(config, model, device))
     for step in range(1, config.total_steps + 1):
         lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
         for group in optimizer.param_groups:
@@ -56,11 +55,12 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
         if step == FIRST_CHANGE:
             for name, master in masters.items():
                 measurement.weight(name, master, after=CHANGED)
+        if step in VALIDATED_AFTER:
+            measurement.validation(after_step=step, **_validate(config, model, device))
         samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
         measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
     for name, master in masters.items():
         measurement.weight(name, master)
-    measurement.validation(after_step=config.total_steps, **_validate(config, model, device))
     return measurement
 
 
