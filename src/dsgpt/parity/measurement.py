@@ -22,9 +22,14 @@ GRADIENT, CHANGED, WEIGHT = "gradient/", "changed/", "weight/"
 FIRST_CHANGE = 3
 """The first step with a learning rate under the suite's schedule: its weights show one update and nothing after it."""
 
-VALIDATED_AFTER = (10, 20)
-"""Steps. Not before the first: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an
-eighth more in every training step where that was a validation. Training must go on after a validation as without."""
+
+def validated_after(total_steps: int) -> tuple[int, int]:
+    """Half of the steps, because training must go on after a validation as without one, and all of them.
+
+    Not before the first: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an eighth
+    more in every training step where that was a validation.
+    """
+    return total_steps // 2, total_steps
 
 
 def rank_file(folder: Path, rank: int) -> Path:

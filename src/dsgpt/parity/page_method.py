@@ -12,8 +12,8 @@ gradients of LayerNorms are small sums that almost cancel and differ most, so th
 biases have no gradient but rounding (softmax ignores what all keys share), and Adam makes full steps of that, so the
 weights are measured together in bf16."""
 WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its groups of parameters,
-read by PyTorch's hook; the reference computes its own. Every rank validates as the training loop does, after half of the
-steps and after the last; the last batch is padded, so that ranks and micro batches find unequal numbers of targets,
+read by PyTorch's hook; the reference computes its own. Every rank validates as the training loop does, after half of
+the steps and after the last; the last batch is padded, so that ranks and micro batches find unequal numbers of targets,
 some none. The reference takes the mean over all of them, one sequence after the other.
 
 In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. So the reference

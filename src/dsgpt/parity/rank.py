@@ -14,7 +14,7 @@ from dsgpt.device import bring_up
 from dsgpt.interruption import Interruption
 from dsgpt.parity.cost import compared
 from dsgpt.parity.first_gradient import SgdGradients, full_gradient
-from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, VALIDATED_AFTER, WEIGHT, Measurement, WatchedBatches
+from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, WEIGHT, Measurement, WatchedBatches, validated_after
 from dsgpt.parity.planted import plant
 from dsgpt.parity.reference import train_reference
 from dsgpt.parity.split import Split
@@ -86,7 +86,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
             noted.forget()
         if step == FIRST_CHANGE:
             _take_weights(config, strategy, measurement, after=CHANGED)
-        if step in VALIDATED_AFTER:
+        if step in validated_after(config.total_steps):
             _validate(config, strategy, stopping, measurement, after_step=step)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)

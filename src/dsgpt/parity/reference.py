@@ -16,7 +16,7 @@ from torch import Tensor
 from dsgpt.config import RunConfig
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize
-from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, VALIDATED_AFTER, Measurement, sample_hash
+from dsgpt.parity.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash, validated_after
 from dsgpt.parity.split import ACCUMULATED, EVERY, Split
 from dsgpt.recipe import SchedulerRecipe
 
@@ -55,7 +55,7 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
         if step == FIRST_CHANGE:
             for name, master in masters.items():
                 measurement.weight(name, master, after=CHANGED)
-        if step in VALIDATED_AFTER:
+        if step in validated_after(config.total_steps):
             measurement.validation(after_step=step, **_validate(config, model, device))
         samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
         measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
