@@ -113,4 +113,4 @@ def test_what_a_strategy_forgets_is_noticed(tmp_path, corpus, harm):
             manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     resumed = trained(copy, tmp_path, corpus, "--resume")
-    assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, STEPS + 1)) > 10 * BOUND
+    assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, STEPS + 1)) > 400 * BOUND

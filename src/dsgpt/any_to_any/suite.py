@@ -24,10 +24,10 @@ VALIDATED = 5
 """The undisturbed baseline validates every so many steps, and a target from the step on at which it takes over."""
 BOUND = 5e-6
 """On the loss of every step and on every validation loss, against the baseline that nobody disturbed: five times what
-was measured. Adam's moments or its count of steps lost at the takeover change the loss by more than 1e-3."""
-REWRITTEN_BOUNDS = {"fp32": 5e-6, "bf16": 2e-3}
-"""By precision, on the validation loss of the weights that were taken up. In bf16 they are rounded, and the loss is
-that of rounded weights, not of the baseline's; a single weight out of place changes it by as much."""
+was measured. Adam's moments or its count of steps lost at the takeover change the loss by more than 2e-3."""
+REWRITTEN_BOUNDS = {"fp32": 2e-6, "bf16": 8e-4}
+"""By precision, on the validation loss of the weights that were taken up, against the fp32 baseline's: in bf16 three
+times what rounding them changed it by. A mean of the ranks' means, as the last batch is padded, is off by 0.7."""
 BASELINE = Cell(strategy="baseline", ranks=1, accumulation=1)
 CALL = "dsgpt.any_to_any.rank:"
 
