@@ -1,13 +1,23 @@
 """What counts as success: a refusal where one is known, and nowhere else."""
 
+from dataclasses import replace
+
 import pytest
 from small_run import REPOSITORY
 
+from dsgpt.data.token_file import open_token_file
+from dsgpt.optimization.schedule import build_schedule
+from dsgpt.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, FP32
+from dsgpt.parity.corpus import Corpus, cut_validation
 from dsgpt.parity.launch import Assignment
 from dsgpt.parity.matrix import Cell, core, refusal_expected, whole_matrix
 from dsgpt.parity.page import parity_page
 from dsgpt.parity.record import suite_record
-from dsgpt.parity.suite import Result, Suite, work_of
+from dsgpt.parity.reference import learning_rate
+from dsgpt.parity.split import ACCUMULATED, EVERY, Split
+from dsgpt.parity.suite import Result, Suite, bounds_of, work_of
+from dsgpt.parity.work import GLOBAL_BATCH, VALIDATION_WINDOWS
+from dsgpt.recipe import SchedulerRecipe
 
 TRAINED, REFUSED = Cell(strategy="zero1", ranks=2), Cell(strategy="tensor2-zero3", ranks=2)
 
@@ -89,7 +99,7 @@ def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):
 
     def refuse(_work):
         refused.mkdir()
-        return Assignment(folder=str(refused), flags=["--no_such_flag"], reference=True)
+        return Assignment(folder=str(refused), flags=["--no_such_flag"], reference={})
 
     monkeypatch.setattr(suite, "_reference", refuse)
     (result,) = suite.run([cell])
@@ -99,5 +109,67 @@ def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):
 
 def test_trainings_with_changes_have_references_of_their_own():
     works = {work_of(cell) for cell in whole_matrix()}
-    assert {training for _, _, training in works} == {"", "unclipped", "constant rate", "momentum"}
+    assert {work.training for work in works} == {"", "unclipped", "unclipped sgd", "constant rate", "momentum"}
     assert work_of(Cell(strategy="zero1-unclipped", ranks=2)) == work_of(Cell(strategy="ddp-unclipped", ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulation", "split"),
+    [
+        ("baseline", 1, 1, Split()),
+        ("baseline", 1, 3, Split(accumulation=3)),
+        ("ddp", 2, 3, Split(data_ranks=2, accumulation=3)),
+        ("zero0", 2, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED)),
+        ("zero3", 2, 3, Split(data_ranks=2, accumulation=3, low=EVERY)),
+        ("zero3", 2, 1, Split(data_ranks=2, accumulation=1, low=ACCUMULATED)),  # the same: no second reference for it
+        ("zero3", 1, 3, Split(accumulation=3)),
+        ("zero1", 1, 3, Split(accumulation=3, low=ACCUMULATED)),
+        ("pipeline2-zero1", 4, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED)),
+        ("pipeline2-tensor2-zero1", 8, 1, Split(data_ranks=2, low=ACCUMULATED)),
+    ],
+)
+def test_the_reference_of_low_precision_is_split_as_its_cells_are(strategy, ranks, accumulation, split):
+    cell = Cell(strategy=strategy, ranks=ranks, accumulation=accumulation, precision="bf16")
+    assert work_of(cell).split == split
+    assert work_of(replace(cell, precision="fp32")).split == Split()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kind"),
+    [
+        ("zero0", 2, BF16),
+        ("ddp", 4, BF16),
+        ("zero0", 4, BF16_MANY),
+        ("pipeline2-zero1", 4, BF16_PIPELINE),
+        ("pipeline2-tensor2-zero1", 8, BF16_SPLIT),
+        ("sequence2-zero3", 2, BF16_SPLIT),
+    ],
+)
+def test_which_bounds_a_cell_has(strategy, ranks, kind):
+    cell = Cell(strategy=strategy, ranks=ranks, precision="bf16")
+    assert bounds_of(cell, "cpu") is CPU[kind]
+    assert bounds_of(replace(cell, precision="fp32"), "cpu") is CPU[FP32]
+
+
+def test_the_reference_computes_the_schedule_of_the_product():
+    """By a formula of its own: a mistake in the product's would not be in both."""
+    recipe = SchedulerRecipe(type="WarmupCosineLR", warmup_num_steps=2, cos_min_ratio=0.1)
+    schedule = build_schedule(recipe, base_lr=0.003, total_steps=20)
+    for step in range(1, 21):
+        assert learning_rate(recipe, base=0.003, total_steps=20, step=step) == pytest.approx(schedule(step), abs=1e-15)
+    assert learning_rate(None, base=0.003, total_steps=20, step=1) == 0.003
+
+
+def test_the_last_batch_of_a_validation_is_padded_unequally(corpus):
+    cut = cut_validation(
+        Corpus(train=corpus.folder / "train.bin", val=corpus.folder / "val.bin"), windows=VALIDATION_WINDOWS, length=32
+    )
+    file = open_token_file(cut.val)
+    assert file.tokens == VALIDATION_WINDOWS * 32 + 1
+    assert file.sidecar.tokenizer == open_token_file(corpus.folder / "val.bin").sidecar.tokenizer
+    for ranks in (2, 4):
+        share = -(-GLOBAL_BATCH // ranks)
+        last = VALIDATION_WINDOWS % GLOBAL_BATCH
+        found = [min(share, max(0, last - rank * share)) for rank in range(ranks)]
+        assert len(set(found)) > 1
+        assert found[-1] == 0

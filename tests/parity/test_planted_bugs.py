@@ -16,6 +16,18 @@ FACTS = {
     "skipped-tied-gradient-sum": {"first gradient": "wte.weight", "replicated weights": None},
     # The reported norm is right; the first step with a learning rate is the third, and the fourth sees its weights.
     "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
+    # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
+    "mean-of-ranks-means": {"validation loss": "step 10, rank 0"},
+    # One rounding more in each of two sums: 1e-3 of the gradient, where other splits of the batch differ by 5e-2.
+    "micro-batches-summed-in-bf16": {"first gradient": None},
+    "rounded-before-the-reduction": {"first gradient": None},
+    # Norm and clipping are right, but there is no clipping to undo the factor.
+    "scaled-after-the-norm": {"first gradient": None, "loss": "step 4"},
+    # The reported rate is right; the first two steps of the schedule have none.
+    "second-group-keeps-its-rate": {"learning rate": "step 1, rank 0", "first update": None},
+    # 3e-4 of each LayerNorm's weight in one step.
+    "biases-decay": {"first update": None},
+    "large-epsilon": {"first update": None, "weights": None},
 }
 """What must be reported, and where it is out of bounds first."""
 

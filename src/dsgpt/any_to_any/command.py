@@ -17,7 +17,7 @@ from dsgpt.telemetry.console import Console, Progress
 if TYPE_CHECKING:
     from dsgpt.any_to_any.suite import AnyToAny, Result
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,9 @@ def _line(result: "Result", *, done: int, total: int, progress: Progress) -> str
 
 
 def _record(suite: "AnyToAny", results: list["Result"], *, seconds: float, seed: int) -> dict[str, Any]:
-    from dsgpt.any_to_any.suite import BOUND, SAVED  # noqa: PLC0415
+    from dsgpt.any_to_any.suite import BOUND, REWRITTEN_BOUNDS, SAVED, VALIDATED  # noqa: PLC0415
     from dsgpt.device import describe_hardware  # noqa: PLC0415
-    from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, STEPS, shape  # noqa: PLC0415
+    from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, STEPS, VALIDATION_WINDOWS, shape  # noqa: PLC0415
     from dsgpt.telemetry.environment import git_commit, software_versions  # noqa: PLC0415
     from dsgpt.telemetry.record import finite  # noqa: PLC0415
 
@@ -107,6 +107,8 @@ def _record(suite: "AnyToAny", results: list["Result"], *, seconds: float, seed:
         "saved": SAVED,
         "global_batch_size": GLOBAL_BATCH,
         "seq_len": SEQUENCE,
+        "validation_windows": VALIDATION_WINDOWS,
+        "validated_every": VALIDATED,
         "model": shape("cpu"),
     }
     return finite(
@@ -118,6 +120,7 @@ def _record(suite: "AnyToAny", results: list["Result"], *, seconds: float, seed:
             "hardware": describe_hardware("cpu"),
             "work": work,
             "bound": BOUND,
+            "rewritten_bounds": REWRITTEN_BOUNDS,
             "seed": seed,
             "seconds": round(seconds, 1),
             "reference": suite.reference(),

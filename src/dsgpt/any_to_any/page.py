@@ -36,10 +36,11 @@ Generated from `{source}` by
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
   {work["saved"]} steps and saves, another one goes on with `--resume` for {work["steps"] - work["saved"]} more, on
   other ranks and with other accumulation. Every loss is compared with a baseline that nobody disturbed; allowed are
-  {record["bound"]:g}, at every step and in the last validation.
+  {record["bound"]:g}, at every step and {_validations(work)}.
 * **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy takes up one and the same checkpoint and
   writes it again; the two checkpoints must be equal, byte for byte, and what the ranks compute with must be the
-  checkpoint's weights, rounded to the precision.
+  checkpoint's weights, rounded to the precision. Validation loss of what was taken up, against the baseline's:
+  {_rewritten_validation(record)}.
 
 Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python {env["python_version"]},
 torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit `{record["git_commit"]}`,
@@ -48,6 +49,26 @@ torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit `{rec
 {work["model"]["embedding_size"]}, fp32, AdamW, dropout 0; the loss falls from
 {record["reference"]["first_loss"]:.3f} to
 {record["reference"]["last_loss"]:.3f}."""
+
+
+def _validations(work: dict[str, Any]) -> str:
+    if "validated_every" not in work:
+        return "in the last validation"
+    return (
+        f"in the validations after steps {work['saved']} (before the target's first step) to {work['steps']}, every "
+        f"{work['validated_every']},\n  of {work['validation_windows']} sequences, which leave the last batch padded"
+    )
+
+
+def _rewritten_validation(record: Record) -> str:
+    """The largest difference by precision; records before version 1.1 have none."""
+    parts = []
+    for precision, bound in record.get("rewritten_bounds", {}).items():
+        found = [one["measured"] for one in record["rewritten"] if one["precision"] == precision]
+        off = [measured["validation loss"] for measured in found if "validation loss" in measured]
+        if off:
+            parts.append(f"off by at most {max(off):.1e} in {precision} (allowed {bound:g})")
+    return ", ".join(parts) or "not measured"
 
 
 def _passed(results: list[dict[str, Any]]) -> int:

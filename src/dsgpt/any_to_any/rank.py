@@ -1,6 +1,7 @@
 """What a rank of the suite does, in a process forked for it; see ``dsgpt.parity.worker``."""
 
 import contextlib
+import math
 import shutil
 import time
 from pathlib import Path
@@ -16,13 +17,15 @@ from dsgpt.files import sha256_of, write_json_atomic
 from dsgpt.interruption import Interruption
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.parity.measurement import rank_file
-from dsgpt.process_group import barrier, joined
+from dsgpt.process_group import HostGroup, barrier, joined
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import COMPLETE_FILE
 from dsgpt.topology import read_topology
+from dsgpt.training.loop import validation_loss
 from dsgpt.training.run import run
+from dsgpt.training.stopping import Stopping
 
 STATE_FILES = ("model.safetensors", MOMENTS, COUNTERS)
 
@@ -48,7 +51,7 @@ def _leave_at(checkpoint: Path, run_dir: Path) -> None:
 
 
 def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
-    """Let the strategy of ``flags`` take up a checkpoint and write it again.
+    """Let the strategy of ``flags`` take up a checkpoint, write it again, and validate.
 
     Raises:
         UserError: the product refuses the combination.
@@ -65,9 +68,11 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             shapes, writes = parameter_shapes(config.model), config.topology.is_main
             write_training_state(out, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=writes)
             wrong = _wrong_weights(strategy, reader)
+            stopping = Stopping(Interruption(speaks=False), HostGroup())  # which nobody asks for
+            val_loss, _ = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
             barrier()
         same = {name: sha256_of(out / name) == sha256_of(Path(checkpoint) / name) for name in STATE_FILES if writes}
-        _done(folder, config, same=same, wrong=wrong)
+        _done(folder, config, same=same, wrong=wrong, val_loss=val_loss)
         barrier()
 
 

@@ -7,6 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.errors import UserError
 
 SOURCES = ("abc.py", "bisect.py", "calendar.py", "heapq.py", "textwrap.py", "shlex.py", "json/decoder.py", "this.py")
@@ -42,3 +43,24 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
     if done.returncode:
         raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
     return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
+
+
+def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
+    """The corpus with a validation file of the first ``windows`` windows of ``length`` tokens, beside the whole one.
+
+    Args:
+        corpus: as ``prepare_corpus`` made it.
+        windows: how many; where they are no multiple of the global batch, the last batch is padded.
+        length: tokens that a window predicts.
+    """
+    whole = open_token_file(corpus.val)
+    about, path = whole.sidecar, corpus.val.with_name("val-cut.bin")
+    with TokenFileWriter(
+        path,
+        vocab_size=about.vocab_size or VOCABULARY,
+        eot_id=about.eot_id or 0,
+        tokenizer=about.tokenizer,
+        source=f"the beginning of {corpus.val.name}",
+    ) as writer:
+        writer.append(whole.memmap()[: windows * length])  # and an end-of-text id, which the last window predicts
+    return Corpus(train=corpus.train, val=path)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dsgpt.files import write_json_atomic
 from dsgpt.parity.measurement import rank_file
@@ -39,7 +40,8 @@ class Assignment:
     """Exists and is empty but for the recipe."""
     flags: list[str]
     bug: str = ""
-    reference: bool = False
+    reference: dict[str, Any] | None = None
+    """The fields of a ``Split``, to train the reference with this split instead of a strategy."""
     call: str = ""
     """``module:function`` to call with flags, folder and ``arguments`` instead of training the cell."""
     arguments: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,18 @@ from dsgpt.files import write_json_atomic
 from dsgpt.telemetry.record import finite
 
 STATE_FILE = "state.safetensors"
-GRADIENT, WEIGHT = "gradient/", "weight/"
+GRADIENT, CHANGED, WEIGHT = "gradient/", "changed/", "weight/"
+FIRST_CHANGE = 3
+"""The first step with a learning rate under the suite's schedule: its weights show one update and nothing after it."""
+
+
+def validated_after(total_steps: int) -> tuple[int, int]:
+    """Half of the steps, because training must go on after a validation as without one, and all of them.
+
+    Not before the first: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an eighth
+    more in every training step where that was a validation.
+    """
+    return total_steps // 2, total_steps
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -32,22 +43,37 @@ class Measurement:
     def __init__(self, *, data_rank: int, strategy: str) -> None:
         self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy}
         self._steps: list[dict[str, Any]] = []
+        self._validations: list[dict[str, Any]] = []
         self._tensors: dict[str, Tensor] = {}
         self._replicas: dict[str, tuple[str, float]] = {}
 
-    def step(self, *, loss: float, grad_norm: float, lr: float, skipped: bool, samples: list[str]) -> None:
-        """Note one optimizer step and the hashes of the samples that this rank took for it."""
-        self._steps.append(
-            {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped": skipped, "samples": sorted(samples)}
-        )
+    def step(
+        self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
+    ) -> None:
+        """Note one optimizer step.
+
+        Args:
+            loss: mean over the global batch.
+            grad_norm: before clipping.
+            lr: the learning rate that was reported.
+            used: every learning rate that an optimizer of this rank stepped with.
+            skipped: whether the step was left out.
+            samples: hashes of the samples that this rank took for it.
+        """
+        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "used": used, "skipped": skipped}
+        self._steps.append({**numbers, "samples": sorted(samples)})
+
+    def validation(self, *, after_step: int, loss: float, targets: int) -> None:
+        """Note the mean loss over all targets of the validation file, nats per token, and their number."""
+        self._validations.append({"after_step": after_step, "loss": loss, "targets": targets})
 
     def gradient(self, name: str, value: Tensor) -> None:
         """Note one parameter's gradient in the first step, before clipping."""
         self._tensors[GRADIENT + name] = value.detach().to("cpu", torch.float32, copy=True)
 
-    def weight(self, name: str, value: Tensor) -> None:
-        """Note one parameter after the last step."""
-        self._tensors[WEIGHT + name] = value.detach().to("cpu", torch.float32, copy=True)
+    def weight(self, name: str, value: Tensor, *, after: str = WEIGHT) -> None:
+        """Note one parameter after the last step; after the ``FIRST_CHANGE`` where ``after`` is ``CHANGED``."""
+        self._tensors[after + name] = value.detach().to("cpu", torch.float32, copy=True)
 
     def replica(self, name: str, value: Tensor) -> None:
         """Note a weight that this rank holds whole: a hash to compare with other ranks', and a norm to show."""
@@ -62,7 +88,8 @@ class Measurement:
         """Write the rank's file, and the tensors beside it where there are any."""
         if self._tensors:
             save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
-        end = {"status": "done", **self._facts, "steps": self._steps, "replicas": self._replicas}
+        seen = {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}
+        end = {"status": "done", **self._facts, **seen}
         write_json_atomic(rank_file(folder, rank), finite(end))
 
 

@@ -6,7 +6,9 @@ from typing import Any
 from dsgpt.parity.page_method import method
 from dsgpt.parity.table import table
 
-FACTS = ("loss", "gradient norm", "first gradient", "weights")
+FACTS = ("loss", "validation loss", "gradient norm", "first gradient", "first update", "weights")
+LOW_FACTS = ("loss", "first gradient")
+"""Shown in bf16 by strategy."""
 COSTS = ("parameters", "gradients", "optimizer", "master", "sent")
 STATUS_WORDS = {"passed": "passed", "failed": "**FAILED**", "refused": "refused", "error": "**ERROR**"}
 
@@ -72,13 +74,14 @@ def _outcome(count: dict[str, int]) -> str:
 
 
 def _strategies(cells: Cells) -> str:
-    header = ["strategy", "ranks", "passed", *(f"{fact}, fp32" for fact in FACTS), "loss, bf16", "samples", "replicas"]
+    header = ["strategy", "ranks", "passed", *(f"{fact}, fp32" for fact in FACTS)]
+    header += [*(f"{fact}, bf16" for fact in LOW_FACTS), "samples", "replicas"]
     rows = []
     for (strategy, ranks), group in _grouped(cells, lambda cell: (cell["strategy"], cell["ranks"])):
         ran = [cell for cell in group if cell["status"] != "refused"]
         fp32 = [cell for cell in ran if cell["precision"] == "fp32"]
         bf16 = [cell for cell in ran if cell["precision"] == "bf16"]
-        worst = [*(_worst(fp32, fact) for fact in FACTS), _worst(bf16, "loss")]
+        worst = [*(_worst(fp32, fact) for fact in FACTS), *(_worst(bf16, fact) for fact in LOW_FACTS)]
         rows.append(
             [strategy, ranks, _verdict(group), *worst, _equal(ran, "samples"), _equal(ran, "replicated weights")]
         )
@@ -95,7 +98,7 @@ def _verdict(cells: Cells) -> str:
 def _worst(cells: Cells, fact: str) -> str:
     found = [cell["measured"][fact] for cell in cells if fact in cell["measured"]]
     if not found:
-        return "-"
+        return "not measured" if any(cell["measured"] for cell in cells) else "-"
     values = [fact["difference"] for fact in found if "difference" in fact]
     return "not finite" if None in values else f"{max(values):.1e}"
 
@@ -110,7 +113,7 @@ def _bugs(bugs: Cells) -> str:
         return ""
     rows = []
     for cell in bugs:
-        where = f"{cell['strategy']}, {cell['ranks']} ranks, {cell['optimizer']}"
+        where = f"{cell['strategy']}, {cell['ranks']} ranks, {cell['optimizer']}, {cell['precision']}"
         caught = "; ".join(map(failure_words, cell["failures"][:2])) or STATUS_WORDS[cell["status"]]
         rows.append([cell["bug_description"], where, "yes" if cell["status"] == "failed" else "**NO**", caught])
     return f"## Planted bugs\n\n{table(['bug', 'planted in', 'caught', 'by (first two facts)'], rows)}"

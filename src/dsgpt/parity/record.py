@@ -8,14 +8,15 @@ from typing import Any
 
 from dsgpt.device import describe_hardware
 from dsgpt.files import write_json_atomic
-from dsgpt.parity.comparison import BOUNDS
+from dsgpt.parity.bounds import BOUNDS
 from dsgpt.parity.planted import BUGS
 from dsgpt.parity.suite import Result, Suite
-from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, STEPS, shape
+from dsgpt.parity.work import GLOBAL_BATCH, SEQUENCE, STEPS, VALIDATION_WINDOWS, shape
 from dsgpt.telemetry.environment import git_commit, software_versions
 from dsgpt.telemetry.record import finite
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
+"""1.1: validation, the learning rate that optimizers used, the first update, and bounds by kind of arithmetic."""
 
 
 def suite_record(suite: Suite, results: Sequence[Result], *, seconds: float, device: str) -> dict[str, Any]:
@@ -33,8 +34,14 @@ def suite_record(suite: Suite, results: Sequence[Result], *, seconds: float, dev
         "git_commit": git_commit(),
         "env": software_versions(),
         "hardware": describe_hardware(device),
-        "work": {"steps": STEPS, "global_batch_size": GLOBAL_BATCH, "seq_len": SEQUENCE, "model": shape(device)},
-        "bounds": {precision: asdict(bounds) for precision, bounds in BOUNDS.items()},
+        "work": {
+            "steps": STEPS,
+            "global_batch_size": GLOBAL_BATCH,
+            "seq_len": SEQUENCE,
+            "model": shape(device),
+            "validation_windows": VALIDATION_WINDOWS,
+        },
+        "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[device].items()},
         "references": suite.references,
         "seconds": round(seconds, 1),
         "launches": [

@@ -2,17 +2,19 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dsgpt.parity.comparison import BOUNDS, compare
-from dsgpt.parity.corpus import Corpus, prepare_corpus
+from dsgpt.parity.bounds import BOUNDS, Bounds, bounds_class
+from dsgpt.parity.comparison import compare
+from dsgpt.parity.corpus import Corpus, cut_validation, prepare_corpus
 from dsgpt.parity.launch import Assignment, Launch, run_job
 from dsgpt.parity.matrix import Cell, refusal_expected
 from dsgpt.parity.measurement import read_rank
+from dsgpt.parity.split import Split
 from dsgpt.parity.tested import STRATEGIES, TRAININGS
-from dsgpt.parity.work import CLIPPING, flags, write_recipe
+from dsgpt.parity.work import CLIPPING, SEQUENCE, VALIDATION_WINDOWS, flags, write_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,33 @@ class Result:
         return self.status == ("refused" if self.refusal_expected else "passed")
 
 
-Work = tuple[str, str, str]
-"""What is computed, however it is split: optimizer, precision, and one of ``TRAININGS``."""
+class Work(NamedTuple):
+    """What is computed; cells that agree in this have the same reference."""
+
+    optimizer: str
+    precision: str
+    training: str
+    """Of ``TRAININGS``."""
+    split: Split = Split()
+    """Of a low precision; in fp32 the whole global batch at once."""
 
 
 def work_of(cell: Cell) -> Work:
-    """Cells that agree in this have the same reference."""
-    return cell.optimizer, cell.precision, STRATEGIES[cell.strategy].training
+    """What the cell must compute."""
+    strategy = STRATEGIES[cell.strategy]
+    split = Split()
+    if cell.precision != "fp32":
+        data_ranks = cell.ranks // strategy.model_ranks
+        split = Split(data_ranks=data_ranks, accumulation=cell.accumulation, low=strategy.low).simplest()
+    return Work(cell.optimizer, cell.precision, strategy.training, split)
+
+
+def bounds_of(cell: Cell, device: str) -> Bounds:
+    """How far the cell may be from its reference on ``device``, ``cpu`` or ``cuda``."""
+    strategy, work = STRATEGIES[cell.strategy], work_of(cell)
+    pipeline = strategy.recipe == "pipeline.json"
+    known = bounds_class(cell.precision, work.split, model_ranks=strategy.model_ranks, pipeline=pipeline)
+    return BOUNDS[device][known]
 
 
 class Suite:
@@ -54,7 +76,7 @@ class Suite:
 
     def __init__(self, folder: Path, *, repository: Path, device: str) -> None:
         """Work in ``folder``, which exists; ``repository`` holds the scripts and recipes, ``device`` is cpu or cuda."""
-        self._folder, self._repository, self._device = folder, repository, device
+        self._folder, self._repository, self.device = folder, repository, device
         self._corpus: Corpus | None = None
         self._references: dict[Work, tuple[dict[str, Any], Path]] = {}
         self._without_reference: dict[Work, str] = {}
@@ -65,22 +87,23 @@ class Suite:
         """What the reference trainings came to, for the record."""
         return [
             {
-                "optimizer": optimizer,
-                "precision": precision,
-                "training": training,
+                **{key: value for key, value in work._asdict().items() if key != "split"},
+                **asdict(work.split),
                 "first_loss": end["steps"][0]["loss"],
                 "last_loss": end["steps"][-1]["loss"],
-                "smallest_grad_norm": min(step["grad_norm"] for step in end["steps"]),
-                "clipping": TRAININGS[training].get("gradient_clipping", CLIPPING[optimizer]),
+                "smallest_grad_norm": _smallest_norm(end),
+                "last_validation_loss": end["validations"][-1]["loss"],
+                "clipping": _clipping(work),
             }
-            for (optimizer, precision, training), (end, _) in sorted(self._references.items())
+            for work, (end, _) in sorted(self._references.items())
         ]
 
     @property
     def corpus(self) -> Corpus:
         """The text, prepared when it is first needed."""
         if self._corpus is None:
-            self._corpus = prepare_corpus(self._repository, self._folder / "corpus")
+            whole = prepare_corpus(self._repository, self._folder / "corpus")
+            self._corpus = cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
         return self._corpus
 
     def run(self, cells: Iterable[Cell], *, started: Callable[[Launch], None] = lambda _: None) -> Iterator[Result]:
@@ -114,7 +137,7 @@ class Suite:
             return
         assignments = [self._reference(work) for work in wanted]
         launch, job_file = Launch(launcher="python", ranks=1, cells=len(wanted)), self._job_file()
-        list(run_job(launch, assignments, job_file=job_file, device=self._device))
+        list(run_job(launch, assignments, job_file=job_file, device=self.device))
         for work, assignment in zip(wanted, assignments, strict=True):
             folder = Path(assignment.folder)
             end = read_rank(folder, 0)
@@ -122,40 +145,40 @@ class Suite:
                 self._without_reference[work] = f"never ended; {_last_words(job_file)}"
             elif end["status"] != "done":  # refused: its cells will be so for the same reason
                 self._without_reference[work] = end["message"]
-            elif (smallest := min(step["grad_norm"] for step in end["steps"])) <= CLIPPING["sgd"] and work[0] == "sgd":
+            elif (smallest := _smallest_norm(end)) <= _clipping(work) and work.optimizer == "sgd":
                 self._without_reference[work] = f"is not clipped at every step: gradient norm {smallest:g}"
             else:
                 self._references[work] = (end, folder)
 
     def _reference(self, work: Work) -> Assignment:
-        optimizer, precision, training = work
-        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=optimizer, precision=precision)
-        prefix = f"reference_{training.replace(' ', '-')}_" if training else "reference_"
-        return self._assignment(cell, prefix=prefix, training=training, reference=True)
+        cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=work.optimizer, precision=work.precision)
+        words = ["reference", work.training, *(map(str, asdict(work.split).values()))]
+        prefix = "".join(f"{word.replace(' ', '-')}_" for word in words if word)
+        return self._assignment(cell, prefix=prefix, training=work.training, reference=asdict(work.split))
 
     def _job_file(self) -> Path:
         return self._folder / f"job-{len(list(self._folder.glob('job-*.json'))) + 1}.json"
 
     def _assignment(
-        self, cell: Cell, *, prefix: str = "", training: str | None = None, reference: bool = False
+        self, cell: Cell, *, prefix: str = "", training: str | None = None, reference: dict[str, Any] | None = None
     ) -> Assignment:
         folder = self._folder / f"{prefix}{cell.folder}"
         folder.mkdir()
         recipe = write_recipe(folder / "recipe.json", cell, recipes=self._repository / "ds_configs", training=training)
-        words = flags(cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self._device)
+        words = flags(cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self.device)
         return Assignment(folder=str(folder), flags=words, bug=cell.bug, reference=reference)
 
     def _run_launch(self, launch: Launch, cells: list[Cell]) -> Iterator[Result]:
         assignments = [self._assignment(cell) for cell in cells]
         job_file, done = self._job_file(), 0
-        for index, seconds in run_job(launch, assignments, job_file=job_file, device=self._device):
+        for index, seconds in run_job(launch, assignments, job_file=job_file, device=self.device):
             done = index + 1
             yield self._judge(cells[index], Path(assignments[index].folder), seconds)
         for cell in cells[done:]:
             yield self._result(cell, "error", message=f"the launch ended before it; {_last_words(job_file)}")
 
     def _result(self, cell: Cell, status: str, *, seconds: float = 0.0, **more: Any) -> Result:
-        expected = not cell.bug and refusal_expected(cell, device=self._device)
+        expected = not cell.bug and refusal_expected(cell, device=self.device)
         return Result(cell=cell, refusal_expected=expected, status=status, seconds=seconds, **more)
 
     def _judge(self, cell: Cell, folder: Path, seconds: float) -> Result:
@@ -175,7 +198,7 @@ class Suite:
             folder,
             reference=reference,
             reference_folder=reference_folder,
-            bounds=BOUNDS[cell.precision],
+            bounds=bounds_of(cell, self.device),
             replicas=STRATEGIES[cell.strategy].replicas,
         )
         return self._result(
@@ -186,6 +209,14 @@ class Suite:
             failures=found.failures,
             cost=ends[0].get("cost", {}),
         )
+
+
+def _smallest_norm(end: dict[str, Any]) -> float:
+    return min(step["grad_norm"] for step in end["steps"])
+
+
+def _clipping(work: Work) -> float:
+    return TRAININGS[work.training].get("gradient_clipping", CLIPPING[work.optimizer])
 
 
 def _last_words(job_file: Path) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsgpt.parity.split import ACCUMULATED, EVERY
+
 
 @dataclass(frozen=True, kw_only=True)
 class TestedStrategy:
@@ -21,6 +23,10 @@ class TestedStrategy:
     """What else to train than all others do, of ``TRAININGS``; it has a reference of its own."""
     replicas: str = "all"
     """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
+    model_ranks: int = 1
+    """Ranks that share a micro batch: each computes a part of the model, or a part of every sequence."""
+    low: str = ""
+    """Where its gradients are rounded to the low precision between ranks; see ``Split``."""
     whole: bool = True
     """Whether it is run through all settings; otherwise there is one cell of it."""
     optimizer: str = "adamw"
@@ -38,6 +44,7 @@ class TestedStrategy:
 TRAININGS: dict[str, dict[str, Any]] = {
     "": {},
     "unclipped": {"gradient_clipping": 0},
+    "unclipped sgd": {"gradient_clipping": 0, "optimizer": {"params": {"lr": 0.25}}},
     "constant rate": {"scheduler": None},
     "momentum": {"optimizer": {"params": {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01}}},
 }
@@ -49,7 +56,10 @@ def _zero(stage: int) -> dict[str, Any]:
 
 
 def _deepspeed(name: str, recipe: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
-    return TestedStrategy(name=name, run_type="optimized", recipe=f"{recipe}.json", ranks=ranks, **more)
+    """ZeRO. From stage 2 on, a rank keeps no whole gradient from one micro batch to the next."""
+    low = EVERY if recipe.startswith(("zero2", "zero3")) else ACCUMULATED
+    settings = {"low": low} | more
+    return TestedStrategy(name=name, run_type="optimized", recipe=f"{recipe}.json", ranks=ranks, **settings)
 
 
 def _sharded(name: str, recipe: str, **more: Any) -> TestedStrategy:
@@ -58,8 +68,10 @@ def _sharded(name: str, recipe: str, **more: Any) -> TestedStrategy:
 
 
 def _split(name: str, recipe: str, stage: int, *, ranks: tuple[int, ...] = (2, 4), **more: Any) -> TestedStrategy:
-    """A model or sequences split over ranks, at one ZeRO stage."""
-    return _deepspeed(name, recipe, ranks=ranks, changes=_zero(stage), compiles=False, **more)
+    """A model or sequences split over ranks, at one ZeRO stage. Sequence ranks reduce gradients in fp32."""
+    low = "" if recipe == "sequence" else EVERY if stage >= 2 else ACCUMULATED
+    shared = {"model_ranks": 4 if recipe == "3d" else 2, "low": low}
+    return _deepspeed(name, recipe, ranks=ranks, changes=_zero(stage), compiles=False, **shared, **more)
 
 
 def _torch(name: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
@@ -110,9 +122,24 @@ _REFUSED = (
     _split("pipeline2-zero2", "pipeline", 2, ranks=(2,), whole=False, refused=True),
     _split("pipeline2-zero3", "pipeline", 3, ranks=(2,), whole=False, refused=True),
 )
+_UNCLIPPED_SGD = {"ranks": (2,), "training": "unclipped sgd", "optimizer": "sgd", "whole": False}
+"""Shows a wrong scale of the gradients that comes after their norm was read: clipping to a norm would undo it."""
 _OTHER_TRAININGS = (
     _torch("ddp-unclipped", ranks=(2,), training="unclipped", whole=False),
     _deepspeed("zero1-unclipped", "zero1", ranks=(2,), training="unclipped", whole=False),
+    _torch("ddp-unclipped-sgd", **_UNCLIPPED_SGD),
+    _torch("fsdp-unclipped-sgd", replicas="none", **_UNCLIPPED_SGD),
+    *(_deepspeed(f"zero{stage}-unclipped-sgd", f"zero{stage}", **_UNCLIPPED_SGD) for stage in (0, 1, 2)),
+    _sharded("zero3-unclipped-sgd", "zero3", **_UNCLIPPED_SGD),
+    *(
+        _split(f"{split}2-zero{stage}-unclipped-sgd", split, stage, replicas=replicas, **_UNCLIPPED_SGD)
+        for split, stage, replicas in (
+            ("tensor", 1, "some"),
+            ("pipeline", 0, "some"),
+            ("pipeline", 1, "some"),
+            ("sequence", 1, "all"),
+        )
+    ),
     _deepspeed("zero1-constant-rate", "zero1", ranks=(2,), training="constant rate", whole=False),
     _deepspeed("zero1-momentum", "zero1", ranks=(2,), training="momentum", whole=False, optimizer="sgd"),
 )

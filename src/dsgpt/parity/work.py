@@ -14,6 +14,9 @@ STEPS = 20
 GLOBAL_BATCH = 12
 """Divides by 1, 2 and 4 data ranks times 1 and 3 micro batches."""
 SEQUENCE = 32
+VALIDATION_WINDOWS = 17
+"""The second global batch of a validation is padded: of two data ranks the second finds no target in it, of four the
+last two, so that neither ranks nor micro batches weigh the same."""
 CLIPPING = {"adamw": 1.0, "sgd": 0.3}
 OPTIMIZERS = {
     "adamw": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},

@@ -100,12 +100,28 @@ def _due(step: int, every: int) -> bool:
 def validate(
     config: RunConfig, strategy: Strategy, journal: Journal, console: Console, stopping: Stopping, *, step: int
 ) -> bool:
-    """Measure the mean loss over the validation windows, the same ones in the same order on every strategy.
+    """Measure the mean loss over the validation windows, and note it in the journal.
 
     Returns:
         Whether it was measured; nothing is noted of a validation that was stopped on its way.
     """
     started = time.perf_counter()
+    measured = validation_loss(config, strategy, console, stopping)
+    if measured is None:
+        return False
+    val_loss, tokens = measured
+    journal.validated(step=step, val_loss=val_loss, tokens=tokens, seconds=time.perf_counter() - started)
+    return True
+
+
+def validation_loss(
+    config: RunConfig, strategy: Strategy, console: Console, stopping: Stopping
+) -> tuple[float, int] | None:
+    """The mean loss over the validation windows, the same ones in the same order on every strategy; collective.
+
+    Returns:
+        Nats per token and the number of targets; None where the validation was stopped on its way.
+    """
     steps = -(-config.val_windows // config.batch.global_batch_size)
     batches = validation_batches(config)
     progress = console.progress(total=steps, what="validating", unit="batch")
@@ -113,13 +129,12 @@ def validate(
     for _ in range(steps):
         if stopping.agreed():
             progress.close()
-            return False
+            return None
         sums.append(torch.stack(strategy.eval_step(batches)))
         progress.advance()
     progress.close()
     loss_sum, tokens = torch.stack(sums).sum(dim=0).tolist()
-    journal.validated(step=step, val_loss=loss_sum / tokens, tokens=int(tokens), seconds=time.perf_counter() - started)
-    return True
+    return loss_sum / tokens, int(tokens)
 
 
 def _share(config: RunConfig) -> RankShare:
