@@ -14,12 +14,14 @@ from dsgpt.checkpointing.random_state import load_random_state, save_random_stat
 from dsgpt.checkpointing.run_state import RunState, read_run_state
 from dsgpt.errors import UserError
 
+EPOCH = {"epoch_idx": 0, "steps": 5, "epoch_wall_time_sec": 1.5}
+
 
 def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") -> Path:
     folder = store.begin(run_dir, step)
     (folder / "deep").mkdir()
     (folder / "deep" / "weights.bin").write_bytes(data)
-    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[{"epoch_idx": 0}])
+    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[EPOCH])
     checkpoint = store.publish(run_dir, folder, state=state, about={"strategy": "test"})
     store.keep_newest(run_dir, count=keep)
     return checkpoint
@@ -34,7 +36,7 @@ def test_round_trip(tmp_path):
     assert set(manifest.files) == {"deep/weights.bin", "run_state.json"}
     state = read_run_state(checkpoint)
     assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
-    assert state.epochs == [{"epoch_idx": 0}]
+    assert state.epochs == [EPOCH]
 
 
 def test_the_newest_are_kept(tmp_path):

@@ -169,6 +169,12 @@ def mistype_the_state(checkpoint: Path) -> None:
     rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"epochs": 3}).encode())
 
 
+def forget_an_epochs_steps(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    del state["epochs"][0]["steps"]
+    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state).encode())
+
+
 def take_another_step(checkpoint: Path) -> None:
     state = json.loads((checkpoint / "run_state.json").read_text())
     rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"step": 8}).encode())
@@ -182,6 +188,7 @@ FORGERIES = {
     nest_deeply: "its objects and arrays are nested more than",
     spoil_the_random_state: "holds no random state (cpu) of this version of PyTorch",
     mistype_the_state: "run_state.json: is no run state of this version (epochs: Input should be a valid array, not 3",
+    forget_an_epochs_steps: "epochs.0: Value error, steps must be a number of at least 0, not None",
     take_another_step: "is of step 8, and its manifest says 9",
 }
 

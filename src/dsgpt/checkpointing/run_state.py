@@ -2,14 +2,25 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator
 
 from dsgpt.checkpointing.segment import Segment
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
-from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
+from dsgpt.json_files import Count, Finite, JsonError, Seconds, clipped, read_as
+from dsgpt.problems import is_number
 
 STATE_FILE = "run_state.json"
+
+
+def _counted_epoch(epoch: dict[str, Any]) -> dict[str, Any]:
+    """An epoch's record as it is; a resumed run goes on counting from these two of its figures."""
+    for key in ("steps", "epoch_wall_time_sec"):
+        if not is_number(epoch.get(key)) or epoch[key] < 0:
+            raise ValueError(f"{key} must be a number of at least 0, not {clipped(epoch.get(key))}")
+    return epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +36,7 @@ class RunState:
     """Sequences consumed: ``step`` times the global batch."""
     best_val_loss: Finite | None
     """The lowest of all validations so far, since the validation set last changed."""
-    epochs: list[dict[str, Any]]
+    epochs: list[Annotated[dict[str, Any], AfterValidator(_counted_epoch)]]
     """Records of the finished epochs."""
     wall_time_sec: Seconds | None = None
     """Since the run started, stops between processes not counted."""
