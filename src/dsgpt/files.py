@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import traceback
 from collections.abc import Callable
 from io import FileIO
@@ -63,8 +64,11 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
 
 
 def is_regular_file(path: Path) -> bool:
-    """Whether a file lies at ``path`` itself; a link to one is none."""
-    return path.is_file() and not path.is_symlink()
+    """Whether a file lies at ``path`` itself, as far as can be seen; a link to one is none."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):  # none, no permission, a name that is none
+        return False
 
 
 def link_between(folder: Path, path: Path) -> Path | None:

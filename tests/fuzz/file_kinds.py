@@ -24,7 +24,7 @@ from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.main import train
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.hugging_face import published_shape
-from dsgpt.model.pretrained import PretrainedWeights, read_json
+from dsgpt.model.pretrained import PretrainedWeights, read_json, weight_files
 from dsgpt.model.vocabulary_files import end_of_text_id, token_ids
 from dsgpt.problems import Problems
 from dsgpt.telemetry.meter import StepMeter
@@ -113,6 +113,11 @@ def publish(folder: Path) -> None:
         tensor.read()
 
 
+def open_parts(folder: Path) -> None:
+    """Look for the parts of published weights."""
+    weight_files(folder / "parts")
+
+
 def read_vocabulary(folder: Path) -> None:
     """Compare and export tokenizers."""
     token_ids(folder / "tokenizer")
@@ -175,6 +180,8 @@ KINDS = {
     "record in charts": Kind(file="run/training_metrics.json", read=compare, count=150),
     "lines in charts": Kind(file="run/metrics.jsonl", read=compare, mangle=mangle_lines),
     "published shape": Kind(file="hf/config.json", read=publish, count=60),
+    "best": Kind(file="run/best", read=resume, mangle=mangle_bytes, count=20),
+    "published index": Kind(file="parts/pytorch_model.bin.index.json", read=open_parts, count=40),
     "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
     "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
     "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
@@ -197,6 +204,10 @@ def write_all(folder: Path, run: Path) -> None:
             {"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64, "splits": {}}
         )
     )
+    (folder / "parts").mkdir()
+    (folder / "parts" / "pytorch_model-1.bin").touch()
+    index = {"weight_map": {"wte.weight": "pytorch_model-1.bin", "wpe.weight": "pytorch_model-1.bin"}}
+    (folder / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     (folder / "raw").mkdir()
     size = {"documents": 2, "bytes": 60}
     record = {"name": "set", "source": "a test", "max_documents": None, "files": {"documents.jsonl": size}}

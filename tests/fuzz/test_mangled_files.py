@@ -65,4 +65,4 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(whole, tmp_path, capsys, 
         if kind.file.startswith("run/"):  # what the reading changed beside it
             shutil.rmtree(folder / "run")
             shutil.copytree(whole / "run", folder / "run")
-    assert refused or kind.file.endswith(("metrics.jsonl", "config.json", "latest", "training_metrics.json"))
+    assert refused or kind.file.endswith(("metrics.jsonl", "config.json", "latest", "best", "training_metrics.json"))

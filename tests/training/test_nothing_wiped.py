@@ -14,6 +14,7 @@ from test_going_on import rewrite
 
 from dsgpt.main import train
 from dsgpt.training import saving
+from dsgpt.training.journal import Journal
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -29,7 +30,7 @@ def move_all(run_dir: Path) -> None:
 def move_all_and_lose_latest(run_dir: Path) -> None:
     move_all(run_dir)
     for name in ("latest", "best"):
-        (run_dir / name).unlink()
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def leave_lines_alone(run_dir: Path) -> None:
@@ -75,6 +76,62 @@ def test_a_newest_checkpoint_that_is_gone_is_told_of(stopped, finished_run, caps
     """The steps after the next older one are taken again."""
     assert go_on(stopped, finished_run) == 0
     assert f"--resume: {stopped}/latest names step-00000012, which is not there" in capsys.readouterr().out
+
+
+def test_a_finished_run_without_its_checkpoints_is_refused_too(copied_run, finished_run, capsys):
+    """Nothing says what it was made with: another seed, or more steps, passed for the finished run."""
+    move_all(copied_run)
+    before = tree(copied_run)
+    assert go_on(copied_run, finished_run, seed=99) == 2
+    assert "latest names step-00000012, which is not there" in errors(capsys)[0]
+    assert tree(copied_run) == before
+
+
+def test_a_killed_run_knows_what_it_saved(finished_run, tmp_path, monkeypatch, capsys):
+    """The record of a run that is killed after a save names it: else its loss would pass for a run without any."""
+    flags = LONG | {"checkpoint_path": tmp_path / "run", "eval_every": 0, "steps_per_print": 1}
+    done = Journal.step_done
+
+    def killed_at_5(self: Journal, *args: object, step: int, **more: object) -> None:
+        if step == 5:
+            raise Killed
+        done(self, *args, step=step, **more)
+
+    monkeypatch.setattr(Journal, "step_done", killed_at_5)
+    monkeypatch.setattr(Journal, "end_early", lambda *_: None)
+    with pytest.raises(Killed):
+        train(command_line(finished_run, **flags))
+    monkeypatch.undo()
+    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
+    move_all_and_lose_latest(tmp_path / "run")
+    assert train(command_line(finished_run, **flags, resume=True)) == 2
+    assert "says that step-00000003 was saved" in errors(capsys)[0]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_run_that_was_being_overwritten_is_not_gone_on_with(stopped, finished_run, capsys, left):
+    """However many checkpoints a kill left; what retention was removing says nothing."""
+    for step in (9, 6, 3)[: 3 - left]:
+        (stopped / f"step-{step:08d}").rename(stopped / f".partial-step-{step:08d}.overwritten")
+    assert go_on(stopped, finished_run) == 0
+    assert f"--resume: an --overwrite of {stopped} was cut off; starting fresh" in capsys.readouterr().out
+    assert record(stopped)["resumed_from"] is None
+
+
+def test_what_retention_was_removing_excuses_nothing(stopped, finished_run):
+    move_all_and_lose_latest(stopped)
+    (stopped / ".partial-step-00000003.old").mkdir()
+    before = tree(stopped)
+    assert go_on(stopped, finished_run) == 2
+    assert tree(stopped) == before
+
+
+@pytest.mark.parametrize("name", [b"\xff" * 190, b"x" * 300, b"step-00000009\0", b"../elsewhere", b""])
+def test_a_damaged_latest_is_told_and_does_no_harm(stopped, finished_run, capsys, name):
+    (stopped / "latest").write_bytes(name)
+    assert go_on(stopped, finished_run) == 0
+    assert f"{stopped}/latest names " in capsys.readouterr().out
+    assert record(stopped)["resumed_from"] == "step-00000009"
 
 
 def test_checkpoints_that_come_back_are_gone_on_from(stopped, finished_run):
@@ -164,6 +221,11 @@ def spoil_the_random_state(checkpoint: Path) -> None:
     rewrite(checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}")
 
 
+def name_a_file_too_long(checkpoint: Path) -> None:
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    change_manifest(checkpoint, files=files | {"x" * 300: {"size": 1, "sha256": "0" * 64}})
+
+
 def mistype_the_state(checkpoint: Path) -> None:
     state = json.loads((checkpoint / "run_state.json").read_text())
     rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"epochs": 3}).encode())
@@ -187,6 +249,7 @@ FORGERIES = {
     list_the_ranks: "topology: Input should be an object, not []",
     nest_deeply: "its objects and arrays are nested more than",
     spoil_the_random_state: "holds no random state (cpu) of this version of PyTorch",
+    name_a_file_too_long: "is longer than any file system allows",
     mistype_the_state: "run_state.json: is no run state of this version (epochs: Input should be a valid array, not 3",
     forget_an_epochs_steps: "epochs.0: Value error, steps must be a number of at least 0, not None",
     take_another_step: "is of step 8, and its manifest says 9",

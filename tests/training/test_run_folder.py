@@ -92,7 +92,7 @@ def test_a_kill_while_overwriting_is_no_run_to_go_on_with(finished_run, copied_r
     assert not list(copy.glob("step-*"))
     capsys.readouterr()
     assert go_on(copy, finished_run) == 0
-    assert "no checkpoint yet; starting fresh" in capsys.readouterr().out
+    assert "was cut off; starting fresh" in capsys.readouterr().out
 
 
 def test_nothing_is_written_before_the_strategy_accepts(finished_run, tmp_path, monkeypatch):

@@ -12,10 +12,13 @@ from pydantic import AfterValidator, Field
 
 from dsgpt.errors import UserError
 from dsgpt.files import link_between, sha256_of
-from dsgpt.json_files import Count, Finite, JsonError, Positive, Sha256, read_as
+from dsgpt.json_files import Count, Finite, JsonError, Positive, Sha256, clipped, read_as
 
 MANIFEST = "manifest.json"
 _A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"
+
+_LONGEST_NAME = 255
+"""Bytes: what file systems allow for one name, and more than any path in a checkpoint has."""
 
 
 def _inside(name: str) -> str:
@@ -24,6 +27,8 @@ def _inside(name: str) -> str:
         raise ValueError(f"{name!r} is no name of a file")
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name} is outside of the checkpoint")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(f"{clipped(name)} is longer than any file system allows")
     return name
 
 
@@ -75,14 +80,16 @@ def parse_manifest(checkpoint: Path) -> Manifest:
         UserError: it cannot be read, or is no manifest.
     """
     path = checkpoint / MANIFEST
-    if path.is_symlink():
-        raise UserError(f"{path}: {_A_LINK}")
-    if not path.is_file():
-        raise UserError(f"{path}: is missing: the checkpoint is incomplete")
     try:
+        if path.is_symlink():
+            raise UserError(f"{path}: {_A_LINK}")
+        if not path.is_file():
+            raise UserError(f"{path}: is missing: the checkpoint is incomplete")
         return read_as(path, Manifest, unknown_keys=True)
     except JsonError as error:
         raise UserError(f"{path}: is no readable manifest ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def read_manifest(
@@ -104,16 +111,15 @@ def read_manifest(
     manifest = parse_manifest(checkpoint)
     for name, facts in manifest.files.items():
         if only(name):
-            if link := link_between(checkpoint, checkpoint / name):
-                raise UserError(f"{link}: is damaged: it {_A_LINK}")
-            _verify(checkpoint / name, facts, progress)
+            _verify(checkpoint, name, facts, progress)
     return manifest
 
 
-def _verify(file: Path, facts: FileFacts, progress: Callable[[int], None]) -> None:
-    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
-        raise UserError(f"{file}: is damaged: it is no file")
+def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[int], None]) -> None:
+    file = checkpoint / name
     try:
+        if link := link_between(checkpoint, file):
+            raise UserError(f"{link}: is damaged: it {_A_LINK}")
         if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
             raise UserError(f"{file}: is damaged: it is no file")
         size = file.stat().st_size

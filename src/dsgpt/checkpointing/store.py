@@ -45,9 +45,10 @@ MODEL = "model.json"
 TOKENIZER = "tokenizer"
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"
 STEP_FOLDER = re.compile(_NAME)
-PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced)?")
-"""A checkpoint that is being written, or with ``.old`` removed, or with ``.replaced`` about to be, by its successor."""
-REMOVED, REPLACED, DAMAGED = ".old", ".replaced", ".damaged"
+PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced|\.overwritten)?")
+"""A checkpoint that is being written; or, by its suffix, that is removed because newer ones are kept, that is to be
+replaced by its successor, or that is removed with its whole run."""
+REMOVED, REPLACED, OVERWRITTEN, DAMAGED = ".old", ".replaced", ".overwritten", ".damaged"
 DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
 """A checkpoint that a resume refused; kept for whoever wants to know why."""
 
@@ -106,6 +107,11 @@ def put_back(run_dir: Path) -> None:
 def replaced(run_dir: Path) -> list[Path]:
     """The checkpoints that were to be replaced, if a kill came before they were removed."""
     return [path for path in run_dir.glob(f".partial-step-*{REPLACED}") if not path.is_symlink()]
+
+
+def was_overwritten(run_dir: Path) -> bool:
+    """Whether a kill cut off the removal of the run that is here: what is left of it must not be gone on with."""
+    return any(run_dir.glob(f".partial-step-*{OVERWRITTEN}"))
 
 
 def keep_newest(run_dir: Path, *, count: int) -> None:

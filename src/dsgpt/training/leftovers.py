@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dsgpt.checkpointing import store
 from dsgpt.errors import UserError
-from dsgpt.json_files import Count, JsonError, Seconds, read_as
+from dsgpt.json_files import Count, JsonError, Seconds, clipped_text, read_as
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 
 MAX_RECORD_BYTES = 64 << 20
@@ -53,29 +53,26 @@ def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
 
 
 def why_nothing_was_saved(run_dir: Path) -> str:
-    """Why a folder without checkpoints may be started in afresh, in words.
-
-    A run that was killed before its first checkpoint, or while ``--overwrite`` removed it, has nothing to go on with.
+    """Why a folder without checkpoints may be started in afresh, in words: the run was killed before its first one.
 
     Raises:
         UserError: checkpoints were there, or nothing says that there were none: they may have been moved, or their
             disk is not mounted, and a fresh start would remove the rest of the run.
     """
-    was_overwritten = any(run_dir.glob(f".partial-step-*{store.REMOVED}"))
     for name in (store.LATEST, store.BEST):
-        _require_no_name(run_dir / name, was_overwritten=was_overwritten)
+        if named := named_by(run_dir / name):
+            raise UserError(_lost(run_dir, f"{name} names {named}, which is not there"))
     try:
         record = read_earlier_record(run_dir)
     except JsonError as error:
         raise UserError(_lost(run_dir, f"its {RECORD_FILE} is damaged ({error})")) from error
-    lines = run_dir / STEPS_FILE
     if record is None:
-        if not was_overwritten and lines.is_file() and lines.stat().st_size:
+        lines = run_dir / STEPS_FILE
+        if lines.is_file() and lines.stat().st_size:
             raise UserError(_lost(run_dir, f"it has {STEPS_FILE}, and no {RECORD_FILE} says whether any was saved"))
-        return f"{run_dir} holds no checkpoint yet"
-    if not was_overwritten and record.saves is None:
+    elif record.saves is None:
         raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not say whether any was saved"))
-    if not was_overwritten and record.saves:
+    elif record.saves:
         steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
         raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {_was(record.saves)} saved"))
     return f"{run_dir} holds no checkpoint yet"
@@ -85,21 +82,17 @@ def _was(saves: list[Save]) -> str:
     return "was" if len(saves) == 1 else "were"
 
 
-def _require_no_name(path: Path, *, was_overwritten: bool) -> None:
-    """Check that ``latest`` or ``best`` names nothing that is gone, unless ``--overwrite`` removed it."""
-    name = named_by(path)
-    if not name or (path.parent / name).exists():
-        return
-    if was_overwritten and (path.parent / f".partial-{name}{store.REMOVED}").exists():
-        return
-    raise UserError(_lost(path.parent, f"{path.name} names {name}, which is not there"))
+def missing_newest(run_dir: Path) -> str:
+    """The checkpoint that ``latest`` names, if it is not there; else empty."""
+    name = named_by(run_dir / store.LATEST)
+    return "" if store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir() else name
 
 
 def named_by(path: Path) -> str:
-    """The checkpoint that the file ``latest`` or ``best`` names; empty where there is no such file."""
+    """What the file ``latest`` or ``best`` names, in one line; empty where there is no such file."""
     try:
         with path.open("rb") as file:
-            return file.read(200).decode("utf-8", errors="replace").strip().replace("\0", "?")
+            return clipped_text(file.read(200).decode("utf-8", errors="replace")) or "nothing"
     except FileNotFoundError:
         return ""
     except OSError as error:

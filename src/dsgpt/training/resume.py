@@ -15,7 +15,7 @@ from dsgpt.json_files import clipped
 from dsgpt.problems import Problems
 from dsgpt.telemetry.record import COMPLETE_FILE
 from dsgpt.training.facts import CHANGEABLE, EXECUTED_BY
-from dsgpt.training.leftovers import named_by, why_nothing_was_saved
+from dsgpt.training.leftovers import missing_newest, why_nothing_was_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
     Raises:
         UserError: there are checkpoints, but none is whole; or there were some, and they are gone.
     """
+    if store.was_overwritten(config.run_dir):
+        return Start(messages=(f"--resume: an --overwrite of {config.run_dir} was cut off; starting fresh",))
     if (config.run_dir / COMPLETE_FILE).exists():
         finished = _plan_finished(config, fixed=fixed, problems=problems)
         if finished is not None:
@@ -86,8 +88,8 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
 
 def _newest_is_gone(run_dir: Path) -> list[str]:
     """The warning that the newest checkpoint is not there, so that its steps are taken again."""
-    name = named_by(run_dir / store.LATEST)
-    if not name or (run_dir / name).exists():
+    name = missing_newest(run_dir)
+    if not name:
         return []
     return [f"--resume: {run_dir / store.LATEST} names {name}, which is not there; the newest that is there is taken"]
 
@@ -121,19 +123,19 @@ def _by(strategy: str, ranks: int) -> str:
 
 
 def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Problems) -> Start | None:
-    """Nothing to do, unless this run was allowed to be longer than the finished one; then None.
+    """Nothing to do; None where this run may be longer than the finished one, or its checkpoints are gone.
 
     Nothing will be loaded, so the files of the checkpoint are not verified.
     """
     available = [path for path in store.checkpoints(config.run_dir) if _is_readable(path)]
-    if available:
-        manifest = parse_manifest(available[0])
-        longer = config.total_steps > manifest.step
-        if longer and "total steps" in _allowed(config):
-            return None
-        _compare(config, manifest.fixed, fixed, made="the finished run", problems=problems)
+    if not available:
+        return None
+    manifest = parse_manifest(available[0])
+    if config.total_steps > manifest.step and "total steps" in _allowed(config):
+        return None
+    _compare(config, manifest.fixed, fixed, made="the finished run", problems=problems)
     return Start(
-        checkpoint=available[0] if available else None,
+        checkpoint=available[0],
         finished=True,
         messages=(f"{config.run_dir} holds a finished run; nothing to do",),
     )

@@ -84,18 +84,18 @@ def make_run_folder(run_dir: Path) -> None:
 def clear_run_folder(run_dir: Path, start: Start) -> None:
     """Remove what an earlier process left: for a fresh start its run, else half a save and what was refused.
 
-    A kill in between leaves a folder that is a run's but has neither an end nor a checkpoint, so that ``--resume``
-    starts fresh.
+    The first checkpoint that is set aside marks the run as overwritten, and goes last: after a kill in between,
+    ``--resume`` starts fresh.
     """
     store.remove(run_dir / COMPLETE_FILE)
     if start.checkpoint is None:
         for name in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
             for checkpoint in _folders(run_dir, name):
-                store.set_aside(checkpoint)
+                store.set_aside(checkpoint, suffix=store.OVERWRITTEN)
         for name in _FILES:
             store.remove(run_dir / name)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
-        store.remove(path)  # last, because it says that the rest was removed on purpose
+        store.remove(path)
     if start.checkpoint is not None:
         for checkpoint in start.refused:
             store.mark_damaged(checkpoint)
