@@ -33,6 +33,7 @@ from dsgpt.telemetry.record import drop_steps_after, read_steps
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
 """12 steps over epochs of 5."""
+CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]
 
 
@@ -63,9 +64,8 @@ def resume(folder: Path) -> None:
     _vouch_for_all(folder / "run")
     _train(folder, resume=True)
     store.name_newest_and_best(folder / "run")
-    for which in ("latest", "best"):
-        files = open_model_files(find_checkpoint(folder / "run", which=which, flag="--checkpoint"))
-        load_model(files, torch.device("cpu"))
+    load_model(open_model_files(find_checkpoint(folder / "run", which="latest", flag="--checkpoint")), CPU)
+    find_checkpoint(folder / "run", which="best", flag="--checkpoint")
 
 
 def _vouch_for_all(run_dir: Path) -> None:
@@ -92,7 +92,7 @@ def take_up_lines(folder: Path) -> None:
     """What a resumed run does with the lines of the process before it."""
     lines = folder / "run" / "metrics.jsonl"
     drop_steps_after(lines, 9)
-    meter = StepMeter(torch.device("cpu"), tokens_per_step=128)
+    meter = StepMeter(CPU, tokens_per_step=128)
     meter.take_up(read_steps(lines), done=9, epoch_start=5)
 
 
@@ -198,7 +198,8 @@ def write_all(folder: Path, run: Path) -> None:
     """Make a whole file of every kind in ``folder``; ``run`` is a folder with data, a recipe and a finished ``run``."""
     shutil.copytree(run, folder, dirs_exist_ok=True)
     (folder / "run" / "RUN_COMPLETE.txt").unlink()
-    shutil.rmtree(folder / "run" / "step-00000012")
+    for step in (3, 12):
+        shutil.rmtree(folder / "run" / f"step-{step:08d}")
     (folder / "preparation.json").write_text(
         json.dumps(
             {"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64, "splits": {}}
