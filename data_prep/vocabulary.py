@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dsgpt.errors import UserError
 from dsgpt.files import remove
 from dsgpt.hub_access import explain_offline
-from dsgpt.tokenizer_files import SETTINGS, TOKENIZER, TokenizerCodeError, fault_of, open_tokenizer, reason_of
+from dsgpt.tokenizer_files import SETTINGS, TOKENIZER, RefusedTokenizerError, fault_of, open_tokenizer, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ def save_loaded(name: str, folder: Path) -> None:
     else:
         try:
             tokenizer = open_tokenizer(name, what=what, **_AS_IT_IS)
-        except TokenizerCodeError:
+        except RefusedTokenizerError:
             raise
         except UserError:  # it is not in the hub library's cache
             tokenizer = _download(name)
@@ -112,7 +112,7 @@ def _download(name: str) -> "PreTrainedTokenizerBase":
     )
     try:
         return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, **_AS_IT_IS)
-    except TokenizerCodeError:
+    except RefusedTokenizerError:
         raise
     except UserError as error:
         raise UserError(

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsgpt.cli_reader import Parser, Reader, read_words
+from dsgpt.errors import DifferentRunError, UserError
 from dsgpt.script import complain, run_script
 from dsgpt.topology import free_port
 
@@ -139,28 +141,39 @@ def _compare(demo: Demo) -> int:
 
 
 def _go_on_or_anew(words: Sequence[str]) -> str:
-    """``--resume``, or ``--overwrite`` where the folder holds a run that cannot go on as this one, which is said.
+    """``--resume``, or ``--overwrite`` where the folder holds a sound run that is another one, which is said.
 
-    Other steps are another training: the learning rate falls over all of them. So are another recipe or text.
+    Other steps are another training: the learning rate falls over all of them. So are another recipe or text. Whatever
+    else is wrong, damaged checkpoints or a full disk, replaces nothing: the training says it, and ends the demo.
     """
-    refusal = _refusal([*words, "--resume"])
-    if not refusal or _refusal([*words, "--overwrite"]):  # what does not help is told by the run itself
-        return "--resume"
     folder = words[words.index("--checkpoint_path") + 1]
+    refusal = _refusal([*words, "--resume"])
+    if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # what does not help is told by the run itself
+        return "--resume"
+    if not isinstance(refusal, DifferentRunError):
+        if isinstance(refusal, UserError):
+            print(
+                f"{folder} cannot go on: if what it lacks is lost, remove it (rm -r {shlex.quote(folder)}) and repeat "
+                "make demo",
+                flush=True,
+            )
+        return "--resume"
     print(f"{folder} holds another run, which is replaced:", flush=True)
-    for line in refusal:
-        print(f"  {line.removeprefix('error: ').removeprefix('--resume: ')}", flush=True)
+    for line in refusal.problems:
+        print(f"  {line.removeprefix('--resume: ')}", flush=True)
     return "--overwrite"
 
 
-def _refusal(words: Sequence[str]) -> list[str]:
-    """The mistakes that a dry run finds."""
-    from dsgpt.main import train  # noqa: PLC0415 - torch takes seconds
+def _refusal(words: Sequence[str]) -> UserError | OSError | None:
+    """What a dry run finds wrong, or what kept it from finding out; None where all is well."""
+    from dsgpt.main import check  # noqa: PLC0415 - torch takes seconds
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        train([*words, "--dry_run"])
-    return [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            check(words)
+        except (UserError, OSError) as error:
+            return error
+    return None
 
 
 def _run(command: list[str]) -> int:

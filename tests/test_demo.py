@@ -1,8 +1,11 @@
 """``make demo`` again, with other steps, text or recipe: it goes on, or starts anew and says why."""
 
+import errno
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +15,7 @@ from small_run import REPOSITORY
 from training_runs import Corpus
 
 from dsgpt.main import train
+from dsgpt.training import run
 
 
 @pytest.fixture
@@ -76,6 +80,75 @@ def test_what_starting_anew_does_not_cure_is_left_to_the_run(demo, capsys):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"of": "somebody else"}')
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
+    assert demo._go_on_or_anew(words) == "--resume"
+    assert capsys.readouterr() == ("", "")
+
+
+RUN = Path("checkpoint/demo-baseline")
+
+
+def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch):
+    """They may come back; with --overwrite the rest of the run would be gone."""
+    baseline(demo, steps=1)
+    (RUN / "RUN_COMPLETE.txt").unlink()
+    (RUN / "step-00000001").rename("elsewhere")
+    capsys.readouterr()
+    commands = []
+    monkeypatch.setattr(demo, "_run", lambda command: commands.append(command) or train(command[2:]))
+    before = sorted(RUN.iterdir())
+    assert demo._train_baseline(demo.Demo(into=Path(), steps=1, gpus=0)) == 2
+    assert commands[0][-1] == "--resume" and sorted(RUN.iterdir()) == before
+    said = capsys.readouterr()
+    assert "bring them back" in said.err
+    assert "if what it lacks is lost, remove it (rm -r checkpoint/demo-baseline) and repeat make demo" in said.out
+    for steps in (2, 3):  # another length besides is no reason
+        words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
+        assert demo._go_on_or_anew(words) == "--resume"
+
+
+def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
+    baseline(demo, steps=1)
+    (RUN / "RUN_COMPLETE.txt").unlink()
+    (RUN / "step-00000001" / "model.safetensors").write_bytes(b"")
+    words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
+    assert demo._go_on_or_anew(words) == "--resume"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_passing_error_is_no_other_run(demo, monkeypatch, number):
+    baseline(demo, steps=1)
+    failures = [OSError(number, os.strerror(number), "somewhere")]
+    plan = run.plan_resume
+
+    def fail_once(*given, **named):
+        if failures:
+            raise failures.pop()
+        return plan(*given, **named)
+
+    monkeypatch.setattr(run, "plan_resume", fail_once)
+    words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
+    assert demo._go_on_or_anew(words) == "--resume"
+    assert not failures
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
+    baseline(demo, steps=1)
+    monkeypatch.setattr(run, "plan_resume", lambda *given, **named: os.kill(os.getpid(), number))
+    words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
+    with pytest.raises(KeyboardInterrupt):
+        demo._go_on_or_anew(words)
+
+
+def test_another_fault_besides_is_not_another_run(demo, capsys):
+    """Other steps, and a tokenizer that the data's sidecar names and that is gone."""
+    baseline(demo, steps=1)
+    sidecar = Path("data/python-stdlib/train.json")
+    values = json.loads(sidecar.read_text())
+    sidecar.write_text(json.dumps(values | {"tokenizer": {"name": "tokenizer", "sha256": None}}))
+    shutil.rmtree("data/python-stdlib/tokenizer", ignore_errors=True)
+    capsys.readouterr()
+    words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
     assert demo._go_on_or_anew(words) == "--resume"
     assert capsys.readouterr() == ("", "")
 

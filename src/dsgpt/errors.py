@@ -24,6 +24,10 @@ class UserError(ValueError):
         self.problems = problems
 
 
+class DifferentRunError(UserError):
+    """All that is wrong: the run in the folder is sound, and was made with other settings or data than this one."""
+
+
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm became NaN or infinite; nothing of it was saved, exit code 3."""
 

@@ -62,6 +62,20 @@ def train(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def check(arguments: Sequence[str]) -> None:
+    """Do the dry run of ``arguments`` in silence, and raise what ``train`` would make an exit code of.
+
+    Raises:
+        DifferentRunError: nothing is wrong but that the folder's run is another one.
+        UserError: something else is.
+        OSError: the system refuses, perhaps for now.
+        KeyboardInterrupt: somebody ended it.
+    """
+    _find_tools_beside_interpreter()
+    with Interruption(speaks=False) as interruption:
+        _train([*arguments, "--dry_run"], False, interruption)
+
+
 def _train(arguments: Sequence[str], speaks: bool, interruption: Interruption) -> None:
     options, problems = parse_arguments(arguments)
     topology = read_topology(local_rank_flag=options.local_rank)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dsgpt.errors import UserError
+from dsgpt.errors import DifferentRunError, UserError
 from dsgpt.json_files import clipped, clipped_text
 
 MOST_KEYS = 20
@@ -43,13 +43,18 @@ class Problems:
     """A list of one-line mistakes, each with its cure."""
 
     def __init__(self) -> None:
+        self._only_differs = True
         self._lines: dict[str, None] = {}  # in their order; a dictionary, because a bad file may have thousands
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
-    def add(self, *lines: str) -> None:
-        """Note mistakes; a line said before is not repeated."""
+    def add(self, *lines: str, differs: bool = False) -> None:
+        """Note mistakes; a line said before is not repeated.
+
+        ``differs`` where they say that the run in the folder is another one, and nothing worse.
+        """
+        self._only_differs &= differs or not lines
         self._lines |= dict.fromkeys(lines)
 
     def mention(self, word: str) -> bool:
@@ -57,9 +62,9 @@ class Problems:
         return any(line.startswith(f"{word} ") or f"did you mean {word}?" in line for line in self._lines)
 
     def raise_if_any(self) -> None:
-        """Raise one ``UserError`` with all of them."""
+        """Raise one ``UserError`` with all of them; a ``DifferentRunError`` where each of them ``differs``."""
         if self._lines:
-            raise UserError(*self._lines)
+            raise (DifferentRunError if self._only_differs else UserError)(*self._lines)
 
 
 class Section:

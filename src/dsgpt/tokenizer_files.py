@@ -5,24 +5,27 @@ Imports no torch, and transformers only where a tokenizer is opened.
 
 import json
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsgpt.errors import UserError
 from dsgpt.files import is_regular_file
-from dsgpt.json_files import JsonError, clipped, read_bytes
+from dsgpt.json_files import JsonError, clipped, clipped_text, read_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 CONFIG = "config.json"
 """Of the model beside; it decides the tokenizer's class where ``SETTINGS`` does not."""
 FILES = (
     TOKENIZER,
     SETTINGS,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -36,10 +39,14 @@ FILES = (
 COPY_LINKS = "links are not followed there: make files of them (cp -rL FOLDER COPY)"
 _HONOURED = {SETTINGS: None, CONFIG: ("AutoConfig", "AutoTokenizer")}
 """The entries of each file's ``auto_map`` that opening a tokenizer would follow; None: all of them."""
+_READ = (SETTINGS, SPECIAL_TOKENS, CONFIG)
+"""The files whose entries decide what else is opened."""
+_UNUSED = {"tokenizer_file", "special_tokens_map_file"}
+"""Entries of ``SETTINGS`` with paths of its maker's machine, which the library replaces or ignores."""
 
 
-class TokenizerCodeError(UserError):
-    """The tokenizer works only with code that it brings along."""
+class RefusedTokenizerError(UserError):
+    """The tokenizer asks for code that it brings along, or for files that are not known by name: it is not opened."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -64,8 +71,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name, follow_symlinks=False)
 
 
-def fault_of(folder: Path, *, named: bool = False) -> TokenizerCodeError | UserError | None:
-    """Why nothing may be taken from a tokenizer's folder: it holds links, asks for code, or cannot be read.
+def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
+    """Why nothing may be taken from a tokenizer's folder: links, a request for code or other files, nothing to read.
 
     Args:
         folder: the tokenizer's.
@@ -81,23 +88,47 @@ def fault_of(folder: Path, *, named: bool = False) -> TokenizerCodeError | UserE
         return UserError(
             f"its {' and '.join(links)} {'is a link' if len(links) == 1 else 'are links'}, and {COPY_LINKS}"
         )
-    return _fault_of_files({name: folder / name for name in _HONOURED if (folder / name).exists()})
+    return _fault_of_files({name: folder / name for name in _READ if (folder / name).exists()})
 
 
-def _fault_of_files(settings: dict[str, Path]) -> TokenizerCodeError | UserError | None:
-    """The same, of the files that may ask for code; by their usual names."""
+def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
+    """The same, of the files in ``_READ``; by their usual names."""
     for name, path in settings.items():
         try:
-            wanted = _object(path).get("auto_map")
+            values = _object(path)
         except JsonError as error:
             return UserError(f"its {name} cannot be read ({error})")
-        entries = _HONOURED[name]
+        if others := sorted(set(_naming_files(name, values))):
+            return RefusedTokenizerError(
+                f"its {name} names other files to open ({', '.join(others[:3])}), which nothing vouches for: remove "
+                f"{'this entry' if len(others) == 1 else 'these entries'}, and leave the vocabulary in {TOKENIZER}"
+            )
+        wanted, entries = values.get("auto_map"), _HONOURED.get(name, ())
         if wanted and (entries is None or not isinstance(wanted, dict) or any(wanted.get(key) for key in entries)):
-            return TokenizerCodeError(
+            return RefusedTokenizerError(
                 f"its {name} asks for code of its own (auto_map), which is never run: use a tokenizer of the "
                 f"`tokenizers` library (a {TOKENIZER}), without auto_map"
             )
     return None
+
+
+def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
+    """The keys by which the file ``name`` would make the library open files that are not known by name."""
+    if name == CONFIG:
+        if values.get("configuration_files"):
+            yield "configuration_files"
+        return
+    objects: list[Any] = [{key: value for key, value in values.items() if name != SETTINGS or key not in _UNUSED}]
+    while objects:  # no recursion: they may be nested deep
+        value = objects.pop()
+        if isinstance(value, list):
+            objects += value
+        elif isinstance(value, dict):
+            yield from (clipped_text(key) for key in value if key.endswith(("_file", "_files")) and value[key])
+            objects += value.values()
+    yield from (key for key in ("vocab", "merges") if isinstance(values.get(key), str))  # a path, to some classes
+    if values.get("init_inputs"):  # stand in the place of any of the above
+        yield "init_inputs"
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -120,6 +151,8 @@ def open_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """Open a tokenizer with transformers; code that it brings is refused, and nobody is asked about it.
 
+    Of a folder, transformers gets a copy of the known regular files: it looks for others too, and follows links.
+
     Args:
         source: its folder as a ``Path``, or its name on the hub as text.
         what: begins the message of an error: the flag or the folder.
@@ -128,24 +161,45 @@ def open_tokenizer(
         settings: of the tokenizer, in the place of its own.
 
     Raises:
-        TokenizerCodeError: it brings code.
+        RefusedTokenizerError: it asks for code or for files of other names.
         UserError: it is not there, or is no tokenizer. One line.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
-
     try:
         fault = fault_of(source, named=named) if isinstance(source, Path) else _fault_on_hub(source, fetch=fetch)
+        if fault is None and isinstance(source, Path):
+            return _open_copy(source, **settings)
         if fault is None:
-            return AutoTokenizer.from_pretrained(
-                source, trust_remote_code=False, local_files_only=not fetch, **settings
-            )
+            return _open(source, local_files_only=not fetch, **settings)
+    except RefusedTokenizerError as error:
+        fault = error
     except Exception as error:  # the library checks no types, and the tokenizers library raises plain Exception
         kind = "tokenizer folder" if isinstance(source, Path) else "tokenizer"
         raise UserError(f"{what}: is no {kind} that can be read ({reason_of(error)})") from error
     raise type(fault)(f"{what}: {fault}")
 
 
-def _fault_on_hub(name: str, *, fetch: bool) -> TokenizerCodeError | UserError | None:
+def _open_copy(source: Path, **settings: Any) -> "PreTrainedTokenizerBase":
+    """Open a copy of the folder's files, checked once more: what is opened is what was checked."""
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as place:
+        copy = Path(place) / "tokenizer"
+        copy_tokenizer(source, copy)
+        if fault := fault_of(copy):
+            raise fault
+        try:
+            tokenizer = _open(copy, local_files_only=True, **settings)
+        except Exception as error:  # as in open_tokenizer; the user knows nothing of the copy
+            raise ValueError((str(error) or type(error).__name__).replace(str(copy), str(source))) from error
+    tokenizer.name_or_path = str(source)
+    return tokenizer
+
+
+def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
+
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **settings)
+
+
+def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
     """As ``fault_of``, of a name on the hub; its cache consists of links, which the library made."""
     from transformers.utils import cached_file  # noqa: PLC0415 - as above
 
@@ -154,7 +208,7 @@ def _fault_on_hub(name: str, *, fetch: bool) -> TokenizerCodeError | UserError |
             name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
         )
-        for file in _HONOURED
+        for file in _READ
     }  # fmt: skip
     return _fault_of_files({file: Path(path) for file, path in found.items() if path is not None})
 

@@ -183,3 +183,17 @@ def test_a_tokenizer_without_an_end_is_refused(monkeypatch, text, tmp_path):
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", folder)
     assert "has no end-of-text token (eos_token)" in line
+
+
+@pytest.mark.parametrize("where", ["folder", "hub"])
+def test_a_tokenizer_that_names_other_files_is_refused(monkeypatch, text, tokenizer, tmp_path, where):
+    settings = tokenizer / "tokenizer_config.json"
+    named = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
+    shutil.copy(tokenizer / "tokenizer.json", tokenizer / "tokenizer.4.0.0.json")
+    cached(tmp_path / "home", "somebody/words", tokenizer)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    given = tokenizer if where == "folder" else "somebody/words"
+    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", given, "--output_dir", tmp_path / "out")
+    start = f"--tokenizer {given}: its tokenizer_config.json names other files to open (fast_tokenizer_files)"
+    assert line.startswith(start)

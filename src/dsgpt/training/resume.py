@@ -66,7 +66,8 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
     if state.step > config.total_steps:
         problems.add(
             f"--resume: {checkpoint} is {state.step} steps on, and this run ends after {config.total_steps}: give "
-            "more --max_train_steps or --epochs"
+            "more --max_train_steps or --epochs",
+            differs=True,
         )
     validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
     return Start(
@@ -214,7 +215,8 @@ def _compare(
         now, then = clipped(value, width=400), clipped(before, width=400)
         problems.add(
             f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {way_out}repeat the "
-            "original command, or start a new run in another folder"
+            "original command, or start a new run in another folder",
+            differs=True,
         )
     return changes
 
