@@ -7,7 +7,6 @@ from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.telemetry.meter import StepMeter, throughput
 
-
 NEVER_CHANGES = frozenset({"precision"})
 """Of what a segment says, what no resume lets change (``fixed_facts``): known of segments that were not kept too."""
 
