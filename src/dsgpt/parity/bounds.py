@@ -2,9 +2,9 @@
 times what was measured there.
 
 In fp32 only the order of sums differs. On a CPU in bf16 every product is rounded to 8 binary digits, but the reference
-takes the same micro batches and rounds where the strategy does, so that the first gradient and the first update are equal in six
-digits: whoever sums in another precision, drops or doubles a micro batch, decays a bias or has another epsilon, is out
-of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to the other side changes
+takes the same micro batches and rounds where the strategy does, so that the first gradient and the first update are
+equal in six digits: whoever sums in another precision, drops or doubles a micro batch, decays a bias or has another
+epsilon, is out of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to the other side changes
 the products of the next step, and after 20 steps loss and weights differ as if every product had been rounded once
 more.
 

@@ -27,8 +27,8 @@ bounds of 16-bit precisions allow for every product rounded otherwise."""
 _UNSEEN = """What these bounds cannot see: the keys' biases, which are left out of the weights (softmax ignores what all
 keys share: their gradient is rounding alone, of which Adam makes full steps); {on_device}; and what needs more steps
 than these trainings take. The reference takes token files and the order of samples from the product, whose own tests
-hold them. Of the schedules, the cosine and the constant rate are compared with a formula of the reference's own; `WarmupLR`
-and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
+hold them. Of the schedules, the cosine and the constant rate are compared with a formula of the reference's own;
+`WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
 _UNSEEN_ON_CPU = """in bf16, what after the first update changes loss or weights by less than one more rounding of every
 product; under tensor and sequence parallelism in bf16, a sum in the wrong precision"""
 _UNSEEN_ON_CUDA = """in 16-bit precisions, what changes gradients, loss or weights by less than one more rounding of

@@ -22,7 +22,7 @@ class Bug:
     optimizer: str = "adamw"
     precision: str = "fp32"
     visible_on: tuple[str, ...] = ("cpu", "cuda")
-    """Devices with bounds that it is out of; those of bf16 on a GPU are wider than some bugs, which are not run there."""
+    """Devices with bounds that it is out of; those of bf16 on a GPU are wider than some, which are not run there."""
 
     def cell(self, name: str) -> Cell:
         """The cell that must fail."""
