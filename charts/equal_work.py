@@ -6,7 +6,7 @@ from typing import Any
 
 from runs import Run
 
-from dsgpt.same_work import LATER_FACTS, TRAINING_FACTS, WORK_FACTS
+from dsgpt.same_work import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
 
 MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model "))
 
@@ -93,8 +93,12 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
 
 
 def asked_for(runs: Sequence[Run]) -> list[str]:
-    """The facts that these runs are compared by: all but those of ``LATER_FACTS`` that none of them recorded."""
-    return [fact for fact in runs[0].work if fact not in LATER_FACTS or any(run.work[fact] is not None for run in runs)]
+    """The facts that these runs are compared by: all but those of ``LATER_FACTS`` that none of them recorded.
+
+    Where one was resumed, ``RESUME_FACTS`` are asked for all the same: that nobody recorded them is then no default.
+    """
+    later = LATER_FACTS - RESUME_FACTS if any(run.resumed for run in runs) else LATER_FACTS
+    return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]
 
 
 def judge(runs: Sequence[Run]) -> Verdict:

@@ -82,6 +82,14 @@ class Fields:
         """A number that is not negative, or None; anything else is noted."""
         return self._number(key, self._values.get(key))
 
+    def whole(self, key: str) -> int | None:
+        """A whole number that is not negative, exactly, or None; anything else is noted."""
+        value = self._values.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        self._note(key, value, "a whole number from 0 up")
+        return None
+
     def series(self, key: str) -> list[float | None]:
         """The numbers under ``key``, one per epoch, whether a list or a single number was written there."""
         value = self._values.get(key)
@@ -98,8 +106,9 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            self._notes.append(
-                f"{self._path}{key} holds {str(value)[:40]!r}, not a number from 0 up: treated as unknown"
-            )
+            self._note(key, value, "a number from 0 up")
             return None
         return float(value)
+
+    def _note(self, key: str, value: Any, wanted: str) -> None:
+        self._notes.append(f"{self._path}{key} holds {str(value)[:40]!r}, not {wanted}: treated as unknown")

@@ -43,6 +43,8 @@ class Run:
     """By process; at least one."""
     work: Mapping[str, Any]
     """What was computed, by fact; ``dsgpt.same_work`` says which facts there are."""
+    resumed: bool
+    """Whether the record names a checkpoint that the run went on from."""
     epochs: int
     """Epochs of which a loss was recorded."""
     train_time: float | None
@@ -143,6 +145,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
         devices=said(segments, DEVICES),
         strategy=said(segments, STRATEGY),
         segments=segments,
+        resumed=record.raw("resumed_from") is not None,
         work=read_work(
             record,
             steps=_first(summary.number("optimizer_steps"), _total(epochs.steps)),

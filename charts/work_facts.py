@@ -26,7 +26,7 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         tokens: tokens trained on.
     """
     config, data = record.section("training_config"), record.section("data")
-    model, seed = config.section("model"), config.number("seed")
+    model, seed = config.section("model"), config.whole("seed")
     facts = {
         "global batch": config.number("global_batch_size"),
         "sequence length": config.number("seq_len"),
@@ -47,7 +47,7 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
         "gradient clipping": config.number("gradient_clipping"),
         "loss scaling": _loss_scaling(config),
         "quantized communication": _quantized(record),
-        "seed": None if seed is None else f"{seed:.0f}",
+        "seed": None if seed is None else str(seed),
         "changed at resume": _changes(record, config),
     }
     return {fact: facts[fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}

@@ -57,6 +57,9 @@ LATER_FACTS = frozenset(
 )
 """Facts that records of generation 2.1 need not hold: not asked for where no run recorded them."""
 
+RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
+"""Those of them that a resume may change: asked for wherever a run was resumed."""
+
 _LENGTH = ("optimizer steps", "scheduler")
 _SETTINGS = ("optimizer settings",)
 _SCHEDULER = ("scheduler",)

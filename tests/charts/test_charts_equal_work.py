@@ -96,6 +96,26 @@ def test_facts_that_nobody_recorded_are_asked_for_only_where_every_record_has_th
     )
 
 
+@pytest.mark.parametrize("others", ["resumed too", "never resumed"])
+def test_what_a_resume_changed_is_asked_for_though_nobody_recorded_it(read, others):
+    """One of two may have gone on with other data, or with Zero++."""
+    resumed = record(resumed_from="step-00000030")
+    other = record(resumed_from="step-00000010") if others == "resumed too" else without(record(), "resumed_from")
+    verdict = judge([read("a", resumed), read("b", other)])
+    assert verdict.answer == "unknown"
+    assert verdict.unknown["a"] == ("quantized communication", "changed at resume")
+
+
+def test_seeds_that_a_float_cannot_tell_apart_differ(read):
+    runs = [read(str(seed), record(training_config__seed=seed)) for seed in (2**53, 2**53 + 1)]
+    assert judge(runs).line() == f"same work: no (seed {2**53} vs {2**53 + 1})"
+
+
+def test_a_seed_that_is_no_whole_number_is_unknown(read):
+    runs = [read(name, record(training_config__seed=7.5)) for name in "ab"]
+    assert judge(runs).line() == "same work: unknown (a did not record seed; b did not record seed)"
+
+
 def test_a_known_difference_outweighs_the_unknown(read):
     verdict = judge([read("a", record()), read("b", record(training_config__seq_len=64, data__val_sha256=None))])
     assert verdict.line() == "same work: no (sequence length 32 vs 64; b did not record validation data)"

@@ -36,7 +36,8 @@ def read(tmp_path):
     """A run of 40 steps, the first 30 of them as the program's defaults and the others with ``changes``."""
 
     def read_segments(name: str = "b", *, first: dict[str, Any] | None = None, **changes: Any) -> Run:
-        values = record(segments=[first or segment(1, 30), segment(31, 40, **changes)], resumed_from="step-00000030")
+        segments = [first or segment(1, 30), segment(31, 40, **changes)]
+        values = record(segments=segments, resumed_from="step-00000030", changed_at_resume=[])
         return read_run(write_run(tmp_path / name, values, lines=step_lines()), name=name)
 
     return read_segments

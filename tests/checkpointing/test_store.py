@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,23 @@ import torch
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import read_manifest
 from dsgpt.checkpointing.random_state import load_random_state, save_random_state
-from dsgpt.checkpointing.run_state import RunState, read_run_state
+from dsgpt.checkpointing.run_state import Change, Epoch, RunState, read_run_state
 from dsgpt.errors import UserError
 
-EPOCH = {"epoch_idx": 0, "steps": 5, "epoch_wall_time_sec": 1.5}
+UNKNOWN = dict.fromkeys(each.name for each in fields(Epoch))
+EPOCH = Epoch(
+    **UNKNOWN
+    | {"epoch_idx": 0, "steps": 5, "micro_steps": 5, "optimizer_steps": 5}
+    | {"tokens_processed_global": 640, "epoch_wall_time_sec": 1.5}
+)
+CHANGE = Change(step=100, name="schedule", before=None, after={"type": "WarmupLR"})
 
 
 def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") -> Path:
     folder = store.begin(run_dir, step)
     (folder / "deep").mkdir()
     (folder / "deep" / "weights.bin").write_bytes(data)
-    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[EPOCH])
+    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[EPOCH], changes=[CHANGE])
     checkpoint = store.publish(run_dir, folder, state=state, about={"strategy": "test"})
     store.keep_newest(run_dir, count=keep)
     return checkpoint
@@ -36,7 +43,7 @@ def test_round_trip(tmp_path):
     assert set(manifest.files) == {"deep/weights.bin", "run_state.json"}
     state = read_run_state(checkpoint)
     assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
-    assert state.epochs == [EPOCH]
+    assert (state.epochs, state.changes) == ([EPOCH], [CHANGE])
 
 
 def test_the_newest_are_kept(tmp_path):

@@ -1,5 +1,6 @@
 """Every kind of file that may come from elsewhere, and the code that reads it, as a user's command would."""
 
+import functools
 import hashlib
 import json
 import random
@@ -7,28 +8,38 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from comparison import comparison_markdown, console_summary
 from documents import SourceFile, json_lines_reader
 from downloaded_set import downloaded_source
-from mangling import mangle_bytes, mangle_json, mangle_lines, mangle_safetensors
+from mangling import mangle_bytes, mangle_inside, mangle_json, mangle_lines, mangle_safetensors
 from preparation import Place
 from runs import read_run
 from small_run import REPOSITORY, command_line
 
 from dsgpt.checkpointing import store
-from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.checkpointing.run_state import read_run_state, write_run_state
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
+from dsgpt.cli import parse_arguments
+from dsgpt.config import RunConfig, resolve
 from dsgpt.inference.checkpoint_model import load_model
+from dsgpt.json_files import JsonError
 from dsgpt.main import train
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.hugging_face import published_shape
 from dsgpt.model.pretrained import PretrainedWeights, read_json, weight_files
 from dsgpt.model.vocabulary_files import end_of_text_id, token_ids
 from dsgpt.problems import Problems
+from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.meter import StepMeter
-from dsgpt.telemetry.record import drop_steps_after, read_steps
+from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after, read_steps
+from dsgpt.topology import read_topology
+from dsgpt.training.facts import CHANGES_KEY, fixed_facts, record_facts
+from dsgpt.training.journal import Journal
+from dsgpt.training.leftovers import EarlierRecord, read_earlier_record
+from dsgpt.training.resume import plan_resume
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
@@ -40,6 +51,11 @@ Mangle = Callable[[bytes, random.Random], bytes]
 def either(data: bytes, chance: random.Random) -> bytes:
     """The JSON or the bytes."""
     return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
+
+
+def history(data: bytes, chance: random.Random) -> bytes:
+    """What a run state tells of finished epochs and of resumes, which a resumed run goes on with."""
+    return mangle_inside(data, chance, keys=("epochs", "changes"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +70,51 @@ class Kind:
     count: int = 100
 
 
-def _train(folder: Path, **changes: object) -> None:
-    """Plan a training: everything is read and checked, nothing is trained."""
-    train(command_line(folder, **RUN | {"dry_run": True} | changes))
+def _train(folder: Path, **changes: object) -> int:
+    """Plan a training: everything is read and checked, nothing is trained; the exit code comes back."""
+    return train(command_line(folder, **RUN | {"dry_run": True} | changes))
 
 
 def resume(folder: Path) -> None:
-    """Plan to go on with the run, and ask its model for text."""
+    """Plan to go on with the run, take up what it was, and ask its model for text."""
     _vouch_for_all(folder / "run")
-    _train(folder, resume=True)
+    if _train(folder, resume=True) == 0:
+        take_up(folder)
     store.name_newest_and_best(folder / "run")
     load_model(open_model_files(find_checkpoint(folder / "run", which="latest", flag="--checkpoint")), CPU)
     find_checkpoint(folder / "run", which="best", flag="--checkpoint")
+
+
+@functools.cache
+def _asked(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, Any]]:
+    """The resumed run's configuration, hashes and facts: what no file of the run changes, and asking git is slow."""
+    options, problems = parse_arguments(command_line(folder, **RUN, resume=True))
+    config = resolve(options, topology=read_topology({}), problems=problems)
+    files = {"train": config.train.path, "val": config.val.path}
+    hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    hashes["initial weights"] = None
+    return config, hashes, record_facts(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
+
+
+def take_up(folder: Path) -> None:
+    """What a resumed run does with the state and the record that its plan let through, up to its next checkpoint."""
+    config, hashes, facts = _asked(folder)
+    start = plan_resume(config, fixed=fixed_facts(config, hashes=hashes), problems=Problems())
+    if start.checkpoint is None:
+        return
+    state, lines = read_run_state(start.checkpoint), config.run_dir / STEPS_FILE
+    drop_steps_after(lines, state.step)
+    facts = {**facts, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
+    journal = Journal(config, torch.device("cpu"), Console(speaks=False), facts, first_step=state.step)
+    try:
+        earlier = read_earlier_record(config.run_dir)
+    except JsonError:  # which a resume tells, and goes on without
+        earlier = None
+    journal.take_up(state, lines, earlier=earlier or EarlierRecord())
+    journal.epoch_done(len(state.epochs))
+    write_run_state(folder, journal.state(state.step))
+    read_run_state(folder)
+    journal.close()
 
 
 def _vouch_for_all(run_dir: Path) -> None:
@@ -167,7 +216,8 @@ KINDS = {
     "recipe": Kind(file="recipe.json", read=plan, count=250),
     "sidecar": Kind(file="train.json", read=plan, count=150),
     "manifest": Kind(file=f"{NEWEST}/manifest.json", read=resume, count=200),
-    "run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, count=150),
+    "run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, count=100),
+    "history in a run_state": Kind(file=f"{NEWEST}/run_state.json", read=resume, mangle=history),
     "training_state": Kind(file=f"{NEWEST}/training_state.json", read=resume, count=50),
     "model": Kind(file=f"{NEWEST}/model.json", read=resume, count=100),
     "weights": Kind(file=f"{NEWEST}/model.safetensors", read=resume, mangle=mangle_safetensors),
@@ -200,6 +250,10 @@ def write_all(folder: Path, run: Path) -> None:
     (folder / "run" / "RUN_COMPLETE.txt").unlink()
     for step in (3, 12):
         shutil.rmtree(folder / "run" / f"step-{step:08d}")
+    state = json.loads((folder / NEWEST / "run_state.json").read_text())
+    state["changes"] = [{"step": 3, "name": "schedule", "before": None, "after": {"type": "WarmupLR"}}]
+    (folder / NEWEST / "run_state.json").write_text(json.dumps(state))
+    _vouch_for_all(folder / "run")
     (folder / "preparation.json").write_text(
         json.dumps(
             {"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64, "splits": {}}

@@ -80,6 +80,13 @@ def mangle_json(data: bytes, chance: random.Random) -> bytes:
     return json.dumps(value).encode()
 
 
+def mangle_inside(data: bytes, chance: random.Random, *, keys: tuple[str, ...]) -> bytes:
+    """``data`` with one place below one of the top-level ``keys`` changed; still JSON."""
+    value = json.loads(data)
+    key = chance.choice(keys)
+    return json.dumps(value | {key: _changed(value[key], chance)}).encode()
+
+
 def _changed(value: Any, chance: random.Random) -> Any:
     """``value`` with one place in it changed, chosen by descending at random."""
     value = copy.copy(value)

@@ -12,6 +12,7 @@ from dsgpt.parity.corpus import Corpus, cut_validation
 from dsgpt.parity.launch import Assignment
 from dsgpt.parity.matrix import Cell, core, refusal_expected, whole_matrix
 from dsgpt.parity.page import parity_page
+from dsgpt.parity.planted import BUGS, planted_cells
 from dsgpt.parity.record import suite_record
 from dsgpt.parity.reference import learning_rate
 from dsgpt.parity.split import ACCUMULATED, EVERY, Split
@@ -89,6 +90,23 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
     assert "| zero2 | 2 | **0 of 1 (1 refused)** |" in page
     assert "* zero2, 2 ranks, accumulation 3, adamw, fp32: refused, though it should train: no compiler" in page
     assert "* tensor2-zero3, 2 ranks, accumulation 3, adamw, fp32: trained, though it should be refused" in page
+
+
+def test_a_page_of_gpus_claims_no_more_than_their_bounds_hold(tmp_path):
+    record = suite_record(Suite(tmp_path, repository=REPOSITORY, device="cpu"), [], seconds=2.0, device="cpu")
+    here = parity_page(record, source="x.json")
+    there = parity_page(record | {"hardware": record["hardware"] | {"device": "cuda"}}, source="x.json")
+    assert "equal in six digits" in here and "not measured yet" not in here
+    assert "equal in six digits" not in there and "not measured yet" in there
+    assert all("`WarmupLR`" in page and "order of samples from the product" in page for page in (here, there))
+
+
+def test_a_bug_within_the_bounds_of_gpus_is_not_planted_there():
+    """In bf16 they allow 1.5e-2 of the gradient and 4e-2 of the update, where these bugs change 1e-3 and 3e-4."""
+    everywhere = {cell.bug for cell in planted_cells("cuda")}
+    assert {cell.bug for cell in planted_cells("cpu")} == BUGS.keys()
+    small = {"micro-batches-summed-in-bf16", "rounded-before-the-reduction", "biases-decay"}
+    assert BUGS.keys() - everywhere == small == {name for name, bug in BUGS.items() if bug.precision == "bf16"}
 
 
 def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):

@@ -95,6 +95,26 @@ def test_a_best_that_an_earlier_version_named_across_sets_is_refused(easy, run_d
         find_checkpoint(run_dir, which="best", flag="--from")
 
 
+def test_back_on_the_first_set_the_best_begins_anew_once_more(easy, run_dir, monkeypatch):
+    """Checkpoints and the record agree: losses of before the other set count in neither."""
+    validated = Journal.validated
+
+    def killed_after_step_8(journal: Journal, **values: Any) -> None:
+        (Killed.now if values["step"] > 8 else validated)(journal, **values)
+
+    monkeypatch.setattr(Journal, "validated", killed_after_step_8)
+    with pytest.raises(Killed):
+        train(harder(easy, run_dir))
+    monkeypatch.undo()
+    spoiled = run_dir / "step-00000002" / "manifest.json"
+    spoiled.write_text(json.dumps(json.loads(spoiled.read_text()) | {"val_loss": 1e-3}))
+    assert train(harder(easy, run_dir, val_data_path=easy / "val.bin")) == 0
+    best = find_checkpoint(run_dir, which="best", flag="--from")
+    assert best.name in {"step-00000010", "step-00000012"}
+    assert parse_manifest(best).val_loss == min(dict(validations(run_dir)[-2:]).values())
+    assert record(run_dir)["summary"]["best_val_loss"] <= parse_manifest(best).val_loss
+
+
 def test_the_same_set_goes_on_with_its_best(easy, run_dir):
     before = dict(validations(run_dir))
     assert set(store.VALIDATED_ON) <= parse_manifest(run_dir / "step-00000006").fixed.keys()

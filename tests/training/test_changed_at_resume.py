@@ -8,7 +8,7 @@ from run_folders import errors, go_on, record
 from runs import read_run
 from small_run import RECIPE, TOKENS, random_ids, write_recipe, write_tokens
 
-from dsgpt.checkpointing.run_state import read_run_state
+from dsgpt.checkpointing.run_state import Change, read_run_state
 from dsgpt.training.facts import CHANGEABLE, CHANGES_KEY
 
 
@@ -57,7 +57,7 @@ def test_a_changed_recipe_that_was_named_acts_and_is_recorded(stopped, finished_
     before, after = (next(rate for rate in order if rate is not None) for order in (rates[::-1], rates[1:]))
     assert before != after
     state = read_run_state(stopped / "step-00000012")
-    assert state.changes == [change]
+    assert state.changes == [Change(**change)]
     facts = {difference.fact for difference in compared(finished_run, stopped).differences}
     assert "changed at resume optimizer after step 9" in facts
 

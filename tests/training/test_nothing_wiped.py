@@ -232,9 +232,33 @@ def mistype_the_state(checkpoint: Path) -> None:
 
 
 def forget_an_epochs_steps(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"steps": ...})
+
+
+def mistype_an_epochs_steps(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"steps": 5.0})
+
+
+def forget_an_epochs_time(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"train_time_sec": ...})
+
+
+def mistype_an_epochs_loss(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"val_loss_avg_global": "low"})
+
+
+def change_an_epoch(checkpoint: Path, values: dict[str, object]) -> None:
+    """``...`` removes a key."""
     state = json.loads((checkpoint / "run_state.json").read_text())
-    del state["epochs"][0]["steps"]
+    epoch = state["epochs"][0] | values
+    state["epochs"][0] = {key: value for key, value in epoch.items() if value is not ...}
     rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state).encode())
+
+
+def forget_when_it_changed(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    change = {"name": "schedule", "before": None, "after": None}
+    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"changes": [change]}).encode())
 
 
 def take_another_step(checkpoint: Path) -> None:
@@ -251,7 +275,11 @@ FORGERIES = {
     spoil_the_random_state: "holds no random state (cpu) of this version of PyTorch",
     name_a_file_too_long: "is longer than any file system allows",
     mistype_the_state: "run_state.json: is no run state of this version (epochs: Input should be a valid array, not 3",
-    forget_an_epochs_steps: "epochs.0: Value error, steps must be a number of at least 0, not None",
+    forget_an_epochs_steps: "epochs.0.steps: Field required",
+    mistype_an_epochs_steps: "epochs.0.steps: Input should be a valid integer, not 5.0",
+    forget_an_epochs_time: "epochs.0.train_time_sec: Field required",
+    mistype_an_epochs_loss: "epochs.0.val_loss_avg_global: Input should be a valid number, not 'low'",
+    forget_when_it_changed: "changes.0.step: Field required",
     take_another_step: "is of step 8, and its manifest says 9",
 }
 

@@ -12,9 +12,12 @@ from runs import read_run
 from small_run import command_line
 from training_runs import finished, read_record, train, write_recipe
 
+from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.main import train as train_here
+from dsgpt.training.facts import CHANGEABLE
+from dsgpt.training.segments import NEVER_CHANGES
 
 RSS = "peak_rss_bytes_rank0"
 WIDE = ("--vocab_size", "12000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "4",
@@ -151,6 +154,11 @@ def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, pea
     assert found["segments"][2]["train_time_sec"] == 0
 
 
+def test_what_stays_known_of_an_old_checkpoint_may_never_change(finished_run):
+    assert parse_manifest(finished_run / "run" / "step-00000009").fixed.keys() >= NEVER_CHANGES
+    assert not NEVER_CHANGES & {name for names in CHANGEABLE.values() for name in names}
+
+
 def test_what_an_old_checkpoint_does_not_tell_is_unknown(started, finished_run, peak):
     """Never the smaller figure that is known; and it stays unknown when the run goes on once more."""
     file = started / "step-00000009" / "run_state.json"
@@ -168,6 +176,8 @@ def test_what_an_old_checkpoint_does_not_tell_is_unknown(started, finished_run, 
     assert (found["host"], found["hardware"]["cpu_count"], found["env"]["torch_version"]) == (None, None, None)
     assert found["training_config"]["strategy"] is None
     assert found["training_config"]["seed"] == 1337  # which no process may change
+    assert found["training_config"]["precision"] == "fp32"  # nor this, though each process says it
+    assert found["training_config"]["quantized_weights"] is None
     assert found["summary"]["train_time_sec"] > 0  # from the lines of its steps
 
 

@@ -2,25 +2,49 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
-
-from pydantic import AfterValidator
+from typing import Any, Self
 
 from dsgpt.checkpointing.segment import Segment
 from dsgpt.errors import UserError
 from dsgpt.files import write_json_atomic
-from dsgpt.json_files import Count, Finite, JsonError, Seconds, clipped, read_as
-from dsgpt.problems import is_number
+from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
 
 STATE_FILE = "run_state.json"
 
 
-def _counted_epoch(epoch: dict[str, Any]) -> dict[str, Any]:
-    """An epoch's record as it is; a resumed run goes on counting from these two of its figures."""
-    for key in ("steps", "epoch_wall_time_sec"):
-        if not is_number(epoch.get(key)) or epoch[key] < 0:
-            raise ValueError(f"{key} must be a number of at least 0, not {clipped(epoch.get(key))}")
-    return epoch
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """A finished epoch, or what the run saw of it, as the record's ``epochs`` have it. None where it is unknown."""
+
+    epoch_idx: Count
+    epoch_wall_time_sec: Seconds
+    train_time_sec: Seconds | None
+    steps: Count
+    micro_steps: Count
+    optimizer_steps: Count
+    tokens_processed_global: Count
+    train_loss_avg_global: Finite | None
+    val_loss_avg_global: Finite | None
+    max_cuda_mem_allocated_bytes_rank0: Count | None
+    max_cuda_mem_reserved_bytes_rank0: Count | None
+    peak_rss_bytes_rank0: Count | None
+    tokens_per_sec_global: Seconds | None
+    step_time_mean_sec: Seconds | None
+    step_time_p50_sec: Seconds | None
+    step_time_p95_sec: Seconds | None
+    dataload_time_mean_sec: Seconds | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What changed at a resume, by ``--allow_changed`` or in who executes."""
+
+    step: Count
+    """That the checkpoint was of."""
+    name: str
+    """Of ``fixed_facts``, or ``executed by``."""
+    before: Any
+    after: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +60,8 @@ class RunState:
     """Sequences consumed: ``step`` times the global batch."""
     best_val_loss: Finite | None
     """The lowest of all validations so far, since the validation set last changed."""
-    epochs: list[Annotated[dict[str, Any], AfterValidator(_counted_epoch)]]
-    """Records of the finished epochs."""
+    epochs: list[Epoch]
+    """The finished epochs."""
     wall_time_sec: Seconds | None = None
     """Since the run started, stops between processes not counted."""
     last_train_loss: Finite | None = None
@@ -46,8 +70,8 @@ class RunState:
     """The step that ``last_val_loss`` was measured at."""
     failed_saves: Count = 0
     """Checkpoints that could not be written so far."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    """What changed at resumes, by ``--allow_changed`` or in who executes: ``step``, ``name``, ``before``, ``after``."""
+    changes: list[Change] = field(default_factory=list)
+    """What changed at all resumes so far."""
     segments: list[Segment] = field(default_factory=list)
     """The processes that led here; none in checkpoints of before they were kept."""
 

@@ -59,7 +59,7 @@ def _best(run_dir: Path, found: list[Path]) -> Path:
     if named not in store.comparable(found):
         raise UserError(
             f"--which best: {run_dir / store.BEST} names {name}, which was validated on other data than the newest "
-            "checkpoint: take --which latest"
+            "checkpoint, or before a change of them: take --which latest"
         )
     return named
 

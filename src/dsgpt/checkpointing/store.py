@@ -18,12 +18,13 @@ A checkpoint is written in a hidden folder beside, made durable, and renamed. ``
 other tools: everything here looks at the folders themselves.
 
 The best is chosen among checkpoints at whose own step a validation ran: a loss measured some steps earlier belongs to
-other weights. Where the validation set changed, only those count that were validated on the newest checkpoint's: until
+other weights. Where the validation set changed, only those since the last change count: until
 one of them has a loss of its own, there is no best. The newest are kept, and the best.
 """
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 from pathlib import Path
@@ -169,7 +170,11 @@ def _best(found: list[Path]) -> Path | None:
 
 
 def comparable(found: list[Path]) -> dict[Path, Manifest]:
-    """Those of ``found``, newest first, that were validated on the same as the newest; damaged ones are left out."""
+    """Those of ``found``, newest first, back to where the validation set last changed.
+
+    Of a run that came back to its first set, the checkpoints of before do not count, nor do they in ``best_val_loss``.
+    Damaged ones are left out.
+    """
     manifests = {}
     for checkpoint in found:
         with contextlib.suppress(UserError):
@@ -178,7 +183,8 @@ def comparable(found: list[Path]) -> dict[Path, Manifest]:
         checkpoint: [manifest.fixed.get(name) for name in VALIDATED_ON] for checkpoint, manifest in manifests.items()
     }
     newest = next(iter(validated_on.values()), None)
-    return {checkpoint: manifests[checkpoint] for checkpoint, facts in validated_on.items() if facts == newest}
+    same = itertools.takewhile(lambda checkpoint: validated_on[checkpoint] == newest, validated_on)
+    return {checkpoint: manifests[checkpoint] for checkpoint in same}
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -89,10 +89,10 @@ def run_parity(options: ParityOptions, *, repository: Path) -> int:
 
 def _choose(options: ParityOptions, console: Console) -> list[Cell]:
     from dsgpt.device import cuda_devices  # noqa: PLC0415
-    from dsgpt.parity.planted import BUGS  # noqa: PLC0415
+    from dsgpt.parity.planted import planted_cells  # noqa: PLC0415
 
     problems = Problems()
-    everything = [*(core() if options.core else whole_matrix()), *(bug.cell(name) for name, bug in BUGS.items())]
+    everything = [*(core() if options.core else whole_matrix()), *planted_cells(options.device)]
     cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
     if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
         console.say(f"this machine has {gpus} GPUs: what takes more ranks is left out")

@@ -21,6 +21,8 @@ class Bug:
     ranks: int = 2
     optimizer: str = "adamw"
     precision: str = "fp32"
+    visible_on: tuple[str, ...] = ("cpu", "cuda")
+    """Devices with bounds that it is out of; those of bf16 on a GPU are wider than some, which are not run there."""
 
     def cell(self, name: str) -> Cell:
         """The cell that must fail."""
@@ -88,6 +90,7 @@ BUGS = {
         optimizer="sgd",
         precision="bf16",
         patch=patches.micro_batches_summed_in_bf16,
+        visible_on=("cpu",),
     ),
     "rounded-before-the-reduction": Bug(
         description="DDP in bf16 rounds its fp32 sums before it adds those of the other ranks",
@@ -95,6 +98,7 @@ BUGS = {
         optimizer="sgd",
         precision="bf16",
         patch=patches.rounded_before_the_reduction,
+        visible_on=("cpu",),
     ),
     "scaled-after-the-norm": Bug(
         description="gradients are multiplied by the number of ranks after their norm was read",
@@ -112,6 +116,7 @@ BUGS = {
         strategy="zero1",
         precision="bf16",
         patch=patches.biases_decay,
+        visible_on=("cpu",),
     ),
     "large-epsilon": Bug(
         description="AdamW's epsilon is 1e-6 instead of 1e-8",
@@ -119,3 +124,8 @@ BUGS = {
         patch=patches.large_epsilon,
     ),
 }
+
+
+def planted_cells(device: str) -> list[Cell]:
+    """The cells that must fail on ``device``, ``cpu`` or ``cuda``."""
+    return [bug.cell(name) for name, bug in BUGS.items() if device in bug.visible_on]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.checkpointing.run_state import RunState
+from dsgpt.checkpointing.run_state import Change, Epoch, RunState
 from dsgpt.checkpointing.writing import reason_of
 from dsgpt.config import RunConfig
 from dsgpt.errors import NonFiniteError
@@ -55,7 +55,7 @@ class Journal:
         record that the process left.
         """
         self._segments.take_up(state)
-        self.record.epochs = state.epochs
+        self.record.epochs = [asdict(epoch) for epoch in state.epochs]
         self.record.saves = [asdict(save) for save in earlier.saves or () if save.step <= state.step]
         self.best_val_loss = state.best_val_loss
         self._failed_saves = max(state.failed_saves, earlier.summary.failed_saves or 0)
@@ -63,7 +63,7 @@ class Journal:
         self._meter.take_up(
             lines,
             done=state.step,
-            epoch_start=sum(epoch["steps"] for epoch in state.epochs),
+            epoch_start=sum(epoch.steps for epoch in state.epochs),
             wall_sec=state.wall_time_sec,
             last_loss=state.last_train_loss,
         )
@@ -78,13 +78,13 @@ class Journal:
             step=step,
             samples_seen=step * self._config.batch.global_batch_size,
             best_val_loss=self.best_val_loss,
-            epochs=self.record.epochs,
+            epochs=[Epoch(**epoch) for epoch in self.record.epochs],
             wall_time_sec=self._meter.wall_seconds(),
             last_train_loss=self._meter.last_loss,
             last_val_loss=self.last_val_loss,
             last_val_step=self.last_val_step,
             failed_saves=self._failed_saves,
-            changes=self._changes,
+            changes=[Change(**change) for change in self._changes],
             segments=self._segments.all,
         )
 
@@ -231,21 +231,20 @@ class Journal:
         self._note()
         accumulation = self._config.batch.gradient_accumulation_steps
         earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
-        self.record.epochs.append(
-            {
-                "epoch_idx": epoch,
-                "epoch_wall_time_sec": self._meter.wall_seconds() - earlier,
-                "train_time_sec": figures.train_sec,
-                "steps": figures.steps,
-                "micro_steps": figures.steps * accumulation,
-                "optimizer_steps": figures.steps,
-                "tokens_processed_global": figures.steps * self._config.tokens_per_step,
-                "train_loss_avg_global": figures.loss_mean(),
-                "val_loss_avg_global": self.last_val_loss,
-                **self._segments.peaks(since_step=self._meter.run.steps - figures.steps + 1),
-                **timing_figures(figures),
-            }
+        finished = Epoch(
+            epoch_idx=epoch,
+            epoch_wall_time_sec=max(0.0, self._meter.wall_seconds() - earlier),
+            train_time_sec=figures.train_sec,
+            steps=figures.steps,
+            micro_steps=figures.steps * accumulation,
+            optimizer_steps=figures.steps,
+            tokens_processed_global=figures.steps * self._config.tokens_per_step,
+            train_loss_avg_global=figures.loss_mean(),
+            val_loss_avg_global=self.last_val_loss,
+            **self._segments.peaks(since_step=self._meter.run.steps - figures.steps + 1),
+            **timing_figures(figures),
         )
+        self.record.epochs.append(asdict(finished))
         self._meter.epoch = Figures()
         self.write()
 

@@ -80,7 +80,7 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
             *(["validation changed: the best validation loss begins anew"] if validates_anew else []),
         ),
-        changes=(*state.changes, *({"step": state.step, **one} for one in [*moved, *changes])),
+        changes=(*map(asdict, state.changes), *({"step": state.step, **one} for one in [*moved, *changes])),
         run_id=manifest.run_id,
         validates_anew=validates_anew,
         same_ranks=same_ranks,

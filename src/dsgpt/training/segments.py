@@ -7,6 +7,9 @@ from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.telemetry.meter import StepMeter, throughput
 
+NEVER_CHANGES = frozenset({"precision"})
+"""Of what a segment says, what no resume lets change (``fixed_facts``): known of segments that were not kept too."""
+
 
 class Segments:
     """Collects what this process does, behind the segments that led to the checkpoint that it goes on from.
@@ -62,7 +65,7 @@ class Segments:
             for block in ("env", "hardware")
         }
         config = {
-            key: _common(value, segments, key) if key in segments[0] else value
+            key: _common(value, segments, key) if key in segments[0].keys() - NEVER_CHANGES else value
             for key, value in self._facts["training_config"].items()
         }
         return {**self._facts, **top, **blocks, "training_config": config}
