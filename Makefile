@@ -7,9 +7,11 @@
 #
 # PYTHON=python3.12 make demo   uses another interpreter
 # STEPS=20 make demo            trains as many steps
+# SELECTION=--without-processes make test-pythons   fewer tests: those that run in one process
 
 PYTHON ?= python3
 STEPS ?= 200
+SELECTION ?= --without-launchers
 VENV := .venv
 BIN := $(VENV)/bin
 REFERENCE := checkpoint/reference
@@ -70,7 +72,7 @@ test-python%:
 
 # Launchers take most of the time of `make test`; the demo starts one.
 test-here: $(BIN)/.installed-for-tests
-	$(BIN)/python -m pytest --without-launchers --quiet -p no:cacheprovider
+	$(BIN)/python -m pytest $(SELECTION) --quiet -p no:cacheprovider
 	@rm -rf $(VENV)/demo
 	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
 

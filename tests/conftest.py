@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--without-launchers", action="store_true", help="skip each test that starts deepspeed or torchrun"
     )
+    parser.addoption(
+        "--without-processes",
+        action="store_true",
+        help="skip each test that starts another Python, by a launcher or not",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--without-launchers"):
-        sys.addaudithook(_skip_at_launchers)
+    if config.getoption("--without-launchers") or config.getoption("--without-processes"):
+        sys.addaudithook(partial(_skip_at_start, any_python=config.getoption("--without-processes")))
 
 
-def _skip_at_launchers(event: str, about: tuple[Any, ...]) -> None:
+def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> None:
     """Skip a test, or all that share its fixture, when it is about to start a launcher: no list can be wrong."""
     if event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in about[1]]
         if starts_launcher(words) or RANKS in words:
             pytest.skip("starts a launcher")
+        if any_python and (Path(words[0]).name.startswith("python") or words[0] in {"bash", "sh", "make"}):
+            pytest.skip("starts another Python")
 
 
 RANKS = "dsgpt.parity.worker"
@@ -44,8 +52,9 @@ TOGETHER = {"parity": "result_of", "strategies": "seen"}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With ``--without-launchers``, skip what shares launches before anything is prepared for them."""
-    if item.config.getoption("--without-launchers") and _shares_launches(item):
+    """With one of the options, skip what shares launches before anything is prepared for them."""
+    skips = item.config.getoption("--without-launchers") or item.config.getoption("--without-processes")
+    if skips and _shares_launches(item):
         pytest.skip("starts a launcher")
 
 

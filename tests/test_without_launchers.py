@@ -33,3 +33,18 @@ def test_tests_that_start_one_are_skipped_and_others_run(tmp_path):
     command += ["-o", f"pythonpath={tests}", "--without-launchers", file]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 passed, 3 skipped" in done.stdout, done.stdout + done.stderr
+
+
+def test_tests_that_start_any_python_are_skipped(tmp_path):
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import subprocess, sys\n"
+        "def test_python(): subprocess.run([sys.executable, '-c', ''], check=True)\n"
+        "def test_launcher(): subprocess.run(['torchrun', '--help'], check=True)\n"
+        "def test_git(): subprocess.run(['true'], check=True)\n"
+    )
+    shutil.copy(REPOSITORY / "tests" / "conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path]
+    command += ["-o", f"pythonpath={REPOSITORY / 'tests'}", "--without-processes", file]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
