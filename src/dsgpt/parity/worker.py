@@ -7,6 +7,7 @@ another one left behind. A process that uses a GPU cannot be forked: there every
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> int:
     if job["start"] == "fork":
         for module in job["imports"]:
             importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # else every collection of a child touches, and so copies, the memory of all that was imported
     alive = _Alive(runner=job["runner"])
     for index, cell in enumerate(job["cells"]):
         folder = Path(cell["folder"])
