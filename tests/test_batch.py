@@ -183,4 +183,4 @@ def test_left_alone_the_micro_batch_is_moderate():
 
 
 def test_a_global_batch_given_in_tokens_by_mistake_fails_fast():
-    assert planned(request(999_999_999_989), 2)[2].startswith("global batch 999999999989 is not divisible by 2 ranks")
+    assert planned(request(999_999_999_989), 2)[2] == "global batch 999,999,999,989 is too large: at most 2,147,483,648"

@@ -185,7 +185,7 @@ def test_a_folder_in_place_of_the_sidecar(tmp_path):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).unlink()
     sidecar_path(path).mkdir()
-    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file (it is no regular file)")
+    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file (Is a directory)")
 
 
 def test_a_link_to_nowhere_in_place_of_the_sidecar(tmp_path):

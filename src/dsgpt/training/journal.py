@@ -255,12 +255,17 @@ class Journal:
             status: of the run; of one that has ended, the record is written or the error raised.
         """
         with self._tolerant(RECORD_FILE) if status == "running" else contextlib.nullcontext():
-            self._write(status)
+            self._write(status, peaks=status == "running")
 
-    def _write(self, status: str = "running") -> None:
-        """Its memory figures are of training, so later states keep the last ones."""
+    def write_saves(self) -> None:
+        """Write the record after a save: a run that is killed now must not look as if nothing had been saved."""
+        with self._tolerant(RECORD_FILE):
+            self._write("running", peaks=False)
+
+    def _write(self, status: str = "running", *, peaks: bool = True) -> None:
+        """Its memory figures are of training: without ``peaks``, after a save or the end, the last ones stand."""
         run = self._meter.run
-        self._note(peaks=status == "running")
+        self._note(peaks=peaks)
         self.record.status = status
         self.record.facts = self._segments.common_facts()
         self.record.segments = [asdict(segment) for segment in self._segments.all]

@@ -87,7 +87,7 @@ class Saver:
         except SaveError as error:
             self._failed(step, error, stops=needed or self._stops, then="going on (--on_save_failure continue)")
         self._journal.after_save()
-        self._journal.write()  # a run that is killed now must not look as if nothing had been saved
+        self._journal.write_saves()
 
     def _write_kept(self, contents: Contents) -> int:
         size = write_kept(contents, self._kept)
@@ -119,7 +119,7 @@ class Saver:
         else:
             total = begun["ended"] - begun["started"]
             self._tell(begun["step"], mode="async", stall=begun["stall"], total=total, size=size)
-            self._journal.write()
+            self._journal.write_saves()
 
     def _tell(self, step: int, *, mode: str, stall: float, total: float, size: int) -> None:
         self._journal.saved(step=step, mode=mode, stall_sec=stall, total_sec=total, size=size)
