@@ -72,9 +72,9 @@ test-python%:
 
 # Launchers take most of the time of `make test`; the demo starts one.
 test-here: $(BIN)/.installed-for-tests
-	$(BIN)/python -m pytest $(SELECTION) --quiet -p no:cacheprovider
 	@rm -rf $(VENV)/demo
 	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
+	$(BIN)/python -m pytest $(SELECTION) --quiet -p no:cacheprovider
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity
