@@ -61,6 +61,7 @@ def accumulation_counted_twice() -> Patch:
 
 
 def clipping_before_averaging() -> Patch:
+    """Every rank clips its own gradients before they are averaged."""
     from dsgpt.strategies.zero import Zero  # noqa: PLC0415
 
     def clip_first(strategy: Any) -> None:
@@ -79,6 +80,7 @@ def clipping_before_averaging() -> Patch:
 
 
 def dropped_last_micro_batch() -> Patch:
+    """The last micro batch of every step is read, but adds no gradient."""
     from dsgpt.strategies.zero import Zero  # noqa: PLC0415
 
     def drop_last(strategy: Any) -> None:
@@ -127,6 +129,7 @@ def clipping_norm_of_one_stage() -> Patch:
 
 
 def mean_of_ranks_means() -> Patch:
+    """Validation averages the ranks' means, whatever number of targets each of them read."""
     from dsgpt.strategies.base import to_device  # noqa: PLC0415
     from dsgpt.strategies.zero import Zero  # noqa: PLC0415
 
@@ -150,6 +153,7 @@ def micro_batches_summed_in_bf16() -> Patch:
 
 
 def rounded_before_the_reduction() -> Patch:
+    """DDP rounds gradients to the precision of the weights before it reduces them."""
     from dsgpt.strategies import ddp  # noqa: PLC0415
 
     average, reduce = ddp.average_in_fp32, dist.all_reduce
@@ -165,6 +169,7 @@ def rounded_before_the_reduction() -> Patch:
 
 
 def scaled_after_the_norm() -> Patch:
+    """Gradients are scaled after their norm was read, so that the reported norm stays right."""
     from dsgpt.strategies.zero import Zero  # noqa: PLC0415
 
     before_step = Zero._before_step
@@ -192,6 +197,7 @@ def biases_decay() -> Patch:
 
 
 def large_epsilon() -> Patch:
+    """Adam's epsilon is 1e-6 instead of the recipe's 1e-8."""
     from dsgpt.strategies import torch_strategy  # noqa: PLC0415
 
     build = torch_strategy.build_optimizer
