@@ -182,7 +182,11 @@ def _open_copy(source: Path, **settings: Any) -> "PreTrainedTokenizerBase":
     """Open a copy of the folder's files, checked once more: what is opened is what was checked."""
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as place:
         copy = Path(place) / "tokenizer"
-        copy_tokenizer(source, copy)
+        try:
+            copy_tokenizer(source, copy)
+        except OSError as error:
+            what = f"cannot be copied to {place} ({error.strerror})"
+            raise RefusedTokenizerError(f"{what}: make room there, or name another place in TMPDIR") from error
         if fault := fault_of(copy):
             raise fault
         try:
