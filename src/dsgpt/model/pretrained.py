@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsgpt.errors import UserError
 from dsgpt.files import sha256_of
-from dsgpt.json_files import JsonError, clipped, read_object
+from dsgpt.json_files import JsonError, clipped_text, read_object
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.hugging_face import HEAD, PREFIX, canonical_value, hugging_face_name, hugging_face_shape
@@ -121,7 +121,7 @@ def parts_of(index: Path) -> list[str]:
     parts = sorted(set(names.values()))
     for part in parts:
         if Path(part).name != part or len(part.encode()) > 255 or "\0" in part:
-            raise UserError(f"{index}: names {clipped(part)}, which is no file beside it")
+            raise UserError(f"{index}: names {clipped_text(part)}, which is no file beside it")
     return parts
 
 
