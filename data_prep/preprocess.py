@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from prep_console import KEPT
-from prep_options import parse_options
-from preparation import prepare
-
-from dsgpt.script import run_script
+from dsgpt.common.script import run_script
+from dsgpt.prepare.console import KEPT
+from dsgpt.prepare.options import parse_options
+from dsgpt.prepare.preparation import prepare
 
 DESCRIPTION = """\
 Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each with

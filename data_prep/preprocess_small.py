@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from prep_console import KEPT
-from prep_options import parse_options
-from preparation import prepare
-
-from dsgpt.script import run_script
+from dsgpt.common.script import run_script
+from dsgpt.prepare.console import KEPT
+from dsgpt.prepare.options import parse_options
+from dsgpt.prepare.preparation import prepare
 
 DESCRIPTION = """\
 As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a quick

@@ -10,17 +10,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dsgpt import save_benchmark
-from dsgpt.any_to_any import command as any_to_any
-from dsgpt.any_to_any.matrix import PAIRS, SEED
-from dsgpt.cli_reader import Parser, Reader, read_words
-from dsgpt.errors import EXIT_DONE
-from dsgpt.faults import command as faults
-from dsgpt.faults.plan import KILLS
-from dsgpt.faults.plan import SEED as FAULT_SEED
-from dsgpt.parity import command as parity
-from dsgpt.parity.matrix import STRATEGIES
-from dsgpt.script import run_script
+from dsgpt.benchmarks.faults import command as faults
+from dsgpt.benchmarks.faults.plan import KILLS
+from dsgpt.benchmarks.faults.plan import SEED as FAULT_SEED
+from dsgpt.benchmarks.parity import command as parity
+from dsgpt.benchmarks.parity.matrix import STRATEGIES
+from dsgpt.benchmarks.resume import command as any_to_any
+from dsgpt.benchmarks.resume.matrix import PAIRS, SEED
+from dsgpt.benchmarks.saving import command as saving
+from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.errors import EXIT_DONE
+from dsgpt.common.script import run_script
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DESCRIPTIONS = {
@@ -239,11 +239,11 @@ def _faults(flags: argparse.Namespace) -> int:
 
 def _saving(flags: argparse.Namespace) -> int:
     if flags.table_from:
-        return _only_page(save_benchmark.make_page, flags)
-    options = save_benchmark.SavingOptions(
+        return _only_page(saving.make_page, flags)
+    options = saving.SavingOptions(
         rounds=flags.rounds, device=flags.device, output=flags.output, page=_page(flags), keep=flags.keep
     )
-    return save_benchmark.run_saving(options, repository=REPOSITORY)
+    return saving.run_saving(options, repository=REPOSITORY)
 
 
 def _only_page(make_page: Callable[[Path, Path], None], flags: argparse.Namespace) -> int:

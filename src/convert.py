@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsgpt.cli_reader import Parser, Reader, read_words
-from dsgpt.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
-from dsgpt.script import exit_code_of, run_script
+from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.script import exit_code_of, run_script
+from dsgpt.config.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
 DESCRIPTION = """\
 Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
@@ -57,7 +57,7 @@ def _convert(words: Sequence[str]) -> None:
         if value is None and not reader.problems.mention(flag):
             reader.problems.add(f"{flag} is missing: give {what}")
     reader.problems.raise_if_any()
-    from dsgpt.checkpointing.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.exporting.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.telemetry.console import Console  # noqa: PLC0415
 
     export(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.cli_reader import Parser, Reader, read_words
-from dsgpt.errors import DifferentRunError, UserError
-from dsgpt.script import complain, run_script
-from dsgpt.topology import free_port
+from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.errors import DifferentRunError, UserError
+from dsgpt.common.script import complain, run_script
+from dsgpt.runtime.topology import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GLOBAL_BATCH_SIZE = 32  # the recipe's; a number of GPUs must divide it
@@ -64,7 +64,7 @@ class Demo:
 def main() -> int:
     """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
     flags = _read_flags(sys.argv[1:])
-    from dsgpt.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     os.chdir(REPOSITORY)
     demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices())

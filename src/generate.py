@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from dsgpt.cli_reader import Parser, path_problems
-from dsgpt.errors import UserError
-from dsgpt.options import WHICH_CHECKPOINT
-from dsgpt.script import run_script
+from dsgpt.common.command_line import Parser, path_problems
+from dsgpt.common.errors import UserError
+from dsgpt.common.script import run_script
+from dsgpt.config.options import WHICH_CHECKPOINT
 
 EXAMPLES = """\
 examples:

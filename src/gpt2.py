@@ -2,8 +2,8 @@
 
 import sys
 
+from dsgpt.common.script import prepare_output
 from dsgpt.main import leave, train
-from dsgpt.script import prepare_output
 
 if __name__ == "__main__":
     prepare_output(lose=True)  # train.log has it all; no reader that left ends a training

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from training_runs import REPOSITORY, Corpus
 
-from dsgpt.ancestors import starts_launcher
-from dsgpt.parity.corpus import prepare_corpus
+from dsgpt.benchmarks.harness.corpus import prepare_corpus
+from dsgpt.runtime.launcher import starts_launcher
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +45,9 @@ def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> N
             pytest.skip("starts another Python")
 
 
-RANKS = "dsgpt.parity.worker"
+RANKS = "dsgpt.benchmarks.harness.worker"
 """What the suites launch, also as one rank without a launcher."""
-TOGETHER = {"parity": "result_of", "strategies": "seen"}
+TOGETHER = {"benchmarks/parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
 
 
@@ -59,8 +59,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _shares_launches(item: pytest.Item) -> bool:
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return TOGETHER.get(folder) in getattr(item, "fixturenames", ())
+    return TOGETHER.get(_folder(item)) in getattr(item, "fixturenames", ())
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.parent.relative_to(Path(__file__).parent).as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -70,16 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Launchers spend much of their time in imports on one core, so that two tests at once end sooner on two.
     """
     tests = Path(__file__).parent
-    slow_first = ["parity", "strategies", "any_to_any", "faults", "training", "convert"]
+    slow_first = ["benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting"]
 
     def group(item: pytest.Item) -> str:
-        folder = item.path.relative_to(tests).parts[0]
-        return folder if _shares_launches(item) else item.path.relative_to(tests).as_posix()
+        return _folder(item) if _shares_launches(item) else item.path.relative_to(tests).as_posix()
 
     def place(item: pytest.Item) -> tuple[int, bool]:
-        folder = item.path.relative_to(tests).parts[0]
+        folder = _folder(item)
         rank = slow_first.index(folder) if folder in slow_first else len(slow_first)
-        return rank, "/" in group(item)
+        return rank, not _shares_launches(item)
 
     items.sort(key=place)
     for item in items:

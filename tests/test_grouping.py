@@ -11,7 +11,7 @@ from small_run import REPOSITORY
 def test_a_file_stays_in_one_process():
     """pytest 9.2 hides the names that pytest-xdist 3.8 writes the groups into, and nothing was said of it."""
     options = (REPOSITORY / "Makefile").read_text().split("-m pytest ", 1)[1].splitlines()[0].split()
-    files = ["tests/optimization/test_schedule_golden.py", "tests/data/test_order.py", "tests/test_batch.py"]
+    files = ["tests/optimization/test_schedule_golden.py", "tests/data/test_order.py", "tests/config/test_batch.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, *files]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     processes = defaultdict(set)

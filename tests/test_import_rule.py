@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,46 +13,40 @@ from small_run import REPOSITORY, command_line, write_data, write_recipe
 SOURCES = REPOSITORY / "src"
 PACKAGE = SOURCES / "dsgpt"
 
-LAYERS = [
-    {
-        "errors",
-        "ancestors",
-        "interruption",
-        "files",
-        "json_files",
-        "script",
-        "problems",
-        "hub_access",
-        "topology",
-        "options",
-        "cli_reader",
-        "recipe_keys",
-        "recipe",
-        "recipe_reader",
-        "recipe_zero",
-        "machine_probe",
-        "record_page",
-        "same_work",
-        "batch",
-    },
-    {"tokenizer_files"},
-    {"model", "data", "optimization", "device", "process_group"},
-    {"telemetry"},
-    {"length", "combinations", "cli_flags", "init_from", "planning"},
-    {"config", "cli"},
-    {"checkpointing"},
-    {"strategies"},
-    {"inference"},
-    {"training"},
-    {"main"},
-    {"parity"},
-    {"any_to_any", "save_benchmark"},
-    {"faults"},
-]
-"""A module imports from its own part of the package and from lower layers; parts of one layer do not know each other,
-except for those of the first."""
-
-LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+_STEP = ("common", "runtime", "model", "data", "config", "optimization", "checkpointing", "strategies")
+"""What executing an optimizer step needs."""
+_RUN = (*_STEP, "formats", "telemetry", "planning", "inference", "training")
+_SUITE = (*_RUN, "main", "benchmarks.harness")
+ROOMS: dict[str, tuple[str, ...]] = {
+    "common": (),
+    "runtime": ("common",),
+    "model": ("common",),
+    "data": ("common", "runtime"),
+    "formats": ("common", "model"),
+    "config": ("common", "runtime", "model", "data", "formats"),
+    "optimization": ("config",),
+    "telemetry": ("common", "runtime", "data"),
+    "planning": ("runtime", "model", "config", "telemetry"),
+    "checkpointing": ("common", "model", "formats", "optimization"),
+    "strategies": _STEP,
+    "strategies.pytorch": _STEP,
+    "strategies.deepspeed": _STEP,
+    "inference": ("common", "runtime", "model", "formats", "telemetry", "checkpointing"),
+    "training": (*_RUN, "strategies.pytorch", "strategies.deepspeed"),
+    "main": ("common", "runtime", "data", "config", "telemetry", "training"),
+    "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
+    "prepare": ("common", "data", "formats"),
+    "reports": ("common", "config", "telemetry"),
+    "benchmarks.harness": _SUITE,
+    "benchmarks.parity": (*_SUITE, "strategies.pytorch", "strategies.deepspeed"),
+    "benchmarks.resume": _SUITE,
+    "benchmarks.faults": _SUITE,
+    "benchmarks.saving": _SUITE,
+}
+"""The rooms that each room of the package may import from, besides itself. No cycle can be written: a room only names
+rooms above it."""
+CORRIDORS = ("strategies", "benchmarks")
+"""Folders whose folders are rooms of their own."""
 
 
 def imported(path: Path) -> set[str]:
@@ -66,34 +61,36 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def part_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def room_of(parts: Sequence[str]) -> str:
+    """Of a module, given as the parts of its name below ``dsgpt``."""
+    inner = ".".join(parts[:2])
+    return inner if parts[0] in CORRIDORS and inner in ROOMS else parts[0]
 
 
 def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
 
-def test_every_part_of_the_package_has_a_layer():
-    assert {part_of(path) for path in modules()} == set(LEVEL)
+def test_a_room_names_only_rooms_above_it():
+    seen: set[str] = set()
+    for room, others in ROOMS.items():
+        assert set(others) - {room} <= seen
+        seen.add(room)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_point_down(path):
-    own = part_of(path)
+def test_imports_follow_the_rooms(path):
+    own = room_of(path.relative_to(PACKAGE).with_suffix("").parts)
     for name in imported(path):
-        if not name.startswith("dsgpt."):
-            continue
-        other = name.split(".")[1]
-        same = other == own or (LEVEL[other] == LEVEL[own] == 0)
-        assert same or LEVEL[other] < LEVEL[own], f"{own} imports {name}"
+        if name.startswith("dsgpt."):
+            other = room_of(name.split(".")[1:])
+            assert other == own or other in ROOMS[own], f"{own} imports {name}"
 
 
-def test_foundations_need_nothing_but_the_standard_library_and_pydantic():
-    """Which takes 0.1 s to import, and which DeepSpeed brings along anyway."""
-    for part in LAYERS[0]:
-        outside = {name.split(".")[0] for name in imported(PACKAGE / f"{part}.py")}
+def test_the_common_room_needs_nothing_but_the_standard_library_and_pydantic():
+    """Pydantic takes 0.1 s to import, and DeepSpeed brings it along anyway."""
+    for path in (PACKAGE / "common").glob("*.py"):
+        outside = {name.split(".")[0] for name in imported(path)}
         assert outside <= sys.stdlib_module_names | {"dsgpt", "pydantic"}
 
 
@@ -107,34 +104,8 @@ def test_nothing_in_the_package_imports_a_script():
 def test_only_deepspeeds_strategies_import_it():
     files = [*SOURCES.rglob("*.py"), *(REPOSITORY / "charts").glob("*.py"), *(REPOSITORY / "data_prep").glob("*.py")]
     users = {path for path in files if any(name.split(".")[0] == "deepspeed" for name in imported(path))}
-    assert PACKAGE / "strategies" / "pipeline_layers.py" in users
-    assert {path.parent for path in users} == {PACKAGE / "strategies"}
-    assert not {path.stem for path in users} & {"base", "build", "baseline", "ddp", "fsdp"}
-
-
-@pytest.mark.parametrize(
-    ("folder", "allowed"),
-    [
-        (
-            "charts",
-            {
-                *("dsgpt.telemetry.record", "dsgpt.same_work", "dsgpt.script"),
-                *("dsgpt.files", "dsgpt.json_files", "dsgpt.errors"),
-            },
-        ),
-        (
-            "data_prep",
-            {
-                *("dsgpt.data.token_file", "dsgpt.hub_access", "dsgpt.tokenizer_files", "dsgpt.script"),
-                *("dsgpt.files", "dsgpt.json_files", "dsgpt.errors"),
-            },
-        ),
-    ],
-)
-def test_charts_and_data_preparation_know_only_the_file_contracts(folder, allowed):
-    for path in (REPOSITORY / folder).glob("*.py"):
-        used = {name.rpartition(".")[0] for name in imported(path) if name.split(".")[0] == "dsgpt"}
-        assert used <= allowed, path
+    assert PACKAGE / "strategies" / "deepspeed" / "pipeline_layers.py" in users
+    assert {path.parent for path in users} == {PACKAGE / "strategies" / "deepspeed"}
 
 
 def imported_by(*arguments: object, cwd: Path) -> set[str]:
@@ -146,7 +117,7 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["dsgpt.telemetry.record", "dsgpt.data.token_file", "dsgpt.model.config", "dsgpt.tokenizer_files"]
+    "module", ["dsgpt.telemetry.record", "dsgpt.data.token_file", "dsgpt.model.config", "dsgpt.formats.tokenizer_files"]
 )
 def test_contracts_import_no_torch(module, tmp_path):
     found = imported_by("-c", f"import {module}", cwd=tmp_path)

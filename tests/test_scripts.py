@@ -21,12 +21,12 @@ from small_run import (
     write_tokens,
 )
 
-from dsgpt.cli_flags import build_parser
-from dsgpt.cli_reader import Reader, read_words
-from dsgpt.errors import UserError
-from dsgpt.files import printable
+from dsgpt.common.command_line import Reader, read_words
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import printable
+from dsgpt.common.script import exit_code_of
+from dsgpt.config.flags import build_parser
 from dsgpt.main import train
-from dsgpt.script import exit_code_of
 
 FOLDERS = ("src", "charts", "data_prep")
 SCRIPTS = sorted(

@@ -6,7 +6,7 @@ import sys
 
 from small_run import REPOSITORY
 
-from dsgpt.ancestors import starts_launcher
+from dsgpt.runtime.launcher import starts_launcher
 
 
 def test_what_a_launcher_is():

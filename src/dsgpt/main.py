@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dsgpt.ancestors import Launcher
-from dsgpt.cli import parse_arguments
-from dsgpt.config import resolve
-from dsgpt.data.token_file import TokenFileError
-from dsgpt.errors import (
+from dsgpt.common.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_NOT_SAVED,
@@ -25,9 +21,13 @@ from dsgpt.errors import (
     SaveError,
     UserError,
 )
-from dsgpt.interruption import Interruption
-from dsgpt.script import complain
-from dsgpt.topology import read_topology
+from dsgpt.common.script import complain
+from dsgpt.config.request import parse_arguments
+from dsgpt.config.run_config import resolve
+from dsgpt.data.token_file import TokenFileError
+from dsgpt.runtime.interruption import Interruption
+from dsgpt.runtime.launcher import Launcher
+from dsgpt.runtime.topology import read_topology
 
 WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
 """Whose end ends the run; a process that a shell started alone may well outlive the shell."""

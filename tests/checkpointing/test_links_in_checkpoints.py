@@ -11,7 +11,7 @@ from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import parse_manifest, read_manifest
 from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.selection import find_checkpoint
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 
 
 def begun(run_dir: Path, step: int) -> Path:

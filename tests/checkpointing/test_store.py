@@ -13,7 +13,7 @@ from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import read_manifest
 from dsgpt.checkpointing.random_state import load_random_state, save_random_state
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState, read_run_state
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 
 UNKNOWN = dict.fromkeys(each.name for each in fields(Epoch))
 EPOCH = Epoch(

@@ -16,7 +16,7 @@ from dsgpt.checkpointing.training_state import (
     StateReader,
     write_training_state,
 )
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 
 SHAPES = {"wte.weight": (4, 3), "wpe.weight": (2, 3), "ln_f.bias": (3,)}
 SCALE = {"factor": 8.0, "step": 9, "last_overflow": -1, "patience": 2}

@@ -11,35 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import comparison_markdown, console_summary
-from documents import SourceFile, json_lines_reader
-from downloaded_set import downloaded_source
 from mangling import mangle_bytes, mangle_inside, mangle_json, mangle_lines, mangle_safetensors
-from preparation import Place
-from runs import read_run
 from small_run import REPOSITORY, command_line
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.run_state import read_run_state, write_run_state
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
-from dsgpt.cli import parse_arguments
-from dsgpt.config import RunConfig, resolve
+from dsgpt.common.json_files import JsonError
+from dsgpt.common.problems import Problems
+from dsgpt.config.request import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.formats.hugging_face import published_shape
+from dsgpt.formats.pretrained import PretrainedWeights, read_json, weight_files
+from dsgpt.formats.vocabulary_files import end_of_text_id, token_ids
 from dsgpt.inference.checkpoint_model import load_model
-from dsgpt.json_files import JsonError
 from dsgpt.main import train
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.hugging_face import published_shape
-from dsgpt.model.pretrained import PretrainedWeights, read_json, weight_files
-from dsgpt.model.vocabulary_files import end_of_text_id, token_ids
-from dsgpt.problems import Problems
+from dsgpt.prepare.documents import SourceFile, json_lines_reader
+from dsgpt.prepare.downloaded_set import downloaded_source
+from dsgpt.prepare.preparation import Place
+from dsgpt.reports.comparison import comparison_markdown, console_summary
+from dsgpt.reports.runs import read_run
+from dsgpt.runtime.topology import read_topology
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.meter import StepMeter
 from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after, read_steps
-from dsgpt.topology import read_topology
-from dsgpt.training.facts import CHANGES_KEY, fixed_facts, record_facts
+from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
 from dsgpt.training.journal import Journal
-from dsgpt.training.leftovers import EarlierRecord, read_earlier_record
 from dsgpt.training.resume import plan_resume
+from dsgpt.training.run_description import CHANGES_KEY, fixed_facts, record_facts
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
@@ -200,10 +200,10 @@ def page(suite: str) -> Callable[[Path], None]:
     """Make the page of a suite from a record, as ``--table-from`` does."""
 
     def read(folder: Path) -> None:
-        from dsgpt.any_to_any.command import make_page as resume_page
-        from dsgpt.faults.command import make_page as faults_page
-        from dsgpt.parity.command import make_page as parity_page
-        from dsgpt.save_benchmark import make_page as saving_page
+        from dsgpt.benchmarks.faults.command import make_page as faults_page
+        from dsgpt.benchmarks.parity.command import make_page as parity_page
+        from dsgpt.benchmarks.resume.command import make_page as resume_page
+        from dsgpt.benchmarks.saving.command import make_page as saving_page
 
         makers = {"parity": parity_page, "resume": resume_page, "faults": faults_page, "saving": saving_page}
         makers[suite](folder / f"{suite}.json", folder / "page.md")

@@ -8,8 +8,8 @@ import pytest
 from file_kinds import KINDS, RUN, write_all
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
-from dsgpt.checkpointing.export import export
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
+from dsgpt.exporting.export import export
 from dsgpt.main import train
 from dsgpt.telemetry.console import Console
 

@@ -20,7 +20,7 @@ from small_run import (
     write_tokens,
 )
 
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 from dsgpt.inference.sample import sample
 from dsgpt.main import train
 

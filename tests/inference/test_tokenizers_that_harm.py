@@ -11,7 +11,7 @@ import pytest
 from harmful_tokenizers import MALFORMED, bring_code, seal
 from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
 
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 from dsgpt.inference.sample import sample
 from dsgpt.main import train
 

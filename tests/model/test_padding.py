@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from dsgpt.config.recipe import OptimizerRecipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize
 from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
-from dsgpt.recipe import OptimizerRecipe
 
 
 def small_model(vocab_size: int) -> GPT2:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
+from dsgpt.config.recipe import SchedulerRecipe
 from dsgpt.optimization.schedule import build_schedule
-from dsgpt.recipe import SchedulerRecipe
 
 BASE_LR = 3e-4
 STEPS = 60

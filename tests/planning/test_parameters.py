@@ -12,7 +12,7 @@ from dsgpt.planning.flat_groups import FlatGroup
 from dsgpt.planning.parameters import model_parameters, on_tensor_rank, total
 from dsgpt.planning.sharded import fsdp_piece, zero_piece
 from dsgpt.planning.stages import _balanced_bounds, _even_bounds, stage_parameters, stages_with_embedding
-from dsgpt.strategies.tensor_layout import is_split
+from dsgpt.strategies.deepspeed.tensor_layout import is_split
 
 ODD = GPT2Config(n_layer=3, n_head=2, n_embd=34, block_size=48, vocab_size=300)
 

@@ -11,12 +11,12 @@ import pytest
 from small_run import REPOSITORY
 from training_runs import Corpus
 
-from dsgpt.machine_probe import compiler, libaio_problem
-from dsgpt.parity import launch
-from dsgpt.parity.launch import Assignment, Launch, run_job
-from dsgpt.parity.matrix import STRATEGIES, Cell
-from dsgpt.parity.measurement import read_rank
-from dsgpt.parity.work import write_recipe
+from dsgpt.benchmarks.harness import launch
+from dsgpt.benchmarks.harness.launch import Assignment, Launch, run_job
+from dsgpt.benchmarks.harness.measurement import read_rank
+from dsgpt.benchmarks.harness.work import write_recipe
+from dsgpt.benchmarks.parity.matrix import STRATEGIES, Cell
+from dsgpt.runtime.machine_probe import compiler, libaio_problem
 
 NO_LIBAIO = not (found := compiler()) or bool(libaio_problem(found))
 LAYERS = ("--num_layers", "6")

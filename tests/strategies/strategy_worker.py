@@ -21,21 +21,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import roll_back
 
 from dsgpt import main as command
+from dsgpt.benchmarks.harness import worker
+from dsgpt.benchmarks.harness.measurement import rank_file
 from dsgpt.checkpointing.training_state import StateReader, write_training_state
-from dsgpt.cli import parse_arguments
-from dsgpt.config import RunConfig, resolve
-from dsgpt.device import bring_up
-from dsgpt.files import write_json_atomic
+from dsgpt.common.files import write_json_atomic
+from dsgpt.config.request import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.initialization import initial_value
-from dsgpt.parity import worker
-from dsgpt.parity.measurement import rank_file
-from dsgpt.process_group import barrier, joined
+from dsgpt.runtime.device import bring_up
+from dsgpt.runtime.process_group import barrier, joined
+from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.strategies.master_weights import DTYPES
+from dsgpt.strategies.pytorch.master_weights import DTYPES
 from dsgpt.telemetry.model_state import state_bytes
-from dsgpt.topology import read_topology
 from dsgpt.training.loop import training_batches
 from dsgpt.training.run import _dropout_seed
 
@@ -155,7 +155,8 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _watch_the_model_being_made(held: Held) -> None:
     """Where a model is built in parts; what an engine makes of it afterwards is another matter."""
-    from dsgpt.strategies import fsdp, pipeline_layers, zero
+    from dsgpt.strategies.deepspeed import pipeline_layers, zero
+    from dsgpt.strategies.pytorch import fsdp
 
     def watched(build: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -177,7 +178,7 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
     topology = config.topology
     place = {"stage": topology.stage, "data": topology.data_rank, "sequence": topology.sequence_rank}
     with joined(topology, device):
-        from dsgpt.strategies.deepspeed_setup import import_deepspeed
+        from dsgpt.strategies.deepspeed.setup import import_deepspeed
 
         import_deepspeed(device)
         held = Held()
@@ -228,7 +229,7 @@ OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 
 
 def observe(words: list[str], folder: Path, *, bug: str, reference: bool) -> None:
-    """Stands in for ``dsgpt.parity.rank.run_cell``."""
+    """Stands in for ``dsgpt.benchmarks.parity.rank.run_cell``."""
     observation, *flags = words
     facts = OBSERVATIONS[observation](flags)
     write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "time": time.time(), **facts})

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from strategy_cells import NO_LIBAIO
 
-from dsgpt.errors import UserError
-from dsgpt.strategies import compiled_ops
-from dsgpt.strategies.compiled_ops import load_ops
+from dsgpt.common.errors import UserError
+from dsgpt.strategies.deepspeed import compiled_ops
+from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 
 LOAD_AND_LOOK = """
 import ctypes

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dsgpt.cli import parse_arguments
-from dsgpt.config import RunConfig, resolve
-from dsgpt.process_group import gather_objects, joined
-from dsgpt.recipe import DdpRecipe, FsdpRecipe, LossScaling
-from dsgpt.strategies.baseline import Baseline
+from dsgpt.config.recipe import DdpRecipe, FsdpRecipe, LossScaling
+from dsgpt.config.request import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.runtime.process_group import gather_objects, joined
+from dsgpt.runtime.topology import Topology, read_topology
 from dsgpt.strategies.build import build_strategy
-from dsgpt.strategies.torch_strategy import TorchStrategy
+from dsgpt.strategies.pytorch.baseline import Baseline
+from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy
 from dsgpt.telemetry.communication import Communication
-from dsgpt.topology import Topology, read_topology
 from dsgpt.training.loop import training_batches, validation_batches
 from dsgpt.training.run import _dropout_seed
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsgpt.errors import NonFiniteError
+from dsgpt.common.errors import NonFiniteError
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.meter import Figures, StepMeter, TimedBatches, require_finite, throughput, timing_figures

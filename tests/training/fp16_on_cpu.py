@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsgpt.cli import parse_arguments
-from dsgpt.config import RunConfig, resolve
-from dsgpt.process_group import joined
-from dsgpt.strategies.baseline import Baseline
-from dsgpt.strategies.zero import Zero
-from dsgpt.topology import Topology, read_topology
+from dsgpt.config.request import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.runtime.process_group import joined
+from dsgpt.runtime.topology import Topology, read_topology
+from dsgpt.strategies.deepspeed.zero import Zero
+from dsgpt.strategies.pytorch.baseline import Baseline
 from dsgpt.training.loop import training_batches
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.selection import find_checkpoint
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 from dsgpt.main import train
 from dsgpt.training.journal import Journal
 

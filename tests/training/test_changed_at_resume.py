@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from equal_work import judge
 from run_folders import errors, go_on, record
-from runs import read_run
 from small_run import RECIPE, TOKENS, random_ids, write_recipe, write_tokens
 
 from dsgpt.checkpointing.run_state import Change, read_run_state
-from dsgpt.training.facts import CHANGEABLE, CHANGES_KEY
+from dsgpt.reports.equal_work import judge
+from dsgpt.reports.runs import read_run
+from dsgpt.training.run_description import CHANGEABLE, CHANGES_KEY
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import pytest
 import torch
 from training_runs import SHAPE, finished, launcher, write_recipe
 
-from dsgpt.cli import parse_arguments
-from dsgpt.config import RunConfig, resolve
-from dsgpt.errors import NonFiniteError
-from dsgpt.recipe import LossScaling
-from dsgpt.strategies.baseline import Baseline
+from dsgpt.common.errors import NonFiniteError
+from dsgpt.config.recipe import LossScaling
+from dsgpt.config.request import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
-from dsgpt.topology import read_topology
+from dsgpt.strategies.pytorch.baseline import Baseline
 from dsgpt.training.loop import training_batches
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from small_run import command_line
 
 from dsgpt.main import train
 from dsgpt.training import checkpoint as checkpoint_module
-from dsgpt.training import finish, journal, run, saving
+from dsgpt.training import completion, journal, run, saving
 from dsgpt.training.journal import Journal
 
 
@@ -75,7 +75,7 @@ def test_no_memory_for_inference_is_no_failure(finished_run, tmp_path, monkeypat
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(finish, "measure_latency", full)
+    monkeypatch.setattr(completion, "measure_latency", full)
     assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert "inference   not measured" in capsys.readouterr().out
     assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["inference"]) == ("completed", None)

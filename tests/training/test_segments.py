@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import setup_stamps
 from run_folders import LONG, go_on, record, rewrite
-from runs import read_run
 from small_run import command_line
 from training_runs import finished, read_record, train, write_recipe
 
@@ -16,7 +14,9 @@ from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.main import train as train_here
-from dsgpt.training.facts import CHANGEABLE
+from dsgpt.reports.machines import setup_stamps
+from dsgpt.reports.runs import read_run
+from dsgpt.training.run_description import CHANGEABLE
 from dsgpt.training.segments import NEVER_CHANGES
 
 RSS = "peak_rss_bytes_rank0"

@@ -9,8 +9,8 @@ from run_folders import LONG, checkpoints, record
 from small_run import command_line
 from training_runs import SCRIPT, launcher
 
-from dsgpt.errors import EXIT_STOPPED
-from dsgpt.faults.processes import hanging_up_ends_children
+from dsgpt.benchmarks.faults.processes import hanging_up_ends_children
+from dsgpt.common.errors import EXIT_STOPPED
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from dsgpt.errors import UserError
-from dsgpt.files import link_between, sha256_of
-from dsgpt.json_files import Count, Finite, JsonError, Positive, Sha256, clipped, read_as
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import link_between, sha256_of
+from dsgpt.common.json_files import Count, Finite, JsonError, Positive, Sha256, clipped, read_as
 
 MANIFEST = "manifest.json"
 _A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"

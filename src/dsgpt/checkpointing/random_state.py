@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from dsgpt.checkpointing.writing import save_tensors
-from dsgpt.errors import UserError
-from dsgpt.model.tensor_files import open_safetensors
+from dsgpt.common.errors import UserError
+from dsgpt.formats.tensor_files import open_safetensors
 
 
 def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from dsgpt.checkpointing.segment import Segment
-from dsgpt.errors import UserError
-from dsgpt.files import write_json_atomic
-from dsgpt.json_files import Count, Finite, JsonError, Seconds, read_as
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, read_as
 
 STATE_FILE = "run_state.json"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dsgpt.json_files import Count, Positive, Seconds
+from dsgpt.common.json_files import Count, Positive, Seconds
 
 PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
 """Fields of a segment, of an epoch's record and of the summary: bytes."""

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import MANIFEST, Manifest, read_manifest, require_files
-from dsgpt.errors import UserError
-from dsgpt.files import is_regular_file
-from dsgpt.json_files import JsonError, read_as
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import is_regular_file
+from dsgpt.common.json_files import JsonError, read_as
+from dsgpt.formats.tensor_files import StoredTensor, open_safetensors
+from dsgpt.formats.tokenizer_files import tokenizer_files
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.model.tensor_files import StoredTensor, open_safetensors
-from dsgpt.tokenizer_files import tokenizer_files
 
 
 def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:

@@ -32,9 +32,9 @@ from typing import Any
 
 from dsgpt.checkpointing.manifest import MANIFEST, Manifest, parse_manifest
 from dsgpt.checkpointing.run_state import RunState, write_run_state
-from dsgpt.errors import UserError
-from dsgpt.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
-from dsgpt.tokenizer_files import is_known
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
+from dsgpt.formats.tokenizer_files import is_known
 
 LATEST = "latest"
 BEST = "best"

@@ -19,10 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from dsgpt.checkpointing import store
-from dsgpt.errors import UserError
-from dsgpt.files import write_json_atomic
-from dsgpt.json_files import Count, JsonError, read_as
-from dsgpt.model.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import Count, JsonError, read_as
+from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
 from dsgpt.optimization.optimizer import STATE_NAMES
 
 MOMENTS = "optimizer.safetensors"

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError
-from dsgpt.interruption import leave_to_the_rank
+from dsgpt.runtime.interruption import leave_to_the_rank
 
 PADDING_WINDOW = -1
 """Stands for no window: fills up the last validation batch so that every rank runs equally many micro batches."""

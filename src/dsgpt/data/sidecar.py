@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field
 
-from dsgpt.errors import UserError
-from dsgpt.files import write_json_atomic
-from dsgpt.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.data.sidecar import (
     DTYPES,
     Sidecar,
@@ -25,7 +26,6 @@ from dsgpt.data.sidecar import (
     read_sidecar,
     sidecar_path,
 )
-from dsgpt.files import sha256_of, sync_directory, write_json_atomic
 
 _CHUNK = 1 << 24  # 16 Mi ids: large enough to stream at disk speed, small enough for any machine
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
-from dsgpt.device import cuda_devices
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
+from dsgpt.common.problems import Problems
+from dsgpt.formats.tokenizer_files import open_tokenizer, reason_of
 from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.inference.decode import generate
 from dsgpt.model.config import GPT2Config
-from dsgpt.problems import Problems
-from dsgpt.tokenizer_files import open_tokenizer, reason_of
+from dsgpt.runtime.device import cuda_devices
 
 
 def sample(

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.planning.parameters import ParameterSize, model_parameters, on_tensor_rank
 from dsgpt.planning.stages import stage_parameters
-from dsgpt.recipe import Recipe
-from dsgpt.topology import ParallelSizes
+from dsgpt.runtime.topology import ParallelSizes
 
 FULL = 4
 """Bytes of an fp32 number."""

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from dsgpt.config import RunConfig
+from dsgpt.config.run_config import RunConfig
 from dsgpt.strategies.base import Strategy
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dsgpt.config import RunConfig
+from dsgpt.config.run_config import RunConfig
 from dsgpt.model.initialization import initial_value
 
 InitialValues = Callable[[str, torch.Size], Tensor]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dsgpt.files import PRINTABLE, append_to
+from dsgpt.common.files import PRINTABLE, append_to
 
 
 def duration(seconds: float) -> str:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsgpt.common.errors import NonFiniteError
 from dsgpt.data.loader import Batch
-from dsgpt.errors import NonFiniteError
 from dsgpt.telemetry.record import mean, percentile
 
 WARM_UP_STEPS = 3

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsgpt.files import append_to, write_atomic, write_json_atomic
-from dsgpt.json_files import JsonError, parse_json
-from dsgpt.problems import is_number
+from dsgpt.common.files import append_to, write_atomic, write_json_atomic
+from dsgpt.common.json_files import JsonError, parse_json
+from dsgpt.common.problems import is_number
 
 SCHEMA_VERSION = "2.1"
 RECORD_FILE = "training_metrics.json"

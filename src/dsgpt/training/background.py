@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Callable
 
-from dsgpt.errors import NonFiniteError, SaveError
-from dsgpt.files import print_traceback
-from dsgpt.process_group import HostGroup, from_main
+from dsgpt.common.errors import NonFiniteError, SaveError
+from dsgpt.common.files import print_traceback
+from dsgpt.runtime.process_group import HostGroup, from_main
 
 
 class Background:

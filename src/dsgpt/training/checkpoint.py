@@ -19,14 +19,14 @@ from dsgpt.checkpointing.random_state import save_random_state
 from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.training_state import Counters, GatheringError, KeptState, write_training_state
 from dsgpt.checkpointing.writing import reason_of, require_room, try_to_write
-from dsgpt.config import RunConfig
-from dsgpt.errors import NonFiniteError, SaveError, UserError
-from dsgpt.files import print_traceback, write_json_atomic
+from dsgpt.common.errors import NonFiniteError, SaveError, UserError
+from dsgpt.common.files import print_traceback, write_json_atomic
+from dsgpt.config.run_config import RunConfig
+from dsgpt.formats.tokenizer_files import copy_tokenizer
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.process_group import from_main, gather_objects
+from dsgpt.runtime.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.environment import software_versions
-from dsgpt.tokenizer_files import copy_tokenizer
 from dsgpt.training.data_check import data_tokenizer
 
 T = TypeVar("T")

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from dsgpt.config import RunConfig
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import sha256_of
+from dsgpt.common.problems import Problems
+from dsgpt.config.run_config import RunConfig
 from dsgpt.data.sidecar import TokenFileError, sidecar_path
 from dsgpt.data.token_file import TokenFile
-from dsgpt.errors import UserError
-from dsgpt.files import sha256_of
-from dsgpt.model.hub_models import model_folder
-from dsgpt.model.vocabulary_files import token_ids
-from dsgpt.problems import Problems
+from dsgpt.formats.hub_models import model_folder
+from dsgpt.formats.tokenizer_files import fault_of
+from dsgpt.formats.vocabulary_files import token_ids
 from dsgpt.telemetry.console import Console
-from dsgpt.tokenizer_files import fault_of
 
 TOKENIZER_FOLDER = "tokenizer"
 """Beside the token files, as data preparation leaves it."""

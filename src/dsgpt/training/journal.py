@@ -11,16 +11,16 @@ import torch
 
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState
 from dsgpt.checkpointing.writing import reason_of
-from dsgpt.config import RunConfig
-from dsgpt.errors import NonFiniteError
+from dsgpt.common.errors import NonFiniteError
+from dsgpt.config.run_config import RunConfig
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.console import Console, Progress
-from dsgpt.telemetry.cost import cost_line
 from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
-from dsgpt.training.facts import CHANGES_KEY
-from dsgpt.training.leftovers import EarlierRecord
+from dsgpt.telemetry.step_traffic import cost_line
+from dsgpt.training.earlier_record import EarlierRecord
+from dsgpt.training.run_description import CHANGES_KEY
 from dsgpt.training.segments import Segments
 
 

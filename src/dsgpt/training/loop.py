@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import torch
 
-from dsgpt.config import RunConfig
+from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Console
-from dsgpt.telemetry.cost import CostMeter
 from dsgpt.telemetry.meter import TimedBatches
+from dsgpt.telemetry.step_traffic import CostMeter
 from dsgpt.training.journal import Journal
 from dsgpt.training.saving import Saver
 from dsgpt.training.stopping import Stopping

@@ -9,13 +9,13 @@ from dsgpt.checkpointing.manifest import Manifest, parse_manifest, read_manifest
 from dsgpt.checkpointing.random_state import check_random_states
 from dsgpt.checkpointing.run_state import STATE_FILE, read_run_state
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader
-from dsgpt.config import RunConfig
-from dsgpt.errors import UserError
-from dsgpt.json_files import clipped
-from dsgpt.problems import Problems
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import clipped
+from dsgpt.common.problems import Problems
+from dsgpt.config.run_config import RunConfig
 from dsgpt.telemetry.record import COMPLETE_FILE
-from dsgpt.training.facts import CHANGEABLE, EXECUTED_BY
-from dsgpt.training.leftovers import missing_newest, why_nothing_was_saved
+from dsgpt.training.earlier_record import missing_newest, why_nothing_was_saved
+from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,26 +12,26 @@ from dsgpt.checkpointing import store
 from dsgpt.checkpointing.random_state import load_random_state
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.training_state import StateReader
-from dsgpt.config import RunConfig
-from dsgpt.device import bring_up
-from dsgpt.errors import Interrupted, UserError
-from dsgpt.files import write_json_atomic
-from dsgpt.interruption import Interruption
-from dsgpt.json_files import JsonError
+from dsgpt.common.errors import Interrupted, UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import JsonError
+from dsgpt.common.problems import Problems
+from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.problems import Problems
-from dsgpt.process_group import HostGroup, barrier, from_main, joined
+from dsgpt.runtime.device import bring_up
+from dsgpt.runtime.interruption import Interruption
+from dsgpt.runtime.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, drop_steps_after
+from dsgpt.training.completion import mark_complete, measure_inference
 from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
-from dsgpt.training.facts import fixed_facts, plan_lines, record_facts
-from dsgpt.training.finish import mark_complete, measure_inference
+from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
 from dsgpt.training.journal import Journal
-from dsgpt.training.leftovers import EarlierRecord, read_earlier_record
 from dsgpt.training.loop import fit
 from dsgpt.training.resume import Start, plan_resume
+from dsgpt.training.run_description import fixed_facts, plan_lines, record_facts
 from dsgpt.training.run_folder import (
     CONFIG_FILE,
     LOG_FILE,

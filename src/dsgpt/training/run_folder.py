@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 from dsgpt.checkpointing import store
-from dsgpt.config import RunConfig
-from dsgpt.errors import UserError
-from dsgpt.files import is_regular_file
-from dsgpt.json_files import JsonError, read_object
-from dsgpt.problems import Problems
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import is_regular_file
+from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.problems import Problems
+from dsgpt.config.run_config import RunConfig
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
-from dsgpt.training.leftovers import MAX_RECORD_BYTES
+from dsgpt.training.earlier_record import MAX_RECORD_BYTES
 from dsgpt.training.resume import Start
 
 CONFIG_FILE = "config.json"

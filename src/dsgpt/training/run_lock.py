@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from dsgpt.errors import UserError
+from dsgpt.common.errors import UserError
 
 LOCK_FILE = ".lock"
 PATIENCE_SEC = 60

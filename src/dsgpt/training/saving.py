@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from dsgpt.checkpointing.training_state import KeptState
-from dsgpt.config import RunConfig
-from dsgpt.errors import SaveError
-from dsgpt.process_group import HostGroup
+from dsgpt.common.errors import SaveError
+from dsgpt.config.run_config import RunConfig
+from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Console
 from dsgpt.training.background import Background

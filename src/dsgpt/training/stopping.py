@@ -1,8 +1,8 @@
 """Where a run ends that was asked to stop early: all ranks after the same step."""
 
-from dsgpt.errors import Interrupted
-from dsgpt.interruption import Interruption
-from dsgpt.process_group import HostGroup, gather_objects
+from dsgpt.common.errors import Interrupted
+from dsgpt.runtime.interruption import Interruption
+from dsgpt.runtime.process_group import HostGroup, gather_objects
 
 
 class Stopping:

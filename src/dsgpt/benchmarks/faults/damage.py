@@ -1,0 +1,105 @@
+"""Harm to the files of a run that was killed, and what ``--resume`` says and does about it."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsgpt.benchmarks.faults.outcome import Outcome, first_wrong
+from dsgpt.benchmarks.faults.plan import SAVE_EVERY, STEPS
+from dsgpt.benchmarks.faults.runs import Runs
+from dsgpt.checkpointing import store
+from dsgpt.checkpointing.manifest import MANIFEST
+from dsgpt.checkpointing.training_state import MOMENTS
+
+RUN = "zero1"
+NEWEST = STEPS - SAVE_EVERY
+"""The newest checkpoint of a run that was rolled back; the one before it is ``SAVE_EVERY`` older."""
+
+
+def _truncate(checkpoint: Path) -> None:
+    file = checkpoint / MOMENTS
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def _flip(checkpoint: Path) -> None:
+    file = checkpoint / store.WEIGHTS
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def _delete(checkpoint: Path) -> None:
+    (checkpoint / store.WEIGHTS).unlink()
+
+
+def _delete_manifest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink()
+
+
+def _delete_latest(checkpoint: Path) -> None:
+    (checkpoint.parent / store.LATEST).unlink()
+
+
+def _leave_partial(checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, store.partial_folder(checkpoint.parent, STEPS - 1))
+
+
+def _tear_log(checkpoint: Path) -> None:
+    with (checkpoint.parent / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 23, "los')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """Harm to the newest checkpoint, or beside it."""
+
+    name: str
+    harm: Callable[[Path], None]
+    resumed_from: int
+    """The step that the run then goes on from."""
+    words: str = "resuming from"
+    """What must be said."""
+
+
+BEFORE = NEWEST - SAVE_EVERY
+DAMAGES = (
+    Damage(name="truncated shard", harm=_truncate, resumed_from=BEFORE, words=f"{MOMENTS}: is damaged: it has"),
+    Damage(name="flipped bit", harm=_flip, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: its contents"),
+    Damage(
+        name="deleted shard", harm=_delete, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: it is missing"
+    ),
+    Damage(name="deleted manifest", harm=_delete_manifest, resumed_from=BEFORE, words="the checkpoint is incomplete"),
+    Damage(name="deleted `latest`", harm=_delete_latest, resumed_from=NEWEST),
+    Damage(name="stale temporary folder", harm=_leave_partial, resumed_from=NEWEST),
+    Damage(name="torn log", harm=_tear_log, resumed_from=NEWEST),
+)
+
+
+def try_damage(runs: Runs, plan: Damage) -> Outcome:
+    """Harm a copy of the undisturbed run that was rolled back, resume and compare.
+
+    Raises:
+        Missed: the run did not end.
+    """
+    started = time.perf_counter()
+    run_dir = runs.rolled_back(RUN, plan.name)
+    plan.harm(run_dir / store.folder_name(NEWEST))
+    gone_on = runs.go_on(RUN, run_dir)
+    told = [line for line in gone_on.said.splitlines() if "is refused" in line or "resuming from" in line]
+    wrong = first_wrong(
+        (gone_on.resumed_from != plan.resumed_from, f"it went on from step {gone_on.resumed_from}"),
+        (plan.words not in gone_on.said, f"it did not say: {plan.words}"),
+        (bool(list(run_dir.glob(".partial-*"))), "temporary folders are left"),
+        (bool(gone_on.wrong), gone_on.wrong),
+    )
+    return Outcome(
+        kind="damage",
+        name=f"{RUN}: {plan.name}",
+        wrong=wrong,
+        seconds=time.perf_counter() - started,
+        measured={"resumed_from": gone_on.resumed_from},
+        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in told),
+    )

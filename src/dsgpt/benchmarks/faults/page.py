@@ -1,0 +1,164 @@
+"""``docs/faults.md`` from a record of the campaign. Every figure on the page is the record's."""
+
+from typing import Any
+
+from dsgpt.benchmarks.harness.tables import table
+
+Record = dict[str, Any]
+STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "not run": "not run"}
+
+
+def faults_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.faults.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    parts = [_head(record, source), _kills(record), _requests(record), _others(record), _troubles(record)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The figures of the page's head, for a console."""
+    return [line.strip() for line in _summary(record).splitlines()]
+
+
+def _of(record: Record, *kinds: str) -> list[dict[str, Any]]:
+    return [fault for fault in record["faults"] if fault["kind"] in kinds]
+
+
+def _summary(record: Record) -> str:
+    ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
+    left_out = len(record["faults"]) - len(ran)
+    rest = f" {left_out} more could not be run on this machine." if left_out else ""
+    kills = _of(record, "kill")
+    lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
+    facts = [kill["measured"] for kill in kills if kill["measured"]]
+    if facts:
+        cut = sum(one["save_cut_off"] for one in facts)
+        lost = max(one["steps_lost"] for one in facts)
+        gone = max(one["gone_sec"] for one in facts)
+        every = record["work"]["save_every"]
+        lines += [
+            f"* **{_passed(kills)} of {len(kills)} kills** were recovered from by `--resume`; {cut} of them cut a save",
+            f"  off. At most {lost} steps had to be taken again, with a checkpoint every {every} steps; the last",
+            f"  process was gone at most {gone:.1f} s after the kill.",
+        ]
+        ended = [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]
+        if ended:
+            lines.append(f"* A launcher whose rank was killed ended with an error, at most {max(ended):.1f} s later.")
+    return "\n".join(lines)
+
+
+def _passed(faults: list[dict[str, Any]]) -> int:
+    return sum(fault["status"] == "passed" for fault in faults)
+
+
+def _head(record: Record, source: str) -> str:
+    hardware, env, work = record["hardware"], record["env"], record["work"]
+    runs = "\n".join(
+        f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
+    )
+    return f"""# Whatever happens to a run, it goes on
+
+Generated from `{source}` by
+`python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
+runs the campaign on your machine.
+
+{_summary(record)}
+
+Recovered means: `--resume` with the same command ended with exit code 0; every loss, gradient norm, learning rate and
+validation loss of the run is that of a run that nobody disturbed, to the last bit, with dropout {work["dropout"]}; no
+step is there twice or missing; and no process of the launch was left behind.
+
+{runs}
+
+Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
+{work["save_every"]}. Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python
+{env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit
+`{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
+
+
+def _kills(record: Record) -> str:
+    kills = _of(record, "kill")
+    if not kills:
+        return ""
+    header = ["run", "`kill -9` of", "aimed at", "cut a save off", "`--save_mode`", "steps taken", "went on from"]
+    header += ["lost", "allowed", "exit code", "launcher ended after", "all gone after", "recovered"]
+    rows = [_kill_row(kill) for kill in kills if kill["measured"]]
+    return f"""## Kills
+
+Instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save, which the kill may come
+too late for; all kinds of victims take turns. Lost are steps that were done and had to be taken again. Allowed are as
+many as lie between two saves, and those taken while the last save was being written. If only the launcher is killed,
+the ranks finish their step, save and leave. The exit code is what the launcher's parent sees: -9 where it was killed.
+
+{table(header, rows)}"""
+
+
+def _kill_row(kill: dict[str, Any]) -> list[Any]:
+    facts = kill["measured"]
+    cut = "yes" if facts["save_cut_off"] else ""
+    keys = ("save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed", "exit_code")
+    times = [f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")]
+    where = [facts["run"], facts["victim"], facts["aimed_at"], cut]
+    return [*where, *(facts[key] for key in keys), *times, STATUS_WORDS[kill["status"]]]
+
+
+def _requests(record: Record) -> str:
+    requests = _of(record, "request")
+    if not requests:
+        return ""
+    header = ["request", "exit code", "all gone after", "steps lost", "what was said", "as it should be"]
+    rows = [
+        [
+            fault["name"],
+            fault["measured"].get("exit_code"),
+            f"{fault['measured']['gone_sec']:.1f} s" if fault["measured"] else None,
+            fault["measured"].get("steps_lost"),
+            _said(fault),
+            STATUS_WORDS[fault["status"]],
+        ]
+        for fault in requests
+    ]
+    return f"""## Requests to stop
+
+A signal after step 6, between two saves, to a run that is then resumed; the one that is sent twice, to a run with steps
+of more than a second, which is not. The exit code is the launcher's, which for a `baseline` is the run's own.
+
+{table(header, rows)}"""
+
+
+def _others(record: Record) -> str:
+    header = ["fault", "exit code", "went on from step", "what was said", "recovered"]
+    rows = [
+        [
+            fault["name"],
+            fault["measured"].get("exit_code"),
+            fault["measured"].get("resumed_from"),
+            _said(fault),
+            STATUS_WORDS[fault["status"]],
+        ]
+        for fault in _of(record, "damage", "disk", "launch")
+    ]
+    if not rows:
+        return ""
+    return f"""## Damaged files, file systems that refuse, launches
+
+Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last step leaves it. A
+restarted worker and a second run on the folder are told by what they say: the first needs no `--resume` of anybody.
+
+{table(header, rows)}"""
+
+
+def _said(fault: dict[str, Any]) -> str:
+    return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
+
+
+def _troubles(record: Record) -> str:
+    bad = [fault for fault in record["faults"] if fault["status"] != "passed"]
+    lines = [
+        f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}" for fault in bad
+    ]
+    return "## Not as it should be, or not run\n\n" + "\n".join(lines) if lines else ""

@@ -1,0 +1,197 @@
+"""The runs of the campaign: how each is started, what it comes to undisturbed, and how a disturbed one compares."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.benchmarks.faults.outcome import first_error
+from dsgpt.benchmarks.faults.plan import DROPOUT, RUNS, SAVE_EVERY, STEPS
+from dsgpt.benchmarks.faults.processes import Missed, Training, last_step
+from dsgpt.benchmarks.harness.corpus import prepare_corpus
+from dsgpt.benchmarks.harness.launch import launcher_words
+from dsgpt.benchmarks.harness.work import flags, write_recipe
+from dsgpt.benchmarks.parity.matrix import STRATEGIES
+from dsgpt.checkpointing import store
+from dsgpt.common.files import write_json_atomic
+from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, read_steps
+
+LOG = "console.log"
+COMPARED = ("loss", "grad_norm", "lr", "val_loss")
+"""What must be the same at every step, to the last bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undisturbed:
+    """A run that nobody disturbed."""
+
+    run_dir: Path
+    step_sec: float
+    """Of a step, the median."""
+    save_sec: float
+    """From a save's beginning to its end, the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoneOn:
+    """What ``--resume`` made of a disturbed run."""
+
+    said: str
+    resumed_from: int
+    """The checkpoint's step; 0 for a fresh start."""
+    taken: int
+    """The last step that the run had put down before."""
+    wrong: str
+    """How it differs from the run that nobody disturbed; empty where it does not."""
+    seconds: float
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that had to be taken again."""
+        return self.taken - self.resumed_from
+
+
+class Runs:
+    """Folders, recipes and text for the campaign's runs.
+
+    Args:
+        folder: exists; everything is in it.
+        repository: holds the scripts and recipes.
+    """
+
+    def __init__(self, folder: Path, *, repository: Path) -> None:
+        self.folder, self._repository = folder.resolve(), repository
+        self._corpus = prepare_corpus(repository, self.folder / "corpus")
+        self._undisturbed: dict[str, Undisturbed] = {}
+
+    def new(self, name: str) -> Path:
+        """A run folder that does not exist yet, in a new folder of its own; ``name`` is for people who look there."""
+        count = sum(1 for _ in self.folder.iterdir())
+        parent = self.folder / f"{count:03d}-{''.join(c if c.isalnum() else '-' for c in name)}"
+        parent.mkdir()
+        return parent / "run"
+
+    def start(
+        self,
+        run: str,
+        run_dir: Path,
+        *more: str,
+        launcher: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+        log: str = LOG,
+    ) -> Training:
+        """Start ``run`` with its launcher.
+
+        Args:
+            run: a key of ``RUNS``.
+            run_dir: its folder.
+            more: further flags.
+            launcher: further flags of the launcher.
+            prefix: a command that runs the launcher.
+            changes: other values of flags that every run has, which make it another training.
+            log: name of the file beside the run folder that takes what is said.
+        """
+        cell = RUNS[run]
+        strategy = STRATEGIES[cell.strategy]
+        recipe = self.folder / f"{run}.json"
+        if not recipe.exists():
+            write_recipe(recipe, cell, recipes=self._repository / "ds_configs")
+        words = flags(cell, recipe=recipe, corpus=self._corpus, run_dir=run_dir, device="cpu")
+        for name, value in {"dropout": DROPOUT, "max_train_steps": STEPS, **(changes or {})}.items():
+            words[words.index(f"--{name}") + 1] = str(value)
+        words += ["--save_every", str(SAVE_EVERY), "--keep_checkpoints", "9", "--steps_per_print", "1"]
+        front = launcher_words(strategy.launcher if cell.ranks > 1 else "python", cell.ranks)
+        command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
+        return Training(command, run_dir=run_dir, log=run_dir.parent / log)
+
+    def undisturbed(self, run: str) -> Undisturbed:
+        """The run as nobody disturbs it; trained when first asked for.
+
+        Raises:
+            Missed: it failed.
+        """
+        if run not in self._undisturbed:
+            run_dir = self.new(f"{run} undisturbed")
+            with self.start(run, run_dir) as training:
+                code, _, _ = training.wait_until_gone()
+                if code:
+                    raise Missed(f"{run} failed undisturbed, exit code {code}: {training.said()[-1000:]}")
+            steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
+            saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
+            self._undisturbed[run] = Undisturbed(run_dir=run_dir, step_sec=_median(steps), save_sec=_median(saves))
+        return self._undisturbed[run]
+
+    def rolled_back(self, run: str, name: str) -> Path:
+        """A copy of the undisturbed run as a kill just before its last step would have left it."""
+        run_dir = self.copied(run, name)
+        (run_dir / COMPLETE_FILE).unlink()
+        shutil.rmtree(store.checkpoints(run_dir)[0])
+        store.name_newest_and_best(run_dir)
+        drop_steps_after(run_dir / STEPS_FILE, STEPS - 1)
+        write_json_atomic(run_dir / RECORD_FILE, read_record(run_dir) | {"status": "running"})
+        return run_dir
+
+    def copied(self, run: str, name: str) -> Path:
+        """A copy of the undisturbed run."""
+        return shutil.copytree(self.undisturbed(run).run_dir, self.new(name))
+
+    def go_on(self, run: str, run_dir: Path) -> GoneOn:
+        """Resume ``run`` to its end, and hold it against the one that nobody disturbed.
+
+        Raises:
+            Missed: it did not end.
+        """
+        taken, started = last_step(run_dir), time.perf_counter()
+        with self.start(run, run_dir, "--resume") as training:
+            code, _, _ = training.wait_until_gone()
+            said = training.said()
+        wrong = f"--resume ended with exit code {code}: {first_error(said)}" if code else self.difference(run, run_dir)
+        return GoneOn(
+            said=said,
+            taken=taken,
+            resumed_from=_resumed_from(said),
+            wrong=wrong,
+            seconds=time.perf_counter() - started,
+        )
+
+    def difference(self, run: str, run_dir: Path) -> str:
+        """Where ``run_dir`` differs from the undisturbed run; empty where both are the same to the last bit."""
+        expected, found = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
+        if found.keys() != expected.keys():
+            return f"it has other steps: {sorted(found.keys() ^ expected.keys())[:3]}"
+        for place, value in expected.items():
+            if found[place] != value:
+                return f"{place[1]} of step {place[0]} is {found[place]!r}, undisturbed {value!r}"
+        if read_record(run_dir)["status"] != "completed":
+            return "its record does not say that it is completed"
+        return ""
+
+
+def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
+    """Every compared figure by step and name; a step that is there twice is a figure too many."""
+    found: dict[tuple[int, str], Any] = {}
+    for line in read_steps(run_dir / STEPS_FILE):
+        for key in COMPARED:
+            if key in line:
+                place = (line["step"], key)
+                found[place] = (found[place], line[key]) if place in found else line[key]
+    return found
+
+
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """``training_metrics.json``."""
+    return json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+
+
+def _resumed_from(said: str) -> int:
+    found = re.search(r"resuming from \S*/step-(\d{8})", said)
+    return int(found[1]) if found else 0
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

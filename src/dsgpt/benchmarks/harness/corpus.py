@@ -1,0 +1,66 @@
+"""The text that the suite trains on: a few sources of Python's own library, prepared by the real script."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsgpt.common.errors import UserError
+from dsgpt.data.token_file import TokenFileWriter, open_token_file
+
+SOURCES = ("abc.py", "bisect.py", "calendar.py", "heapq.py", "textwrap.py", "shlex.py", "json/decoder.py", "this.py")
+"""About 90 kB, in files that every Python since 3.11 has."""
+VOCABULARY = 300
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared token files."""
+
+    train: Path
+    val: Path
+
+
+def prepare_corpus(repository: Path, folder: Path) -> Corpus:
+    """Token files in ``folder``, with a tokenizer of 300 ids trained on the text.
+
+    Raises:
+        UserError: this Python ships no sources of its library, or the script failed; with what it said.
+    """
+    library, text = Path(sysconfig.get_path("stdlib")), folder / "text"
+    text.mkdir(parents=True)
+    for name in SOURCES:
+        if not (library / name).exists():
+            raise UserError(f"{library / name}: is missing, but the suite trains on it: use a Python with its sources")
+        shutil.copy(library / name, text / name.replace("/", "-").replace(".py", ".txt"))
+    prepared = folder / "data"
+    command = [sys.executable, str(repository / "data_prep" / "preprocess.py"), "--input", str(text)]
+    command += ["--tokenizer", "train", "--vocab_size", str(VOCABULARY)]
+    command += ["--val_fraction", "0.2", "--output_dir", str(prepared)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
+    return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
+
+
+def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
+    """The corpus with a validation file of the first ``windows`` windows of ``length`` tokens, beside the whole one.
+
+    Args:
+        corpus: as ``prepare_corpus`` made it.
+        windows: how many; where they are no multiple of the global batch, the last batch is padded.
+        length: tokens that a window predicts.
+    """
+    whole = open_token_file(corpus.val)
+    about, path = whole.sidecar, corpus.val.with_name("val-cut.bin")
+    with TokenFileWriter(
+        path,
+        vocab_size=about.vocab_size or VOCABULARY,
+        eot_id=about.eot_id or 0,
+        tokenizer=about.tokenizer,
+        source=f"the beginning of {corpus.val.name}",
+    ) as writer:
+        writer.append(whole.memmap()[: windows * length])  # and an end-of-text id, which the last window predicts
+    return Corpus(train=corpus.train, val=path)

@@ -1,0 +1,131 @@
+"""The cells of the parity suite: every strategy, on as many ranks as make sense, under every setting that matters.
+
+A cell is one training of 20 optimizer steps that is compared with the reference, step by step. Each strategy takes the
+shipped recipe of its name, so that what is proven here is what a user runs.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dsgpt.benchmarks.parity.tested import STRATEGIES, TestedStrategy
+from dsgpt.common.problems import Problems, did_you_mean
+
+ACCUMULATIONS = (1, 3)
+OPTIMIZERS = ("adamw", "sgd")
+_LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
+"""They differ from ``ddp`` and ``fsdp`` in what one training shows; the whole matrix has all settings of them."""
+_CLIP_FP32_OTHERWISE = ("zero0", "pipeline2-zero0")
+"""They clip fp32 gradients by other code than those of bf16, or know no bf16."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Cell:
+    """One training to be compared with the reference."""
+
+    strategy: str
+    ranks: int
+    accumulation: int = 3
+    """Micro batches per optimizer step and data rank."""
+    optimizer: str = "adamw"
+    """``adamw``, clipped at 1; or ``sgd`` with learning rate 1, clipped at 0.3, which hides no wrong scale."""
+    precision: str = "fp32"
+    option: str = ""
+    """``activation checkpointing``, ``compile``, or nothing."""
+    bug: str = ""
+    """The bug planted in the strategy, of ``planted.py``; the suite must report such a cell as failed."""
+
+    @property
+    def name(self) -> str:
+        """For people and for test ids."""
+        words = [self.strategy, f"{self.ranks} rank{'s' * (self.ranks > 1)}", f"accumulation {self.accumulation}"]
+        return ", ".join(filter(None, [*words, self.optimizer, self.precision, self.option, self.bug]))
+
+    @property
+    def folder(self) -> str:
+        """The name without blanks, for a folder."""
+        return self.name.replace(", ", "_").replace(" ", "-")
+
+
+def refusal_expected(cell: Cell, *, device: str) -> bool:
+    """Whether the product must refuse ``cell`` on ``device``, ``cpu`` or ``cuda``, instead of training it."""
+    strategy = STRATEGIES[cell.strategy]
+    return (
+        strategy.refused
+        or (cell.precision != "fp32" and strategy.fp32_only)
+        or (cell.precision == "fp16" and device == "cpu")
+        or (cell.option == "compile" and not strategy.compiles)
+    )
+
+
+def whole_matrix() -> list[Cell]:
+    """Every cell but the planted bugs'."""
+    return [cell for strategy in STRATEGIES.values() for cell in _cells(strategy)]
+
+
+def _cells(strategy: TestedStrategy) -> Iterable[Cell]:
+    few = min((ranks for ranks in strategy.ranks if ranks > 1), default=1)
+    if not strategy.whole:
+        yield Cell(strategy=strategy.name, ranks=few, optimizer=strategy.optimizer, precision=strategy.precision)
+        return
+    for ranks in strategy.ranks:
+        for optimizer, accumulation in itertools.product(OPTIMIZERS, ACCUMULATIONS):
+            yield Cell(strategy=strategy.name, ranks=ranks, accumulation=accumulation, optimizer=optimizer)
+        yield Cell(strategy=strategy.name, ranks=ranks, accumulation=1, precision="bf16")
+        yield Cell(strategy=strategy.name, ranks=ranks, optimizer="sgd", precision="bf16")
+    yield Cell(strategy=strategy.name, ranks=few, precision="fp16")
+    yield Cell(strategy=strategy.name, ranks=few, option="activation checkpointing")
+    yield Cell(strategy=strategy.name, ranks=few, option="compile")
+
+
+def core() -> list[Cell]:
+    """What ``make test`` runs: every strategy on the fewest ranks that split anything, and data parallelism beside it.
+
+    AdamW without accumulation shows a wrong first moment, SGD with accumulation a wrong scale, which Adam hides. In
+    fp32, SGD is not clipped where there is such a strategy: in bf16 it is.
+    """
+    cells = []
+    for strategy in STRATEGIES.values():
+        if not strategy.whole:
+            continue
+        few = min((ranks for ranks in strategy.ranks if ranks > 1), default=1)
+        cells.append(Cell(strategy=strategy.name, ranks=few, accumulation=1))
+        if strategy.name in _LITTLE_NEW:
+            continue
+        unclipped = f"{strategy.name}-unclipped-sgd"
+        if unclipped in STRATEGIES:
+            cells.append(Cell(strategy=unclipped, ranks=few, optimizer="sgd"))
+        if unclipped not in STRATEGIES or strategy.name in _CLIP_FP32_OTHERWISE:
+            cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd"))
+        if not strategy.fp32_only:
+            cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
+    cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
+    # What it keeps of its gradients, and so what it costs, is another thing in bf16 than in fp32, at any accumulation.
+    cells.append(Cell(strategy="zero2-offload", ranks=2, accumulation=1, precision="bf16"))
+    checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
+    cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]
+    four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
+    return [*cells, *(Cell(strategy=name, ranks=4, optimizer=optimizer) for name in four for optimizer in OPTIMIZERS)]
+
+
+def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], problems: Problems) -> list[Cell]:
+    """The cells of these numbers of ranks and strategies; all of them where nothing is named.
+
+    Args:
+        cells: to choose from.
+        ranks: numbers of processes.
+        only: names of strategies.
+        problems: takes what names nothing.
+    """
+    cells = list(cells)
+    known = {cell.strategy for cell in cells}
+    for name in only:
+        if name not in known:
+            problems.add(f"--only {name}: is no strategy{did_you_mean(name, known)}; known are {', '.join(STRATEGIES)}")
+    chosen = [cell for cell in cells if (not ranks or cell.ranks in ranks) and (not only or cell.strategy in only)]
+    if not chosen and not problems:
+        *others, most = map(str, sorted({cell.ranks for cell in cells if not only or cell.strategy in only}))
+        numbers = f"{', '.join(others)} or {most}" if others else most
+        whose = f" of {', '.join(only)}" if only else ""
+        problems.add(f"--ranks {' '.join(map(str, ranks))}: no cell{whose} has so many ranks; give {numbers}")
+    return chosen

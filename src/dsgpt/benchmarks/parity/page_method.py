@@ -1,0 +1,176 @@
+"""The part of ``docs/parity.md`` that says how it was measured: bounds, references, launches."""
+
+from typing import Any
+
+from dsgpt.benchmarks.harness.tables import table
+from dsgpt.benchmarks.parity.bounds import RATE
+
+WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state; in its first step, the gradient
+that it steps on is put where Adam keeps that moment, so that the strategy's own code brings it whole."""
+WHY_OF_1_0 = """In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. The
+gradients of LayerNorms are small sums that almost cancel and differ most, so they have a bound of their own. The keys'
+biases have no gradient but rounding (softmax ignores what all keys share), and Adam makes full steps of that, so the
+weights are measured together in bf16."""
+WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its groups of parameters,
+read by PyTorch's hook; the reference computes its own. Every rank validates as the training loop does, after half of
+the steps and after the last; the last batch is padded, so that ranks and micro batches find unequal numbers of targets,
+some none. The reference takes the mean over all of them, one sequence after the other.
+
+In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. So the reference
+takes the micro batches of the training that it is compared with, and rounds gradients between ranks where that is known
+to (ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never)."""
+_ROUNDED_ON_CPU = """First gradient and first update are then equal in six digits. Tensor and sequence parallelism
+round products of their own, a pipeline the tied embedding's gradient, and more than two ranks add up in an order that
+nobody promises: each has wider bounds."""
+_ROUNDED_ON_CUDA = """Kernels of GPUs add up in orders of their own, and how far that carries was not measured yet: the
+bounds of 16-bit precisions allow for every product rounded otherwise."""
+_UNSEEN = """What these bounds cannot see: the keys' biases, which are left out of the weights (softmax ignores what all
+keys share: their gradient is rounding alone, of which Adam makes full steps); {on_device}; and what needs more steps
+than these trainings take. The reference takes token files and the order of samples from the product, whose own tests
+hold them. Of the schedules, the cosine and the constant rate are compared with a formula of the reference's own;
+`WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
+_UNSEEN_ON_CPU = """in bf16, what after the first update changes loss or weights by less than one more rounding of every
+product; under tensor and sequence parallelism in bf16, a sum in the wrong precision"""
+_UNSEEN_ON_CUDA = """in 16-bit precisions, what changes gradients, loss or weights by less than one more rounding of
+every product, as a sum in the wrong precision does, or a bias that decays (the bugs that do so are planted on CPUs
+alone)"""
+
+
+def _why_of_1_1(device: str) -> str:
+    """How far 16-bit trainings are from the reference depends on the device, and so does what cannot be seen."""
+    on_cpu = device == "cpu"
+    rounded = _ROUNDED_ON_CPU if on_cpu else _ROUNDED_ON_CUDA
+    unseen = _UNSEEN.format(on_device=_UNSEEN_ON_CPU if on_cpu else _UNSEEN_ON_CUDA)
+    return f"{WHY_OF_1_1} {rounded}\n\n{unseen}"
+
+
+def method(record: dict[str, Any]) -> str:
+    """``## How it is measured`` and all below it.
+
+    Args:
+        record: as ``dsgpt.benchmarks.parity.record`` makes it.
+    """
+    parts = [
+        _work(record["work"]),
+        _bounds(record),
+        WHY,
+        WHY_OF_1_0 if record["schema_version"] == "1.0" else _why_of_1_1(record["hardware"]["device"]),
+        _references(record),
+        _launches(record),
+        """A launch imports everything once; every cell is then trained in processes forked from it (on GPUs: in new
+interpreters), with a process group of its own.""",
+    ]
+    return "\n\n".join(parts)
+
+
+def _work(work: dict[str, Any]) -> str:
+    shape = work["model"]
+    return f"""## How it is measured
+
+Every training takes {work["steps"]} optimizer steps of {work["global_batch_size"]} sequences of
+{work["seq_len"]} tokens of real text, in real processes started by `deepspeed`, `torchrun` or `python`, through the
+code behind `src/gpt2.py` and the shipped recipes. The model has {shape["num_layers"]} layers, {shape["num_heads"]}
+heads and width {shape["embedding_size"]}; buckets and thresholds are so small that it fills several. Warm-up is 2
+steps, dropout 0. The reference is one process of plain PyTorch (`src/dsgpt/benchmarks/parity/reference.py`): the model,
+`torch.optim`, `clip_grad_norm_` and, in fp32, the whole global batch at once. It knows nothing of strategies. AdamW
+hides a wrong scale of the gradients from the loss, SGD shows it, and SGD without clipping a scale that came after the
+norm was read."""
+
+
+def _bounds(record: dict[str, Any]) -> str:
+    """A column for the bounds of each kind of arithmetic; kinds with the same bounds share one."""
+    work, columns = record["work"], _columns(record["bounds"])
+    values = [bounds for _, bounds in columns]
+    rate = "equal" if record["schema_version"] == "1.0" else f"{RATE:g}"
+    return table(["fact", *(name for name, _ in columns)], _bound_rows(values, rate=rate, steps=work["steps"]))
+
+
+def _bound_rows(values: list[dict[str, Any]], *, rate: str, steps: int) -> list[list[str]]:
+    return [
+        ["loss, every step", *(f"{one['loss']:g}" for one in values)],
+        ["validation loss, after half of the steps and all", *map(_validation, values)],
+        ["gradient norm, every step, relative", *(f"{one['norm']:g}" for one in values)],
+        ["learning rate, every step", *(rate for _ in values)],
+        ["first step's gradient, every parameter, relative L2", *map(_gradient, values)],
+        ["first update: weights after it, relative L2", *map(_update, values)],
+        [f"weights after {steps} steps, relative L2", *map(_weights, values)],
+        ["samples that the data ranks took, every step", *("equal" for _ in values)],
+        ["weights that ranks hold whole", *("equal bits" for _ in values)],
+    ]
+
+
+def _columns(bounds: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, one in bounds.items():
+        if found and found[-1][1] == one:
+            found[-1] = (f"{found[-1][0]}; {name}", one)
+        else:
+            found.append((name, one))
+    return found
+
+
+def _validation(bounds: dict[str, Any]) -> str:
+    return f"{bounds['validation']:g}" if "validation" in bounds else "not measured"
+
+
+def _gradient(bounds: dict[str, Any]) -> str:
+    special = {"LayerNorms": bounds["layer_norm_gradient"], "tied embedding": bounds.get("tied_gradient")}
+    return _with_special(bounds["gradient"], special)
+
+
+def _update(bounds: dict[str, Any]) -> str:
+    if "update" not in bounds:
+        return "not measured"
+    return f"{_with_special(bounds['update'], {'tied embedding': bounds['tied_update']})}, every parameter"
+
+
+def _weights(bounds: dict[str, Any]) -> str:
+    return f"{bounds['weights']:g}, {'all together' if bounds.get('weights_together') else 'every parameter'}"
+
+
+def _with_special(usual: float, special: dict[str, float | None]) -> str:
+    others = [f"{name} {value:g}" for name, value in special.items() if value not in {None, usual}]
+    return "; ".join([f"{usual:g}", *others])
+
+
+def _references(record: dict[str, Any]) -> str:
+    return table(
+        [
+            "reference",
+            "loss, first step",
+            "loss, last step",
+            "validation, last",
+            "smallest gradient norm",
+            "clipped at",
+        ],
+        [
+            [
+                _reference_name(item),
+                f"{item['first_loss']:.4f}",
+                f"{item['last_loss']:.4f}",
+                f"{item['last_validation_loss']:.4f}" if "last_validation_loss" in item else "not measured",
+                f"{item['smallest_grad_norm']:.3f}",
+                item["clipping"] or "not clipped",
+            ]
+            for item in record["references"]
+        ],
+    )
+
+
+def _reference_name(item: dict[str, Any]) -> str:
+    """Before version 1.1 there was one for every split of the batch."""
+    words = [item["optimizer"], item["precision"], item["training"]]
+    if item["precision"] != "fp32" and "data_ranks" in item:
+        words += [f"data ranks {item['data_ranks']}", f"accumulation {item['accumulation']}"]
+        words.append(f"gradients rounded: {item['low']}" if item["low"] else "gradients not rounded")
+    return ", ".join(filter(None, words))
+
+
+def _launches(record: dict[str, Any]) -> str:
+    return table(
+        ["launcher", "ranks", "cells", "seconds until the ranks work", "seconds in all"],
+        [
+            [item["launcher"], item["ranks"], item["cells"], item["start_seconds"], item["seconds"]]
+            for item in record["launches"]
+        ],
+    )

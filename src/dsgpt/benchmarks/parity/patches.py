@@ -1,0 +1,208 @@
+"""How each known bug gets into a strategy: a context for each, as long as which the bug is there.
+
+Each is planted where trainers had it: the reported loss and norm stay honest where they can, so that the bug has to be
+found in what it does to the training.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsgpt.config.recipe import OptimizerRecipe
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.optimization import optimizer as optimization
+from dsgpt.runtime import process_group
+
+Patch = contextlib.AbstractContextManager[None]
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
+    """Change every ``strategy`` right after it was built."""
+    build = strategy.__init__
+
+    def build_and_change(self: Any, *arguments: Any, **named: Any) -> None:
+        build(self, *arguments, **named)
+        change(self)
+
+    return _replaced(strategy, "__init__", build_and_change)
+
+
+def sum_over_ranks() -> Patch:
+    from dsgpt.strategies.pytorch.ddp import Ddp  # noqa: PLC0415 - the planted cell alone needs it, here and below
+
+    def add_up(_strategy: Ddp, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    return _replaced(Ddp, "_average", add_up)
+
+
+def accumulation_counted_twice() -> Patch:
+    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+
+    def divide_again(strategy: Any) -> None:
+        strategy._loss_factor /= strategy._accumulation  # DeepSpeed's ``backward`` has divided by it already
+
+    return _after_building(Zero, divide_again)
+
+
+def clipping_before_averaging() -> Patch:
+    """Every rank clips its own gradients before they are averaged."""
+    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+
+    def clip_first(strategy: Any) -> None:
+        """Let every rank clip what it has, and only then average."""
+        engine = strategy._engine
+        reduce = engine.allreduce_gradients
+
+        def clip_and_reduce(*arguments: Any, **named: Any) -> None:
+            if engine.is_gradient_accumulation_boundary():
+                torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+            reduce(*arguments, **named)
+
+        engine.allreduce_gradients = clip_and_reduce
+
+    return _after_building(Zero, clip_first)
+
+
+def dropped_last_micro_batch() -> Patch:
+    """The last micro batch of every step is read, but adds no gradient."""
+    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+
+    def drop_last(strategy: Any) -> None:
+        engine = strategy._engine
+        backward = engine.backward
+        engine.backward = lambda loss: backward(loss * (not engine.is_gradient_accumulation_boundary()))
+
+    return _after_building(Zero, drop_last)
+
+
+def positions_not_shifted() -> Patch:
+    forward = GPT2.forward
+
+    def forget_the_shift(self: GPT2, *arguments: Any, **named: Any) -> Tensor:
+        return forward(self, *arguments, **{**named, "first_position": 0})
+
+    return _replaced(GPT2, "forward", forget_the_shift)
+
+
+def gradients_not_reduced_over_sequence_ranks() -> Patch:
+    from dsgpt.strategies.deepspeed.sequence import Sequence  # noqa: PLC0415
+
+    def reduce_nothing(strategy: Any) -> None:
+        strategy._engine.allreduce_gradients = lambda *_arguments, **_named: None  # the one data rank is alone
+
+    return _after_building(Sequence, reduce_nothing)
+
+
+def skipped_tied_gradient_sum() -> Patch:
+    from dsgpt.strategies.deepspeed.pipeline import Pipeline  # noqa: PLC0415
+
+    def tie_nothing(strategy: Any) -> None:
+        strategy._module.get_tied_weights_and_groups = list
+
+    return _after_building(Pipeline, tie_nothing)
+
+
+def clipping_norm_of_one_stage() -> Patch:
+    clip = torch.nn.utils.clip_grads_with_norm_
+
+    def clip_by_own_norm(parameters: Any, max_norm: float, _whole_norm: Tensor) -> None:
+        parameters = list(parameters)
+        clip(parameters, max_norm, torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+    return _replaced(torch.nn.utils, "clip_grads_with_norm_", clip_by_own_norm)
+
+
+def mean_of_ranks_means() -> Patch:
+    """Validation averages the ranks' means, whatever number of targets each of them read."""
+    from dsgpt.strategies.base import to_device  # noqa: PLC0415
+    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+
+    def average_the_averages(strategy: Any, batches: Iterator[Any]) -> tuple[Tensor, Tensor]:
+        """As ``eval_step``, but every rank's mean weighs the same, however many targets it found."""
+        strategy._engine.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=strategy._device)
+        for _ in range(strategy._accumulation):
+            sums += torch.stack(strategy._micro_batch_sums(to_device(next(batches), strategy._device)))
+        mean = process_group.sum_over_ranks(sums[0] / sums[1].clamp(min=1)) / strategy._ranks
+        targets = process_group.sum_over_ranks(sums[1])
+        return mean * targets, targets
+
+    return _replaced(Zero, "eval_step", torch.no_grad()(average_the_averages))
+
+
+def micro_batches_summed_in_bf16() -> Patch:
+    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+
+    return _replaced(Zero, "_sum_gradients_in_fp32", lambda _strategy: None)
+
+
+def rounded_before_the_reduction() -> Patch:
+    """DDP rounds gradients to the precision of the weights before it reduces them."""
+    from dsgpt.strategies.pytorch import ddp  # noqa: PLC0415
+
+    average, reduce = ddp.average_in_fp32, dist.all_reduce
+
+    def round_and_reduce(flat: Tensor, **named: Any) -> Any:
+        return reduce(flat.copy_(flat.bfloat16()), **named)
+
+    def average_rounded(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.GradBucket) -> Any:
+        with _replaced(dist, "all_reduce", round_and_reduce):
+            return average(masters, bucket)
+
+    return _replaced(ddp, "average_in_fp32", average_rounded)
+
+
+def scaled_after_the_norm() -> Patch:
+    """Gradients are scaled after their norm was read, so that the reported norm stays right."""
+    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+
+    before_step = Zero._before_step
+
+    def scale_after_reading(strategy: Any) -> Tensor | None:
+        norm = before_step(strategy)
+        for parameter in strategy._parameters.values():
+            parameter.grad *= strategy._ranks
+        return norm
+
+    return _replaced(Zero, "_before_step", scale_after_reading)
+
+
+def second_group_keeps_its_rate() -> Patch:
+    from dsgpt.strategies.deepspeed import zero  # noqa: PLC0415
+
+    def set_the_first(optimizer: Any, lr: float) -> None:
+        optimizer.param_groups[0]["lr"] = lr
+
+    return _replaced(zero, "set_learning_rate", set_the_first)
+
+
+def biases_decay() -> Patch:
+    return _replaced(optimization, "decays", lambda _name: True)
+
+
+def large_epsilon() -> Patch:
+    """Adam's epsilon is 1e-6 instead of the recipe's 1e-8."""
+    from dsgpt.strategies.pytorch import torch_strategy  # noqa: PLC0415
+
+    build = torch_strategy.build_optimizer
+
+    def build_with_large_epsilon(groups: Any, recipe: OptimizerRecipe) -> torch.optim.Optimizer:
+        return build(groups, replace(recipe, eps=1e-6))
+
+    return _replaced(torch_strategy, "build_optimizer", build_with_large_epsilon)

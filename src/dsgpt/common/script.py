@@ -1,0 +1,131 @@
+"""How every script starts and ends: its exit code, its error lines, and what its output can take. Imports no torch.
+
+A path may hold bytes that are no UTF-8, and an output may have no ``é``: both are printed as ``\\xe9``.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_READER_GONE, EXIT_USER_ERROR, UserError
+from dsgpt.common.files import PRINTABLE, printable, undecodable
+
+_REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+"""Of the file system: for the user to mend."""
+
+
+class OutputError(OSError):
+    """Standard output or standard error took no more."""
+
+
+def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
+    """Run ``main`` and end this process with its exit code (the table is in README.md).
+
+    As if SIGPIPE had ended it where the reader of its output had enough (``| head -1``): 141, without a word.
+
+    Args:
+        main: does the work; returns its exit code, or None for 0.
+        kept: what the user should know if it is interrupted or the disk is full.
+    """
+    prepare_output(lose=False)
+    try:
+        code = exit_code_of(main, kept=kept)
+    except SystemExit as end:  # of argparse, after --help
+        code = end.code
+    try:
+        sys.stdout.flush()
+    except OutputError as error:
+        code = code or _output_lost(error)
+    sys.exit(code)
+
+
+def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
+    """Run ``main``; its exit code, or that of what ended it early, after a line for each mistake of the user."""
+    try:
+        return main() or EXIT_DONE
+    except UserError as error:
+        return complain(error.problems, EXIT_USER_ERROR)
+    except OutputError as error:
+        return _output_lost(error)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return complain([_with(kept, f"{error.filename or 'the output'}: {error.strerror}")], EXIT_USER_ERROR)
+    except UnicodeEncodeError as error:
+        if error.reason != "surrogates not allowed":  # no path that a library refused
+            raise
+        return complain([undecodable(error.object)], EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        return complain([_with(kept, "interrupted")], EXIT_INTERRUPTED)
+
+
+def complain(lines: Sequence[str], code: int) -> int:
+    """Print each line as an error; ``code`` comes back."""
+    for line in "\n".join(lines).splitlines():
+        with contextlib.suppress(OSError):  # of a terminal that is gone; the exit code is left
+            print(f"error: {printable(line)}", file=sys.stderr, flush=True)
+    return code
+
+
+def prepare_output(*, lose: bool) -> None:
+    """Let standard output and standard error take any text; one that is closed becomes /dev/null.
+
+    Args:
+        lose: output that the system refuses is lost, and the program goes on; otherwise the first refusal of standard
+            output raises ``OutputError``. Errors and progress that nobody can read never end a program.
+    """
+    sys.stdout = _stream(1, sys.stdout, lose=lose)
+    sys.stderr = _stream(2, sys.stderr, lose=True)
+
+
+def _stream(number: int, old: Any, *, lose: bool) -> io.TextIOWrapper:
+    """A stream to the descriptor ``number`` that is buffered as ``old`` is; ``old`` is None where it is closed."""
+    if old is None:  # `>&-`: the next file that is opened would get the number, and be printed into
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return io.TextIOWrapper(io.BufferedWriter(_Output(number, lose=True)), encoding="utf-8", errors=PRINTABLE)
+    raw = _Output(number, lose=lose)
+    return io.TextIOWrapper(
+        raw if old.write_through else io.BufferedWriter(raw),  # as Python builds it under PYTHONUNBUFFERED
+        encoding=old.encoding,
+        errors=PRINTABLE,
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
+    )
+
+
+class _Output(io.FileIO):
+    """Standard output or standard error; after a first failure, all that is written is lost in silence."""
+
+    def __init__(self, number: int, *, lose: bool) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._lose = lose
+        self._failed = False
+
+    def write(self, data: Any) -> int:
+        """Write all of it, or lose it."""
+        size = memoryview(data).nbytes
+        if self._failed:
+            return size
+        try:
+            done = 0
+            while done < size:
+                done += super().write(memoryview(data).cast("B")[done:]) or 0
+        except OSError as error:
+            self._failed = True
+            if not self._lose:
+                raise OutputError(error.errno, error.strerror) from error
+        return size
+
+
+def _output_lost(error: OutputError) -> int:
+    if error.errno == errno.EPIPE:
+        return EXIT_READER_GONE
+    return complain([f"standard output: {error.strerror}: what was printed is not complete"], EXIT_USER_ERROR)
+
+
+def _with(kept: str, line: str) -> str:
+    return f"{line}; {kept}" if kept else line

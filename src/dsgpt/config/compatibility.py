@@ -1,0 +1,284 @@
+"""What cannot be combined: each refusal says the reason and the nearest thing that works.
+
+Everything here is known before a process group or a model exists. The numbers that such a refusal is about (ranks,
+heads, layers, positions) and the way out stand in one line.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.problems import Problems
+from dsgpt.config.options import Options
+from dsgpt.config.recipe import Recipe
+from dsgpt.model.config import GPT2Config
+from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
+from dsgpt.runtime.topology import ParallelSizes, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a combination is made of; None where another mistake hides it."""
+
+    options: Options
+    recipe: Recipe
+    topology: Topology
+    """As the launcher announced it, not yet split."""
+    model: GPT2Config | None
+    seq_length: int | None
+    device: str
+    """``cpu`` or ``cuda``."""
+    precision: str
+    """``fp32``, ``bf16`` or ``fp16``."""
+    run_dir: Path
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """How this run splits the model: PyTorch's strategies do not."""
+        return self.recipe.parallel if self.options.run_type == "optimized" else ParallelSizes()
+
+
+def check_combinations(request: Request, problems: Problems) -> None:
+    """Complain about every combination in ``request`` that cannot be trained, or not rightly."""
+    _check_ranks(request, problems)
+    if request.options.run_type == "optimized":
+        _check_strategies(request, problems)
+        _check_shape(request, problems)
+        _check_offload(request, problems)
+        _check_zero_plus_plus(request, problems)
+    _check_compile(request, problems)
+
+
+def check_accumulation(request: Request, accumulation: int, problems: Problems) -> None:
+    """Complain where gradients of ``accumulation`` micro batches would be added up in low precision."""
+    low = request.recipe.fsdp.reduce_dtype == "low" and request.precision != "fp32"
+    if request.options.run_type == "fsdp" and low and accumulation > 1:
+        problems.add(
+            f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
+            f'step, whose gradients PyTorch would then add up in {request.precision} too: take "fp32", or '
+            "--grad_accum_steps 1"
+        )
+
+
+def notices(request: Request) -> list[str]:
+    """What the user should know about keys of the recipe that are allowed, a line each."""
+    recipe, stage = request.recipe, request.recipe.zero_stage
+    if request.options.run_type != "optimized":
+        if not recipe.deepspeed_only:
+            return []
+        keys = ", ".join(recipe.deepspeed_only)
+        return [f"{request.options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]
+    if request.device == "cuda" and stage and recipe.raw["zero_optimization"].get("overlap_comm"):
+        return [
+            f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
+            f"8061 were races there): set it in ds_configs/zero{stage}.json, run `python src/benchmark.py parity "
+            f"--device cuda --only zero{stage}`, and trust it if that passes"
+        ]
+    return []
+
+
+def _check_ranks(request: Request, problems: Problems) -> None:
+    world, run_type = request.topology.world_size, request.options.run_type
+    if run_type == "baseline" and world > 1:
+        problems.add(
+            f"--run_type baseline is one process, but the launcher started {world}: run it with `python src/gpt2.py "
+            "...`, or take --run_type ddp, fsdp or optimized"
+        )
+    copy = request.sizes.ranks_per_copy
+    if world % copy:
+        lower, upper = world // copy * copy, -(-world // copy) * copy
+        counts = f"{lower} or {upper}" if lower else str(upper)
+        problems.add(
+            f"{request.recipe.path}: splits the model over {copy} ranks ({request.sizes}), but {world} "
+            f"{'was' if world == 1 else 'were'} started: start {counts}, or take ds_configs/zero1.json"
+        )
+
+
+def _check_strategies(request: Request, problems: Problems) -> None:
+    recipe, sizes = request.recipe, request.sizes
+    stage = recipe.zero_stage
+    if sizes.pipeline > 1 and stage > 1:
+        problems.add(
+            f"{recipe.path}: a pipeline does not go with ZeRO stage {stage}, which frees gradients that the pipeline "
+            "still adds to: take stage 0 or 1 (ds_configs/pipeline.json)"
+        )
+    if sizes.pipeline > 1 and stage == 0 and request.precision != "fp32":
+        problems.add(
+            f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
+            "micro batches: take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32"
+        )
+    if sizes.pipeline > 1 and recipe.raw.get("wall_clock_breakdown"):
+        problems.add(
+            f"{recipe.path}: wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its "
+            "backward pass twice and fail: leave it out, or look at step_time_sec in metrics.jsonl"
+        )
+    if sizes.tensor > 1 and sizes.pipeline == 1 and stage > 2:
+        problems.add(
+            f"{recipe.path}: tensor parallelism does not go with ZeRO stage {stage}, which would split the same "
+            "matrices again: take stage 0, 1 or 2 (ds_configs/tensor.json)"
+        )
+    if sizes.sequence > 1 and sizes.tensor * sizes.pipeline > 1:
+        problems.add(
+            f"{recipe.path}: sequence parallelism is not combined with tensor parallelism or a pipeline here: take "
+            "ds_configs/sequence.json or ds_configs/3d.json"
+        )
+
+
+def _check_shape(request: Request, problems: Problems) -> None:
+    """The model and its sequences must divide by what splits them."""
+    model, sizes, path = request.model, request.sizes, request.recipe.path
+    if model is None:
+        return
+    for name, key, size in (
+        ("tensor", "autotp_size", sizes.tensor),
+        ("sequence", "sequence_parallel_size", sizes.sequence),
+    ):
+        if model.n_head % size:
+            problems.add(
+                f"{path}: {key} {size} does not divide the model's {model.n_head} heads: take "
+                f"{_divisors_near(model.n_head, size)} for {name} parallelism, or another --num_heads"
+            )
+    if sizes.pipeline > model.n_layer:
+        problems.add(
+            f"{path}: a pipeline of {sizes.pipeline} stages needs as many blocks, but the model has {model.n_layer}: "
+            f"take at most {model.n_layer} stages, or --num_layers {sizes.pipeline}"
+        )
+    length = request.seq_length
+    if length is not None and length % sizes.sequence:
+        lower, upper = length // sizes.sequence * sizes.sequence, -(-length // sizes.sequence) * sizes.sequence
+        problems.add(
+            f"{path}: sequence_parallel_size {sizes.sequence} does not divide sequences of {length} tokens: take "
+            f"--seq_length {f'{lower} or {upper}' if lower else upper}"
+        )
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    """The divisors of ``number`` on either side of ``wanted``, in words."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return " or ".join(str(d) for d in below + above)
+
+
+def _check_offload(request: Request, problems: Problems) -> None:
+    recipe, sizes = request.recipe, request.sizes
+    devices = (recipe.offload_optimizer, recipe.offload_param)
+    if devices == ("none", "none"):
+        return
+    if sizes.ranks_per_copy > 1:
+        problems.add(
+            f"{recipe.path}: offload is combined with data parallelism alone here: take ds_configs/zero2_offload.json "
+            "or ds_configs/zero3_offload.json, or leave the offload out"
+        )
+    if recipe.nvme_blocks:
+        _check_nvme(request, problems)
+    elif needs_compiled_adam(recipe) and not compiler():
+        problems.add(
+            f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: install "
+            'one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
+        )
+
+
+def _check_nvme(request: Request, problems: Problems) -> None:
+    """What swapping to files needs of this machine; asked once per machine."""
+    if request.topology.local_rank:
+        return
+    path, way_out = request.recipe.path, "or take ds_configs/zero3_offload.json, which offloads to memory"
+    if not (found := compiler()):
+        problems.add(
+            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O and finds no C++ compiler: install one "
+            f"(Debian: apt-get install g++), {way_out}"
+        )
+    elif trouble := libaio_problem(found):
+        problems.add(f"{path}: offload to nvme {trouble}, {way_out}")
+    for base in dict.fromkeys(nvme_paths(request.recipe, request.run_dir).values()):
+        place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
+        if trouble := direct_io_problem(place):
+            problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
+    size = locked_bytes(request) if request.model else 0
+    if not may_lock(size):
+        problems.add(
+            f"{path}: offload to nvme locks {size / 2**20:,.0f} MiB per rank in memory, more than this process may: "
+            f"raise the limit (ulimit -l unlimited), {way_out}"
+        )
+
+
+def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
+    """Block of ``zero_optimization`` to the folder under which it swaps: the run folder where the JSON names none."""
+    blocks = recipe.raw.get("zero_optimization", {})
+    return {name: Path(blocks[name].get("nvme_path", run_dir)) for name in recipe.nvme_blocks}
+
+
+def locked_bytes(request: Request) -> int:
+    """At least how many bytes a rank locks for buffers that it swaps through (``swap_tensor/utils.py``)."""
+    model, ranks, blocks = request.model, request.topology.world_size, request.recipe.raw["zero_optimization"]
+    size = 0
+    for name in request.recipe.nvme_blocks:
+        block = blocks[name]
+        if name == "offload_param":
+            elements = block.get("buffer_size", -(-model.largest_parameter() // ranks))
+            size += block.get("buffer_count", 5) * elements * (4 if request.precision == "fp32" else 2)
+        else:
+            group = min(blocks.get("sub_group_size", 10**9), model.parameter_count() // ranks)
+            size += swap_buffers(block) * group * 4
+    return int(size)
+
+
+def swap_buffers(offload_optimizer: Mapping[str, Any]) -> int:
+    """Through how many buffers the optimizer's state is swapped, each as large as a sub-group, as this block says.
+
+    Weights, gradients and two moments: of the group in work, and with ``pipeline_read`` or ``pipeline_write`` of those
+    that are read and written meanwhile, for which DeepSpeed's default of 4 does not suffice.
+    """
+    pipelined = offload_optimizer.get("pipeline_read") or offload_optimizer.get("pipeline_write")
+    return int(offload_optimizer.get("buffer_count", 12 if pipelined else 4))
+
+
+def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
+    recipe, world = request.recipe, request.topology.world_size
+    if not recipe.zero_plus_plus:
+        return
+    if request.device == "cpu":
+        problems.add(
+            f"{recipe.path}: Zero++ needs GPUs, for which alone DeepSpeed has it: take ds_configs/zero3.json on CPU"
+        )
+    if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none"):
+        problems.add(
+            f"{recipe.path}: Zero++ is not combined with offload here: take ds_configs/zeropp.json, or "
+            "ds_configs/zero3_offload.json without it"
+        )
+    if request.sizes.ranks_per_copy > 1:
+        problems.add(
+            f"{recipe.path}: Zero++ is combined with data parallelism alone here: take ds_configs/zeropp.json, or "
+            "leave its keys out"
+        )
+    size = recipe.hpz_partition_size
+    if world % size:
+        problems.add(
+            f"{recipe.path}: zero_hpz_partition_size {size} does not divide {world} ranks: set it to the GPUs of one "
+            f"machine, here {request.topology.local_world_size}"
+        )
+
+
+def _check_compile(request: Request, problems: Problems) -> None:
+    options, recipe, sizes = request.options, request.recipe, request.sizes
+    if not options.compile:
+        return
+    if not compiler():
+        problems.add("--compile needs a C++ compiler, and none was found: install one (Debian: apt-get install g++)")
+    if options.run_type != "optimized":
+        return
+    if recipe.zero_stage == 3:
+        problems.add("--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2")
+    if sizes.ranks_per_copy > 1:
+        problems.add(
+            f"--compile does not go with a model split over ranks ({sizes}), whose collectives break the graph: take "
+            "ds_configs/zero1.json, or leave --compile out"
+        )
+
+
+def needs_compiled_adam(recipe: Recipe) -> bool:
+    """Whether DeepSpeed's own CPU Adam would run, which a C++ compiler builds at first use."""
+    optimizer = recipe.optimizer
+    return recipe.offload_optimizer == "cpu" and optimizer.type == "AdamW" and not optimizer.torch_adam

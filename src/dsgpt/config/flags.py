@@ -1,0 +1,223 @@
+"""The flags of ``src/gpt2.py``: their names, groups and help."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.command_line import Parser, Reader
+from dsgpt.config.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES, SAVE_MODES
+from dsgpt.model.config import PRESETS
+
+DESCRIPTION = """\
+Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup; the
+JSON recipe rules the optimizer, schedule, clipping and global batch of both, so that their results can be compared."""
+
+EXAMPLES = """\
+examples:
+  one device, plain PyTorch:
+    python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \\
+        --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
+  the same training on all GPUs of this machine, under DeepSpeed:
+    deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
+  two devices, also without a GPU:
+    deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
+    torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
+  look before you run:
+    python src/gpt2.py ... --dry_run
+
+A flag beats the JSON, the JSON beats the default. Results go to the folder of --checkpoint_path."""
+
+
+def _size(shape: Any) -> str:
+    return f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}"
+
+
+def build_parser(reader: Reader) -> argparse.ArgumentParser:
+    """The parser; ``reader`` takes the mistakes."""
+    parser = Parser(
+        prog="gpt2.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_run_flags(parser, reader)
+    _add_model_flags(parser, reader)
+    _add_batch_flags(parser, reader)
+    _add_length_flags(parser, reader)
+    _add_machine_flags(parser, reader)
+    _add_checkpoint_flags(parser, reader)
+    return parser
+
+
+def _add_run_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("what to run")
+    group.add_argument(
+        "--run_type",
+        metavar="TYPE",
+        type=reader.choice("--run_type", RUN_TYPES, None),
+        help="baseline: one process, plain PyTorch. On all ranks launched: ddp and fsdp, PyTorch's data parallelism, "
+        "whole or sharded; optimized, DeepSpeed as the JSON says",
+    )
+    group.add_argument(
+        "--train_data_path", metavar="BIN", type=Path, help="token file to train on; data_prep/ makes it"
+    )
+    group.add_argument("--val_data_path", metavar="BIN", type=Path, help="token file to validate on")
+    group.add_argument(
+        "--checkpoint_path",
+        metavar="DIR",
+        type=Path,
+        help="run folder for records and checkpoints (default: checkpoint/ and the run type)",
+    )
+    group.add_argument(
+        "--deepspeed_config",
+        metavar="JSON",
+        type=Path,
+        help="the recipe, one of ds_configs/ or your own; rules the baseline's optimizer, schedule and batch too",
+    )
+    group.add_argument(
+        "--seed",
+        metavar="N",
+        type=reader.whole("--seed", low=0),
+        help="decides initial weights, data order and dropout (default: 1337)",
+    )
+    group.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
+
+
+def _add_model_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("model (a preset, and what to change in it)")
+    sizes = "; ".join(f"{name}: {_size(shape)}" for name, shape in PRESETS.items())
+    group.add_argument(
+        "--model_size",
+        metavar="SIZE",
+        type=reader.choice("--model_size", tuple(PRESETS), None),
+        help=f"{sizes} (default: small, the 124M of the paper)",
+    )
+    group.add_argument(
+        "--init_from",
+        metavar="MODEL",
+        help="train published GPT-2 weights on: a Hugging Face folder (src/convert.py makes one of a run), or a name "
+        "on the hub, as gpt2, gpt2-medium or distilgpt2; the shape is theirs, and the data must be in their vocabulary",
+    )
+    for flag, text in (
+        ("--num_layers", "transformer blocks"),
+        ("--num_heads", "attention heads; must divide the width"),
+        ("--embedding_size", "width of the residual stream"),
+        ("--max_position_embeddings", "longest sequence the model can read (default: the preset's)"),
+        ("--vocab_size", "ids it can read and predict (default: the tokenizer's, from the data's sidecar)"),
+    ):
+        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=1), help=text)
+    group.add_argument(
+        "--dropout",
+        metavar="P",
+        type=reader.fraction("--dropout"),
+        help="dropout probability; GPT-2 used 0.1 (default: 0)",
+    )
+
+
+def _add_batch_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("batch (global = micro x accumulation x ranks; two fix the third)")
+    for flag, text in (
+        ("--global_batch_size", "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)"),
+        ("--micro_batch_size_per_gpu", "sequences per rank and forward pass; lower it when memory runs out"),
+        ("--grad_accum_steps", "passes per optimizer step; alone it changes the micro batch, never the global one"),
+    ):
+        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=1), help=text)
+    group.add_argument(
+        "--enforce_global_batch_size",
+        action="store_true",
+        help="where micro batch and accumulation do not give the global batch on this many ranks, lower the micro "
+        "batch to one that does instead of failing",
+    )
+
+
+def _add_length_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("length and rhythm (in optimizer steps)")
+    for flag, low, text in (
+        ("--seq_length", 1, "tokens per sequence (default: all positions of the model)"),
+        ("--epochs", 1, "passes over the training data (default: 1, or as many as --max_train_steps needs)"),
+        ("--max_train_steps", 1, "optimizer steps in the whole run; ends it earlier than --epochs would"),
+        ("--eval_every", 0, "validate every N steps besides every epoch's end (default: 0, epochs only)"),
+        ("--max_val_steps", 1, "validate on the first N global batches only (default: all of the file)"),
+        ("--steps_per_print", 1, "print a line every N steps (default: the JSON's, else 10)"),
+    ):
+        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
+
+
+def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--device",
+        metavar="KIND",
+        type=reader.choice("--device", DEVICES, "auto"),
+        help="auto, cpu or cuda (default: auto, a GPU where there is one)",
+    )
+    group.add_argument(
+        "--precision",
+        metavar="KIND",
+        type=reader.choice("--precision", PRECISIONS, "auto"),
+        help="fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, "
+        "fp16 on others (default: auto)",
+    )
+    for flag, low, text in (
+        ("--threads_per_device", 1, "CPU threads of each process; on CPU they are the device (default: 1 on CPU)"),
+        ("--num_workers", 0, "processes that read data beside each rank (default: 0, the rank itself)"),
+        ("--local_rank", -1, "set by some launchers; the index of this process's GPU"),
+    ):
+        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
+    group.add_argument(
+        "--compile", action="store_true", help="compile the model with torch.compile (needs a C++ compiler)"
+    )
+    group.add_argument(
+        "--activation_checkpointing",
+        action="store_true",
+        help="recompute activations in the backward pass: less memory for about a third more computing",
+    )
+
+
+def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("checkpoints and existing runs")
+    for flag, low, text in (
+        ("--save_every", 0, "save every N steps besides the end; 0 for the end only (default: 500)"),
+        (
+            "--keep_checkpoints",
+            1,
+            "keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after "
+            "a validation (default: 2)",
+        ),
+    ):
+        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
+    group.add_argument(
+        "--save_mode",
+        metavar="HOW",
+        type=reader.choice("--save_mode", SAVE_MODES, "sync"),
+        help="sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory "
+        "of its host (12 bytes per parameter with Adam, from the first save to the end), and goes on while that is "
+        "written; the last checkpoint of a run or before a stop is written as with sync (default: sync)",
+    )
+    group.add_argument(
+        "--on_save_failure",
+        metavar="WHAT",
+        type=reader.choice("--on_save_failure", ON_SAVE_FAILURE, "stop"),
+        help="stop or continue when a checkpoint cannot be written: a full disk, for example (default: stop)",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint that is whole, whichever strategy made it on however many ranks; start "
+        "fresh where there is none yet",
+    )
+    group.add_argument(
+        "--allow_changed",
+        metavar="WHAT",
+        type=reader.choices("--allow_changed", ALLOW_CHANGED),
+        help="go on with other data (data: training or validation file), with another optimizer setting, schedule, "
+        "clipping or length (recipe), or both (data,recipe)",
+    )
+    group.add_argument("--overwrite", action="store_true", help="delete the run that is in the folder and start again")
+    group.add_argument(
+        "--verify_data",
+        action="store_true",
+        help="read the data files whole, also where size and time say that they are unchanged, and compare hash and "
+        "largest id with their sidecars before training",
+    )

@@ -1,0 +1,82 @@
+"""How long a run is: its windows of text, epochs and optimizer steps."""
+
+from dataclasses import dataclass
+
+from dsgpt.common.problems import Problems
+from dsgpt.config.batch import BatchPlan
+from dsgpt.config.options import Options
+from dsgpt.data.order import SampleOrder, window_count
+from dsgpt.data.token_file import TokenFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPlan:
+    """The length of one run."""
+
+    epochs: int
+    """Passes over the training data that the steps touch."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    order: SampleOrder
+    val_windows: int
+    """Windows of every validation."""
+
+
+def plan_length(
+    options: Options,
+    files: tuple[TokenFile | None, TokenFile | None],
+    *,
+    seq_length: int | None,
+    batch: BatchPlan | None,
+    problems: Problems,
+    notices: list[str],
+) -> LengthPlan | None:
+    """Fix the length of a run.
+
+    Args:
+        options: the flags.
+        files: for training and for validation; None where one could not be opened.
+        seq_length: tokens per sequence; None where unknown.
+        batch: None where it could not be split.
+        problems: takes what is too short.
+        notices: takes what the user should know.
+
+    Returns:
+        The plan, or None where one of the above is missing or too short.
+    """
+    train, val = files
+    windows, val_windows = (_windows(file, seq_length, problems) for file in files)
+    if not (train and val and windows and val_windows and batch):
+        return None
+    size = batch.global_batch_size
+    if windows < size:
+        problems.add(
+            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, less than one global batch of {size}: "
+            "lower --global_batch_size or --seq_length, or take more text"
+        )
+        return None
+    order = SampleOrder(windows=windows, global_batch_size=size, seed=options.seed)
+    per_epoch = order.steps_per_epoch
+    total = (options.epochs or 1) * per_epoch
+    if options.max_train_steps:
+        total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
+    if windows % size:
+        notices.append(
+            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: they fill no global batch"
+        )
+    if options.max_val_steps:
+        val_windows = min(val_windows, options.max_val_steps * size)
+    return LengthPlan(epochs=-(-total // per_epoch), total_steps=total, order=order, val_windows=val_windows)
+
+
+def _windows(file: TokenFile | None, seq_length: int | None, problems: Problems) -> int:
+    """Windows of ``file``; 0 where there is none, or where it is unknown."""
+    if file is None or seq_length is None:
+        return 0
+    count = window_count(file.tokens, seq_length)
+    if count == 0:
+        problems.add(
+            f"{file.path}: its {file.tokens:,} tokens are less than one window of {seq_length} and its target: lower "
+            "--seq_length or take more text"
+        )
+    return count

@@ -1,0 +1,166 @@
+"""Weights that somebody else published: a Hugging Face folder, or a model on the hub, read tensor by tensor."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import sha256_of
+from dsgpt.common.json_files import JsonError, clipped_text, read_object
+from dsgpt.formats.hugging_face import HEAD, PREFIX, canonical_value, hugging_face_name, hugging_face_shape
+from dsgpt.formats.tensor_files import StoredTensor, open_pickled, open_safetensors
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import parameter_shapes
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Where a folder keeps its weights: the first that is there, whole or in the parts that ``NAME.index.json`` lists."""
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+"""The causal mask, which older files hold as if it were a weight."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return read_object(path)
+    except JsonError as error:
+        raise UserError(f"{path}: is no readable JSON file ({error})") from error
+
+
+class PretrainedWeights:
+    """The weights of a Hugging Face folder as canonical parameters, each read when it is asked for.
+
+    Args:
+        folder: holds ``model.safetensors`` or ``pytorch_model.bin``, whole or in parts.
+        config: the shape that they must have.
+
+    Raises:
+        UserError: a file cannot be read, or its tensors are not those of this GPT-2; every one that is wrong is named.
+    """
+
+    def __init__(self, folder: Path, config: GPT2Config) -> None:
+        self._config = config
+        self.files = weight_files(folder)
+        reader = open_safetensors if self.files[0].suffix == ".safetensors" else open_pickled
+        self._stored: dict[str, StoredTensor] = {}
+        for file in self.files:
+            self._stored |= {name.removeprefix(PREFIX): tensor for name, tensor in reader(file).items()}
+        self._shapes = parameter_shapes(config)
+        _check(self._stored, self._shapes, config, place=self.files[0])
+
+    def __call__(self, name: str, shape: torch.Size) -> Tensor:
+        """The canonical parameter ``name`` of ``shape``, fp32 on the CPU.
+
+        Raises:
+            UserError: the file's output head is not its embedding.
+        """
+        if tuple(shape) != tuple(self._shapes[name]):
+            raise ValueError(f"{name} is asked for in the shape {tuple(shape)}, and has {tuple(self._shapes[name])}")
+        value = self._stored[_stored_name(name)].read()
+        if name == "wte.weight" and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
+            raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: a GPT-2 with an untied head is no GPT-2")
+        return canonical_value(name, value, self._config)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All of them, by canonical name, none read yet."""
+        return {
+            name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=lambda n=name, s=shape: self(n, s))
+            for name, shape in self._shapes.items()
+        }
+
+    def sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+        """Of the file; of several, that of their lines ``sha256  name`` as ``sha256sum`` prints them."""
+        hashes = {file.name: sha256_of(file, progress) for file in self.files}
+        if len(hashes) == 1:
+            return hashes[self.files[0].name]
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(hashes.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a Hugging Face folder.
+
+    Raises:
+        UserError: there are none, or one of the parts is missing.
+    """
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return [folder / name]
+        if (folder / index_file(name)).is_file():
+            return _parts(folder / index_file(name))
+    raise UserError(f"{folder}: holds neither {' nor '.join(WEIGHT_FILES)}")
+
+
+def index_file(name: str) -> str:
+    """The file that lists the parts of the weight file ``name``."""
+    return f"{name}.index.json"
+
+
+def parts_of(index: Path) -> list[str]:
+    """The names of the files beside ``index`` that it says hold the weights.
+
+    Raises:
+        UserError: it does not say so, or names a file elsewhere.
+    """
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+        raise UserError(f"{index}: does not say which file holds which weight")
+    parts = sorted(set(names.values()))
+    for part in parts:
+        if Path(part).name != part or len(part.encode()) > 255 or "\0" in part:
+            raise UserError(f"{index}: names {clipped_text(part)}, which is no file beside it")
+    return parts
+
+
+def _parts(index: Path) -> list[Path]:
+    parts = [index.parent / name for name in parts_of(index)]
+    for part in parts:
+        if not part.is_file():
+            raise UserError(f"{part}: is missing, and {index.name} names it")
+    return parts
+
+
+def _stored_name(name: str) -> str:
+    return hugging_face_name(name).removeprefix(PREFIX)
+
+
+def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], config: GPT2Config, *, place: Path) -> None:
+    expected = {_stored_name(name): hugging_face_shape(name, shape, config) for name, shape in shapes.items()}
+    expected_head = expected["wte.weight"] if HEAD in stored else None
+    if expected_head:
+        expected[HEAD] = expected_head
+    extra = [name for name in stored if name not in expected and not _BUFFERS.fullmatch(name)]
+    missing = [name for name in expected if name not in stored]
+    problems = [
+        f"{place}: {', '.join(names[:3])} {what}"
+        for names, what in (
+            (missing, "is missing: it must hold every weight that config.json announces"),
+            (extra, "is no weight of a GPT-2 language model"),
+        )
+        if names
+    ]
+    problems += [
+        f"{place}: {name} has the shape {list(stored[name].shape)}, by config.json it must be {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    problems += [
+        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be taken up"
+        for name in expected
+        if name in stored and stored[name].dtype is None
+    ]
+    if problems:
+        raise UserError(*problems[:4])

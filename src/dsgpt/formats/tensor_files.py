@@ -1,0 +1,195 @@
+"""Files of named tensors, read and written one tensor at a time, so that no whole model is ever in memory.
+
+Written are safetensors files alone (https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON
+header, the header, the tensors' bytes); its library writes from a whole model in memory only.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import clipped_text
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the names that flags give them."""
+_DTYPE_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in _DTYPE_NAMES.items()}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor that is not in memory yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None for one that no weight has: whole numbers, quantized ones."""
+    read: Callable[[], Tensor]
+    """Brings it, on the CPU."""
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name; only its header is read.
+
+    Raises:
+        UserError: the file is none.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+        found = {}
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            part = file.get_slice(name)
+            dtype = _DTYPE_NAMES.get(part.get_dtype())
+            found[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=partial(file.get_tensor, name))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: is no readable safetensors file ({clipped_text(str(error))})") from error
+    return found
+
+
+def open_pickled(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a ``torch.save`` file; nothing but tensors is unpickled, whatever else it asks for.
+
+    Raises:
+        UserError: the file holds something else, or is damaged.
+    """
+    try:
+        # Files of torch before 1.6 are no zip archives and cannot be mapped into memory.
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path}: holds more than tensors, and what it holds could run code: save the weights as safetensors"
+        ) from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path}: is no readable file of tensors ({str(error).partition(chr(10))[0]})") from error
+    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+        raise UserError(f"{path}: is no file of named tensors")
+    return {
+        name: StoredTensor(
+            shape=tuple(value.shape),
+            dtype=value.dtype if value.dtype in _NAMES_OF_DTYPES else None,
+            read=partial(_itself, value),
+        )
+        for name, value in values.items()
+    }
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+class SafetensorsWriter:
+    """A new safetensors file whose tensors are known by name, shape and dtype, and come one by one in any order.
+
+    Used as a context; on leaving it without an error the file is whole and durable.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        announced: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the file.
+
+        Args:
+            path: must not exist.
+            announced: name to shape and dtype, of those that weights have.
+            metadata: texts for the header.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        # The format wants no gaps, and readers want each tensor aligned to its own element size.
+        self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
+        """The order in which the tensors lie in the file."""
+        self._missing = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name in self.names:
+            shape, dtype = self._missing[name]
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            self._starts[name] = start
+            header[name] = {"dtype": _NAMES_OF_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        words = json.dumps(header, separators=(",", ":")).encode()
+        words += b" " * (-len(words) % _ALIGNMENT)
+        self._data_start = 8 + len(words)
+        self._file = path.open("xb")
+        try:
+            with self._named_errors():
+                self._file.write(len(words).to_bytes(8, "little") + words)
+        except OSError:
+            self._file.close()
+            raise
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Write one tensor, which lies on the CPU.
+
+        Raises:
+            OSError: the file system refuses.
+            ValueError: the tensor is not as it was announced.
+        """
+        shape, dtype = self._missing.pop(name)
+        if value.dtype != dtype or tuple(value.shape) != shape:
+            raise ValueError(f"{name} was announced as {dtype} {shape}, and is {value.dtype} {tuple(value.shape)}")
+        with self._named_errors():
+            self._file.seek(self._data_start + self._starts[name])
+            self._file.write(memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say which file it is that the system refuses to write to."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file.name)) from error
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._named_errors(), self._file:  # closed whatever fails below
+            if kind is None:
+                if self._missing:
+                    raise ValueError(f"{', '.join(self._missing)} never came")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write ``tensors``, each read when its turn comes; durable on return.
+
+    Args:
+        path: the new file.
+        tensors: by name, of the dtypes of weights.
+        metadata: texts for the header.
+        progress: is told the bytes written since its last call.
+    """
+    announced = {name: (stored.shape, stored.dtype) for name, stored in tensors.items()}
+    with SafetensorsWriter(path, announced, metadata=metadata) as file:
+        for name in file.names:
+            file.put(name, tensors[name].read())
+            progress(tensors[name].bytes)

@@ -1,0 +1,223 @@
+"""A tokenizer's files, known by name, and how a tokenizer is opened: no code that it brings ever runs.
+
+Imports no torch, and transformers only where a tokenizer is opened.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import is_regular_file
+from dsgpt.common.json_files import JsonError, clipped, clipped_text, read_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+CONFIG = "config.json"
+"""Of the model beside; it decides the tokenizer's class where ``SETTINGS`` does not."""
+FILES = (
+    TOKENIZER,
+    SETTINGS,
+    SPECIAL_TOKENS,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
+"""Transformers 5 writes the first two and the last; what is between, earlier versions wrote."""
+COPY_LINKS = "links are not followed there: make files of them (cp -rL FOLDER COPY)"
+_HONOURED = {SETTINGS: None, CONFIG: ("AutoConfig", "AutoTokenizer")}
+"""The entries of each file's ``auto_map`` that opening a tokenizer would follow; None: all of them."""
+_READ = (SETTINGS, SPECIAL_TOKENS, CONFIG)
+"""The files whose entries decide what else is opened."""
+_UNUSED = {"tokenizer_file", "special_tokens_map_file"}
+"""Entries of ``SETTINGS`` with paths of its maker's machine, which the library replaces or ignores."""
+
+
+class RefusedTokenizerError(UserError):
+    """The tokenizer asks for code that it brings along, or for files that are not known by name: it is not opened."""
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer that are in ``folder`` itself: regular ones of a known name, never through a link."""
+    found = [folder / name for name in (*FILES, CONFIG)]
+    return [path for path in found if is_regular_file(path)]
+
+
+def is_known(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer."""
+    return name in FILES or name == CONFIG
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Make the folder ``target`` and copy the files of the tokenizer in ``source`` into it.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    target.mkdir()
+    for path in tokenizer_files(source):
+        shutil.copyfile(path, target / path.name, follow_symlinks=False)
+
+
+def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
+    """Why nothing may be taken from a tokenizer's folder: links, a request for code or other files, nothing to read.
+
+    Args:
+        folder: the tokenizer's.
+        named: the user named it, so that the folder itself may be a link.
+
+    Returns:
+        An error whose message does not name the folder; None where nothing is wrong.
+    """
+    if folder.is_symlink() and not named:
+        return UserError(f"is a link, and {COPY_LINKS}")
+    links = [name for name in (*FILES, CONFIG) if (folder / name).is_symlink()]
+    if links:
+        return UserError(
+            f"its {' and '.join(links)} {'is a link' if len(links) == 1 else 'are links'}, and {COPY_LINKS}"
+        )
+    return _fault_of_files({name: folder / name for name in _READ if (folder / name).exists()})
+
+
+def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
+    """The same, of the files in ``_READ``; by their usual names."""
+    for name, path in settings.items():
+        try:
+            values = _object(path)
+        except JsonError as error:
+            return UserError(f"its {name} cannot be read ({error})")
+        if others := sorted(set(_naming_files(name, values))):
+            return RefusedTokenizerError(
+                f"its {name} names other files to open ({', '.join(others[:3])}), which nothing vouches for: remove "
+                f"{'this entry' if len(others) == 1 else 'these entries'}, and leave the vocabulary in {TOKENIZER}"
+            )
+        wanted, entries = values.get("auto_map"), _HONOURED.get(name, ())
+        if wanted and (entries is None or not isinstance(wanted, dict) or any(wanted.get(key) for key in entries)):
+            return RefusedTokenizerError(
+                f"its {name} asks for code of its own (auto_map), which is never run: use a tokenizer of the "
+                f"`tokenizers` library (a {TOKENIZER}), without auto_map"
+            )
+    return None
+
+
+def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
+    """The keys by which the file ``name`` would make the library open files that are not known by name."""
+    if name == CONFIG:
+        if values.get("configuration_files"):
+            yield "configuration_files"
+        return
+    objects: list[Any] = [{key: value for key, value in values.items() if name != SETTINGS or key not in _UNUSED}]
+    while objects:  # no recursion: they may be nested deep
+        value = objects.pop()
+        if isinstance(value, list):
+            objects += value
+        elif isinstance(value, dict):
+            yield from (clipped_text(key) for key in value if key.endswith(("_file", "_files")) and value[key])
+            objects += value.values()
+    yield from (key for key in ("vocab", "merges") if isinstance(values.get(key), str))  # a path, to some classes
+    if values.get("init_inputs"):  # stand in the place of any of the above
+        yield "init_inputs"
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """As transformers reads it, of equal keys the last: what is refused must be what it would have followed."""
+    try:
+        value = json.loads(read_bytes(path))
+    except RecursionError as error:
+        raise JsonError("its objects and arrays are nested too deep") from error
+    except JsonError:
+        raise
+    except ValueError as error:
+        raise JsonError(str(error)) from error
+    if not isinstance(value, dict):
+        raise JsonError("it must hold an object in braces")
+    return value
+
+
+def open_tokenizer(
+    source: Path | str, *, what: str, named: bool = False, fetch: bool = False, **settings: Any
+) -> "PreTrainedTokenizerBase":
+    """Open a tokenizer with transformers; code that it brings is refused, and nobody is asked about it.
+
+    Of a folder, transformers gets a copy of the known regular files: it looks for others too, and follows links.
+
+    Args:
+        source: its folder as a ``Path``, or its name on the hub as text.
+        what: begins the message of an error: the flag or the folder.
+        named: as in ``fault_of``.
+        fetch: whether the hub may be asked for a name; else it must be in the hub library's cache.
+        settings: of the tokenizer, in the place of its own.
+
+    Raises:
+        RefusedTokenizerError: it asks for code or for files of other names.
+        UserError: it is not there, or is no tokenizer. One line.
+    """
+    try:
+        fault = fault_of(source, named=named) if isinstance(source, Path) else _fault_on_hub(source, fetch=fetch)
+        if fault is None and isinstance(source, Path):
+            return _open_copy(source, **settings)
+        if fault is None:
+            return _open(source, local_files_only=not fetch, **settings)
+    except RefusedTokenizerError as error:
+        fault = error
+    except Exception as error:  # the library checks no types, and the tokenizers library raises plain Exception
+        kind = "tokenizer folder" if isinstance(source, Path) else "tokenizer"
+        raise UserError(f"{what}: is no {kind} that can be read ({reason_of(error)})") from error
+    raise type(fault)(f"{what}: {fault}")
+
+
+def _open_copy(source: Path, **settings: Any) -> "PreTrainedTokenizerBase":
+    """Open a copy of the folder's files, checked once more: what is opened is what was checked."""
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as place:
+        copy = Path(place) / "tokenizer"
+        try:
+            copy_tokenizer(source, copy)
+        except OSError as error:
+            what = f"cannot be copied to {place} ({error.strerror})"
+            raise RefusedTokenizerError(f"{what}: make room there, or name another place in TMPDIR") from error
+        if fault := fault_of(copy):
+            raise fault
+        try:
+            tokenizer = _open(copy, local_files_only=True, **settings)
+        except Exception as error:  # as in open_tokenizer; the user knows nothing of the copy
+            raise ValueError((str(error) or type(error).__name__).replace(str(copy), str(source))) from error
+    tokenizer.name_or_path = str(source)
+    return tokenizer
+
+
+def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
+
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **settings)
+
+
+def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
+    """As ``fault_of``, of a name on the hub; its cache consists of links, which the library made."""
+    from transformers.utils import cached_file  # noqa: PLC0415 - as above
+
+    found = {
+        file: cached_file(
+            name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+        )
+        for file in _READ
+    }  # fmt: skip
+    return _fault_of_files({file: Path(path) for file, path in found.items() if path is not None})
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what a library says, not too long."""
+    line = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return line if len(line) <= 200 else clipped(line, width=200)

@@ -1,0 +1,57 @@
+"""Which text each id stands for, as a tokenizer's files say it; enough to tell two tokenizers apart."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import Count, JsonError, clipped_text, read_object
+
+_MAX_BYTES = 256 << 20
+_TOKEN_IDS = TypeAdapter(dict[str, Count])
+
+
+def token_ids(folder: Path) -> dict[str, int] | None:
+    """Token to id, added tokens too, from ``tokenizer.json`` or ``vocab.json``; None where there is neither.
+
+    Raises:
+        UserError: a file is there and is no vocabulary.
+    """
+    for name, read in (("tokenizer.json", _from_tokenizer), ("vocab.json", _from_vocabulary)):
+        path = folder / name
+        if path.is_file():
+            try:
+                return _TOKEN_IDS.validate_python(read(read_object(path, max_bytes=_MAX_BYTES)), strict=True)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{path}: is no readable vocabulary ({clipped_text(str(error))})") from error
+    return None
+
+
+def end_of_text_id(folder: Path) -> int | None:
+    """The id of the tokenizer's ``eos_token``; None where the files do not say it.
+
+    Raises:
+        UserError: a file is there and cannot be read.
+    """
+    ids = token_ids(folder)
+    settings = folder / "tokenizer_config.json"
+    if not ids or not settings.is_file():
+        return None
+    try:
+        token = read_object(settings).get("eos_token")
+    except JsonError as error:
+        raise UserError(f"{settings}: are no readable settings of a tokenizer ({error})") from error
+    text = token.get("content") if isinstance(token, dict) else token
+    return ids.get(text) if isinstance(text, str) else None
+
+
+def _from_tokenizer(values: dict[str, Any]) -> dict[str, int]:
+    vocabulary = values["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of Unigram models: text and score, in the order of ids
+        vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+    return dict(vocabulary) | {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
+
+
+def _from_vocabulary(values: dict[str, int]) -> dict[str, int]:
+    return dict(values.items())

@@ -1,0 +1,191 @@
+"""The command line of ``data_prep/download_data.py``."""
+
+import argparse
+import contextlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import is_utf8, sync_directory, undecodable, write_json_atomic
+from dsgpt.common.hub_access import explain_offline
+from dsgpt.prepare.console import counted, make_parser, progress, unknown_name, whole_number
+from dsgpt.prepare.downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
+from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
+from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
+
+DESCRIPTION = """\
+Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,
+or in train.jsonl and validation.jsonl where the set brings its own split. preprocess.py --dataset NAME reads them. All
+but the first come from the Hugging Face hub, without an account; no code of a set is ever run.
+
+sets:
+"""
+
+EXAMPLES = """\
+  python data_prep/download_data.py
+  python data_prep/download_data.py tinystories
+  python data_prep/download_data.py fineweb-edu --max_documents 100000"""
+
+_STDLIB_ABOUT = "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadOptions:
+    """One checked command line."""
+
+    name: str
+    folder: Path
+    """The ``raw`` folder."""
+    max_documents: int | None
+    """At most so many documents of each split; None for all."""
+    overwrite: bool
+
+
+def parse_options(argv: Sequence[str] | None) -> DownloadOptions:
+    """Read the command line.
+
+    Raises:
+        UserError: all of its mistakes, one line each.
+    """
+    problems: list[str] = []
+    flags = _parser().parse_flags(argv, problems)
+    names = (STDLIB_NAME, *HUB_SETS)
+    if flags.name not in names:
+        problems.append(unknown_name(flags.name, flag="NAME", names=names))
+    if not is_utf8(flags.output_dir or ""):
+        problems.append(f"--output_dir {undecodable(flags.output_dir)}")
+    limit = flags.max_documents
+    options = DownloadOptions(
+        name=flags.name,
+        folder=Path(flags.output_dir or Path("data") / flags.name) / RAW_FOLDER,
+        max_documents=limit and whole_number(limit, flag="--max_documents", minimum=1, problems=problems),
+        overwrite=flags.overwrite,
+    )
+    if problems:
+        raise UserError(*problems)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    sets = {STDLIB_NAME: _STDLIB_ABOUT} | {name: hub_set.about for name, hub_set in HUB_SETS.items()}
+    parser = make_parser(DESCRIPTION + "\n".join(f"  {name:14} {about}" for name, about in sets.items()), EXAMPLES)
+    parser.add_argument("name", nargs="?", default=STDLIB_NAME, metavar="NAME", help="one of the sets above")
+    parser.add_argument("--output_dir", metavar="DIR", help="receives raw/ (default data/NAME)")
+    parser.add_argument("--max_documents", metavar="N", help="keep only the first N documents of each split")
+    parser.add_argument("--overwrite", action="store_true", help="fetch again what is already there")
+    return parser
+
+
+def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:
+    """Write the standard library's documents, with their keys, to ``folder``."""
+    source = stdlib_source()
+    with progress(total=source.total_bytes(), description="reading", unit="B") as bar:
+
+        def rows() -> Iterator[dict[str, str]]:
+            for _, document in source.documents():
+                bar.update(document.source_bytes)
+                yield {"key": document.key, "text": document.text}
+
+        keep(folder, {"documents": rows()}, name=STDLIB_NAME, source=source.description, max_documents=max_documents)
+
+
+def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int | None) -> None:
+    """Stream a hub set's documents to ``folder``.
+
+    Raises:
+        UserError: the set cannot be reached or read.
+    """
+    divided = len(hub_set.splits) > 1
+    rows = {split if divided else "documents": _hub_rows(hub_set, split, max_documents) for split in hub_set.splits}
+    keep(folder, rows, name=name, source=hub_set.source, max_documents=max_documents)
+
+
+def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Iterator[dict[str, str]]:
+    texts, total = hub_rows(hub_set, split)
+    if max_documents is not None and not hub_set.articles:
+        total = min(total or max_documents, max_documents)
+    with progress(total=total, description=split, unit=" rows") as bar:
+        shown = _shown(texts, bar)
+        for text in join_articles(shown) if hub_set.articles else shown:
+            yield {"text": text}
+
+
+def _shown(texts: Iterable[str], bar: tqdm) -> Iterator[str]:
+    for text in texts:
+        bar.update(1)
+        yield text
+
+
+def keep(
+    folder: Path, rows: dict[str, Iterator[dict[str, str]]], *, name: str, source: str, max_documents: int | None
+) -> None:
+    """Write each of ``rows`` beside ``folder/KEY.jsonl``, then give all of them their names, the record last.
+
+    Rows without text are left out and do not count towards ``max_documents``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, dict[str, int]] = {}
+    for split, documents in rows.items():
+        with contextlib.closing(documents):  # ends its progress bar and its connection where the limit comes first
+            filled = (row for row in documents if row["text"].strip())
+            kept = itertools.islice(filled, max_documents)
+            files[f"{split}.jsonl"] = _write(folder / f".{split}.jsonl.partial", kept)
+    empty = [file for file, size in files.items() if not size["documents"]]
+    if empty:
+        raise UserError(f"{name}: the set came without any text for {', '.join(empty)}; nothing was kept")
+    (folder / RECORD_NAME).unlink(missing_ok=True)
+    for file in files:
+        (folder / f".{file}.partial").replace(folder / file)
+    sync_directory(folder)
+    record = {"name": name, "source": source, "max_documents": max_documents, "files": files}
+    write_json_atomic(folder / RECORD_NAME, record)
+
+
+def _write(path: Path, rows: Iterable[dict[str, str]]) -> dict[str, int]:
+    documents = written = 0
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:  # never through a link in its place
+        for row in rows:
+            written += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            documents += 1
+    return {"documents": documents, "bytes": written}
+
+
+def already_kept(options: DownloadOptions) -> bool:
+    """Whether the same download is there and complete.
+
+    Raises:
+        UserError: another set or another ``--max_documents`` is there.
+    """
+    record = None if options.overwrite else raw_record(options.folder)
+    if record is None:
+        return False
+    for what, wanted in (("name", options.name), ("max_documents", options.max_documents)):
+        if (found := getattr(record, what)) != wanted:
+            raise UserError(
+                f"{options.folder}: holds a download with {what} {found}, not {wanted}; replace it with "
+                "--overwrite or choose another --output_dir"
+            )
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fetch what the command line asks for, or find it there, and say what is there."""
+    options = parse_options(argv)
+    if not already_kept(options):
+        if options.name == STDLIB_NAME:
+            keep_stdlib(options.folder, max_documents=options.max_documents)
+        else:
+            explain_offline(
+                f"the set {options.name}",
+                cure="use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input",
+            )
+            keep_hub_set(options.folder, HUB_SETS[options.name], name=options.name, max_documents=options.max_documents)
+    for file, size in raw_record(options.folder).files.items():
+        print(f"{options.folder / file}: {counted(size.documents, 'document')}, {counted(size.bytes, 'byte')}")
+    print(f"next: python data_prep/preprocess.py --dataset {options.name}")

@@ -1,0 +1,213 @@
+"""The tokenizer: trained here or loaded, kept as a standard Hugging Face folder, and used to encode documents."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import remove
+from dsgpt.common.hub_access import explain_offline
+from dsgpt.formats.tokenizer_files import (
+    SETTINGS,
+    TOKENIZER,
+    RefusedTokenizerError,
+    fault_of,
+    open_tokenizer,
+    reason_of,
+)
+from dsgpt.prepare.splitting import Divided, pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""Every byte and the end-of-text token."""
+_GPT2_CONTEXT = 1024
+_PIECE_CHARACTERS = 1 << 18
+_BATCH_CHARACTERS = 1 << 22
+_AS_IT_IS = {"clean_up_tokenization_spaces": False}
+"""Decoding gives the text back, it does not embellish it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer as its folder on disk holds it, ready to encode."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    """Encodes special tokens that appear in a text as ordinary text, and adds none."""
+    size: int
+    """One more than the largest id."""
+    eot_id: int
+    sha256: str
+    """Of the folder's tokenizer.json, as lower-case hex."""
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of GPT-2's kind: any text can be encoded and is given back byte for byte.
+
+    Args:
+        texts: the documents of the train split.
+        vocab_size: ids in all, ``<|endoftext|>`` (id 0) included; a small corpus may yield fewer.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (piece for text in texts for piece in pieces(text, characters=_PIECE_CHARACTERS)), trainer
+    )
+    return tokenizer
+
+
+def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write ``tokenizer`` as a folder that ``transformers.AutoTokenizer`` loads, with ``<|endoftext|>`` as its end."""
+    from transformers import GPT2Tokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
+
+    _save(
+        GPT2Tokenizer(
+            tokenizer_object=tokenizer,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            unk_token=END_OF_TEXT,
+            add_prefix_space=False,
+            **_AS_IT_IS,
+        ),
+        folder,
+    )
+
+
+def save_loaded(name: str, folder: Path) -> None:
+    """Copy the tokenizer ``name``, a local folder or a hub name, into ``folder``. Runs no code that it may bring.
+
+    Raises:
+        UserError: no such tokenizer, no network to fetch it, it brings code, no fast version, or no end-of-text token.
+    """
+    what = f"--tokenizer {name}"
+    if Path(name).is_dir():
+        tokenizer = open_tokenizer(Path(name), what=what, named=True, **_AS_IT_IS)
+    else:
+        try:
+            tokenizer = open_tokenizer(name, what=what, **_AS_IT_IS)
+        except RefusedTokenizerError:
+            raise
+        except UserError:  # it is not in the hub library's cache
+            tokenizer = _download(name)
+    if not tokenizer.is_fast:
+        raise UserError(f"--tokenizer {name}: has no tokenizer.json for the `tokenizers` library; choose another one")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--tokenizer {name}: has no end-of-text token (eos_token), so documents could not be ended")
+    _save(tokenizer, folder)
+
+
+def _download(name: str) -> "PreTrainedTokenizerBase":
+    explain_offline(
+        f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json"
+    )
+    try:
+        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, **_AS_IT_IS)
+    except RefusedTokenizerError:
+        raise
+    except UserError as error:
+        raise UserError(
+            f"--tokenizer {name}: is neither a local folder nor a tokenizer on the hub "
+            f"({reason_of(error.__cause__ or error)}); use --tokenizer train to make one from the text"
+        ) from error
+
+
+def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    if tokenizer.model_max_length > 1 << 30:  # the library's way of saying "not known"
+        tokenizer.model_max_length = _GPT2_CONTEXT
+    remove(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def open_vocabulary(folder: Path) -> Vocabulary:
+    """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
+
+    Raises:
+        UserError: somebody changed it since: it holds links, asks for code, or is damaged.
+    """
+    if fault := fault_of(folder):
+        raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
+    path = folder / TOKENIZER
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(path))
+        eos = settings["eos_token"]
+        eot_id = tokenizer.token_to_id(eos if isinstance(eos, str) else eos["content"])
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
+    if eot_id is None:
+        raise UserError(f"{folder}: is damaged (it has no token {eos!r}); make it again with --overwrite")
+    tokenizer.encode_special_tokens = True  # the library's name for "as ordinary text"
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Vocabulary(
+        folder=folder,
+        tokenizer=tokenizer,
+        size=max(tokenizer.get_vocab().values()) + 1,
+        eot_id=eot_id,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Encode documents in order, a few megabytes at a time on all cores.
+
+    Yields:
+        The split, the document's source bytes, and its ids of shape (n,) without the end-of-text id.
+
+    Raises:
+        UserError: a document's ids contain the end-of-text id, so that its end could not be told.
+    """
+    parts: list[np.ndarray] = []
+    for batch in _batches(divided, cut=_cuts_cleanly(vocabulary.tokenizer)):
+        encodings = vocabulary.tokenizer.encode_batch_fast([text for _, _, text, _ in batch], add_special_tokens=False)
+        for (split, document, _, last), encoding in zip(batch, encodings, strict=True):
+            parts.append(np.array(encoding.ids, dtype=np.uint32))
+            if last:
+                ids = np.concatenate(parts)
+                parts = []
+                if (ids == vocabulary.eot_id).any():
+                    raise UserError(
+                        f"{document.key}: this tokenizer turns some of its text into the end-of-text id "
+                        f"{vocabulary.eot_id}; use another tokenizer"
+                    )
+                yield split, document.source_bytes, ids
+
+
+def _batches(divided: Divided, *, cut: bool) -> Iterator[list[tuple]]:
+    batch: list[tuple] = []
+    characters = 0
+    for split, document in divided:
+        texts = list(pieces(document.text, characters=_PIECE_CHARACTERS)) if cut else [document.text]
+        for index, text in enumerate(texts):
+            batch.append((split, document, text, index == len(texts) - 1))
+            characters += len(text)
+            if characters >= _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _cuts_cleanly(tokenizer: Tokenizer) -> bool:
+    """Whether the tokens of the ``pieces`` of a text are those of the whole: so for GPT-2's kind of tokenizer."""
+    state = json.loads(tokenizer.to_str())
+    splitter = state["pre_tokenizer"] or {}
+    gpt2_kind = splitter.get("type") == "ByteLevel" and splitter["use_regex"] and not splitter["add_prefix_space"]
+    return bool(gpt2_kind) and state["normalizer"] is None and all(token["special"] for token in state["added_tokens"])

@@ -1,0 +1,107 @@
+"""Loss curves: from metrics.jsonl where it was written, else one point at the end of each epoch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsgpt.common.errors import UserError
+from dsgpt.reports.fields import Fields, parse_json
+
+
+class Point(NamedTuple):
+    """One loss and where it was measured; a coordinate that nobody recorded is None."""
+
+    loss: float
+    """Mean loss, nats per token."""
+    step: float | None
+    """Completed optimizer steps."""
+    time: float | None
+    """Seconds of training steps so far (no evaluation, no saving)."""
+    epoch: float | None
+    """Completed epochs; known only for the points of ``per_epoch`` curves."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses in the order in which they were measured."""
+
+    points: tuple[Point, ...] = ()
+    per_epoch: bool = False
+    """True when each point stands for a whole epoch because single steps were not recorded."""
+
+    def at_steps(self) -> dict[float, float]:
+        """Loss by optimizer step, for the points whose step is known."""
+        return {point.step: point.loss for point in self.points if point.step is not None}
+
+
+def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
+    """Training and validation curve of a ``metrics.jsonl``; both empty where the file is missing.
+
+    A torn last line is ignored (a run may be writing it); broken lines elsewhere are skipped and noted.
+    A step recorded twice counts as it was recorded last. Raises ``UserError`` for a file that cannot be read.
+    """
+    train: dict[float, Point] = {}
+    validation: dict[float, Point] = {}
+    doubts: list[str] = []
+    for line in _objects(path, doubts) if path.exists() else ():
+        fields = Fields(line, notes=doubts)
+        step = fields.number("step")
+        if step is None:
+            continue
+        for key, curve in (("loss", train), ("val_loss", validation)):
+            loss = fields.number(key)
+            if loss is not None:
+                curve[step] = Point(loss, step, fields.number("train_time_sec"), None)
+    if doubts:
+        notes.append(f"metrics.jsonl: {doubts[0]}" + (f" (and {len(doubts) - 1} more like it)" if doubts[1:] else ""))
+    return _by_step(train), _by_step(validation)
+
+
+def epoch_curve(
+    losses: Sequence[float | None], *, steps: Sequence[float | None], times: Sequence[float | None]
+) -> Curve:
+    """One point at the end of each epoch; ``steps`` and ``times`` (seconds) are per epoch and may be unknown."""
+    ends = zip(_running_sums(steps, len(losses)), _running_sums(times, len(losses)), strict=True)
+    points = [
+        Point(loss, step, time, epoch)
+        for epoch, (loss, (step, time)) in enumerate(zip(losses, ends, strict=True), start=1)
+        if loss is not None
+    ]
+    return Curve(tuple(points), per_epoch=True)
+
+
+def smoothed(values: Sequence[float], *, window: int) -> list[float]:
+    """Mean of each value with the ``window - 1`` before it (fewer at the start)."""
+    sums = [0.0, *accumulate(values)]
+    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(window, i + 1) for i in range(len(values))]
+
+
+def _by_step(points: dict[float, Point]) -> Curve:
+    return Curve(tuple(points[step] for step in sorted(points)))
+
+
+def _running_sums(values: Sequence[float | None], length: int) -> list[float | None]:
+    """Cumulative sums, unknown from the first unknown value on; all unknown unless there are ``length`` values."""
+    if len(values) != length:
+        return [None] * length
+    return list(accumulate(values, lambda total, value: None if None in (total, value) else total + value))
+
+
+def _objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = parse_json(line, doubts)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            yield value
+        elif number < len(lines):  # without its newline the last line may be torn: no doubt about the others
+            doubts.append(f"line {number} is broken: skipped")

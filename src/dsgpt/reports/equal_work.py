@@ -1,0 +1,212 @@
+"""Did the runs compute the same training, and did they learn the same? What differs, what is unknown, the verdict."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsgpt.config.same_work import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
+from dsgpt.reports.runs import Run
+
+MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model "))
+
+LOSS_TOLERANCE = {"fp32": 0.02}
+"""Largest difference of losses that still counts as equal, nats per token: rounding order grows over many steps."""
+LOSS_TOLERANCE_OTHERWISE = 0.05
+"""The same in 16-bit precisions, or where the precision is unknown."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact that is known to differ: one value per run, in the runs' order; None where a run did not record it."""
+
+    fact: str
+    values: tuple[Any, ...]
+
+    def text(self, names: Sequence[str]) -> str:
+        """As in "global batch 32 vs 128"; with more than two runs each other value names its runs."""
+        labels = [show(value) for value in self.values]
+        if len(set(labels)) < len({repr(value) for value in self.values}):
+            labels = [repr(value) for value in self.values]
+        groups: dict[str, list[str]] = {}
+        for name, label in zip(names, labels, strict=True):
+            groups.setdefault(label, []).append(name)
+        if len(names) == 2:
+            return f"{self.fact} {' vs '.join(groups)}"
+        first, *others = groups
+        return f"{self.fact} {first} vs " + ", ".join(f"{value} ({', '.join(groups[value])})" for value in others)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the named runs did the same work."""
+
+    names: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    unknown: dict[str, tuple[str, ...]]
+    """By run, the facts it did not record and that no known difference settles."""
+    facts: int
+    """How many facts were looked at."""
+
+    @property
+    def answer(self) -> str:
+        """One of yes, no, unknown: a known difference outweighs what is unknown; one run alone has nothing to equal."""
+        if self.differences:
+            return "no"
+        return "unknown" if self.unknown or len(self.names) < 2 else "yes"
+
+    @property
+    def mark(self) -> str:
+        """How a figure that compares these runs must be labelled; empty for equal work."""
+        if self.answer == "yes" or len(self.names) < 2:
+            return ""
+        if self.answer == "unknown":
+            return "WORK NOT VERIFIED"
+        same_amount = all(difference.fact.startswith(TRAINING_FACTS) for difference in self.differences)
+        return "NOT THE SAME TRAINING" if same_amount else "NOT EQUAL WORK"
+
+    def differences_text(self) -> str:
+        """What differs, work before recipe; empty if nothing is known to."""
+        return "; ".join(difference.text(self.names) for difference in self.differences)
+
+    def unknown_text(self) -> str:
+        """What was not recorded, by run; empty if everything was."""
+        return "; ".join(
+            f"{name} did not record " + ("its work" if len(facts) == self.facts else ", ".join(_model_as_one(facts)))
+            for name, facts in self.unknown.items()
+        )
+
+    def line(self) -> str:
+        """The verdict on one line, beginning with "same work: yes", "same work: no" or "same work: unknown"."""
+        reasons = [self.differences_text(), self.unknown_text()]
+        if len(self.names) < 2:
+            reasons = ["one run, nothing to compare it with"]
+        reason = "; ".join(text for text in reasons if text)
+        return f"same work: {self.answer}" + (f" ({reason})" if reason else "")
+
+
+def _model_as_one(facts: Sequence[str]) -> list[str]:
+    """The same facts, with "model" for the model's own when all of them are there."""
+    if not set(facts) >= MODEL_FACTS:
+        return list(facts)
+    return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
+
+
+def asked_for(runs: Sequence[Run]) -> list[str]:
+    """The facts that these runs are compared by: all but those of ``LATER_FACTS`` that none of them recorded.
+
+    Where one was resumed, ``RESUME_FACTS`` are asked for all the same: that nobody recorded them is then no default.
+    """
+    later = LATER_FACTS - RESUME_FACTS if any(run.resumed for run in runs) else LATER_FACTS
+    return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]
+
+
+def judge(runs: Sequence[Run]) -> Verdict:
+    """Compare every fact over all ``runs``: different known values differ, an absent value is unknown."""
+    differences: list[Difference] = []
+    unknown: dict[str, list[str]] = {}
+    facts = asked_for(runs)
+    for fact in facts:
+        values = [run.work[fact] for run in runs]
+        found = list(_differences(fact, values))
+        known = [value for value in values if value is not None]
+        disagree = any(value != known[0] for value in known)
+        differences += found
+        for run, value in zip(runs, values, strict=True):
+            if not found and (value is None or (disagree and _holds_null(value))):
+                unknown.setdefault(run.name, []).append(fact)
+    return Verdict(
+        names=tuple(run.name for run in runs),
+        differences=tuple(differences),
+        unknown={name: tuple(missing) for name, missing in unknown.items()},
+        facts=len(facts),
+    )
+
+
+def show(value: Any, *, whole: bool = False) -> str:
+    """A fact's value for a reader: whole numbers whole, settings in a row, unknown said; long texts cut at the end.
+
+    With ``whole`` nothing is cut.
+    """
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
+    if isinstance(value, dict):
+        shown = {key: "not given" if item is None else show(item, whole=whole) for key, item in value.items()}
+        text = ", ".join(f"{key} {item}" for key, item in shown.items()) or "none"
+        return text if whole or len(text) <= 120 else f"{text[:119]}…"
+    text = str(value)
+    return text if whole or len(text) <= 40 else f"{text[:10]}…"
+
+
+def work_stamps(verdict: Verdict) -> list[str]:
+    """The warning that every comparing picture must carry unless the work was the same."""
+    return [f"{verdict.mark}: {verdict.differences_text() or verdict.unknown_text()}"] if verdict.mark else []
+
+
+def partial_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warning that a run did not reach its end."""
+    partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
+    return ["PARTIAL RUN: " + ", ".join(partial)] if partial else []
+
+
+def inference_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warning that latencies are not for the same number of tokens."""
+    lines = []
+    for label, values in (
+        ("new tokens", [run.new_tokens for run in runs]),
+        ("prompt tokens", [run.prompt_tokens for run in runs]),
+    ):
+        for difference in _differences(label, values):
+            lines.append("NOT EQUAL INFERENCE: " + difference.text([run.name for run in runs]))
+    return lines
+
+
+def equal_loss_line(baseline: Run, other: Run) -> str:
+    """One line beginning with "equal loss: " and yes, no or unknown, with the largest differences found.
+
+    Judged over every optimizer step and evaluation that both runs recorded, so one bad step is enough for a "no".
+    """
+    verdict = judge([baseline, other])
+    tolerance = LOSS_TOLERANCE.get(baseline.work["precision"], LOSS_TOLERANCE_OTHERWISE)
+    gaps = [
+        ("training", largest_gap(baseline.train_curve.at_steps(), other.train_curve.at_steps())),
+        ("validation", largest_gap(baseline.val_curve.at_steps(), other.val_curve.at_steps())),
+    ]
+    found = [f"{gap:.2g} in {kind} loss at step {step:,.0f}" for kind, (gap, step) in gaps if gap is not None]
+    pair = f"{other.name} against {baseline.name}"
+    if not found:
+        return f"equal loss: unknown ({pair}: no optimizer step at which both runs recorded a loss)"
+    worst = max(gap for _, (gap, _) in gaps if gap is not None)
+    measured = "largest difference per step " + ", ".join(found)
+    if verdict.answer == "no":
+        return f"equal loss: unknown ({pair}: not the same training, so not judged; {measured})"
+    answer = "yes" if worst <= tolerance else "no"
+    doubt = "" if verdict.answer == "yes" else "; whether the work was the same is unknown"
+    return f"equal loss: {answer} ({pair}: {measured}; tolerance {tolerance:g} nats per token{doubt})"
+
+
+def largest_gap(a: dict[float, float], b: dict[float, float]) -> tuple[float | None, float | None]:
+    """Largest absolute difference over the keys (steps) that both hold, and its step; (None, None) without any."""
+    common = a.keys() & b.keys()
+    if not common:
+        return None, None
+    step = max(common, key=lambda step: (abs(a[step] - b[step]), -step))
+    return abs(a[step] - b[step]), step
+
+
+def _holds_null(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and any(map(_holds_null, value.values())))
+
+
+def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
+    """The leaves of ``values`` that differ between the runs that recorded them."""
+    known = [value for value in values if value is not None]
+    if all(value == known[0] for value in known):
+        return
+    if not all(isinstance(value, dict) for value in known):
+        yield Difference(fact, tuple(values))
+        return
+    for key in sorted({key for value in known for key in value}):
+        leaves = [None if value is None else value.get(key, "absent") for value in values]
+        yield from _differences(f"{fact} {key}", leaves)

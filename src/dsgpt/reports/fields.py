@@ -1,0 +1,114 @@
+"""Values out of a record that somebody else wrote: what is missing, wrong or not finite becomes unknown (None)."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import check_depth
+
+
+def parse_json(text: str, notes: list[str]) -> Any:
+    """Parse JSON in which every number is finite; NaN, infinities and overflows become None and one line in ``notes``.
+
+    Raises ``ValueError`` for text that is not JSON, or nested too deep.
+    """
+    refused: list[str] = []
+
+    def refuse(token: str) -> None:
+        refused.append(token)
+
+    def parse_number(token: str) -> float | None:
+        value = float(token)
+        return value if math.isfinite(value) else refuse(token)
+
+    def parse_integer(token: str) -> int | None:
+        return int(token) if len(token) <= 300 else refuse(token)
+
+    check_depth(text.encode("utf-8", errors="replace"))
+    value = json.loads(text, parse_constant=refuse, parse_float=parse_number, parse_int=parse_integer)
+    if refused:
+        notes.append(f"{len(refused)} value(s) not finite ({refused[0][:12]}): treated as unknown")
+    return value
+
+
+def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any]:
+    """Parse ``text`` as one JSON object. Raises ``UserError`` naming ``source`` if it is anything else."""
+    try:
+        value = parse_json(text, notes)
+    except ValueError as error:
+        raise UserError(f"{source}: not JSON ({error}); is the file complete?") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{source}: holds a JSON {type(value).__name__}, not an object; give a training_metrics.json")
+    return value
+
+
+class Fields:
+    """One JSON object seen as named fields that may each be absent, null or of the wrong type."""
+
+    def __init__(self, values: Any, *, notes: list[str], path: str = "") -> None:
+        self._values: Mapping[str, Any] = values if isinstance(values, dict) else {}
+        self._notes = notes
+        self._path = path
+        if values is not None and not isinstance(values, dict):
+            notes.append(f"{path.rstrip('.')} is not an object: treated as unknown")
+
+    def section(self, key: str) -> "Fields":
+        """The object under ``key``; empty where there is none."""
+        return Fields(self._values.get(key), notes=self._notes, path=f"{self._path}{key}.")
+
+    def sections(self, key: str) -> list["Fields"]:
+        """The list of objects under ``key``; empty where there is none."""
+        items = self._values.get(key)
+        if not isinstance(items, list):
+            return []
+        return [Fields(item, notes=self._notes, path=f"{self._path}{key}[{i}].") for i, item in enumerate(items)]
+
+    def raw(self, key: str) -> Any:
+        """Whatever is under ``key``, or None."""
+        return self._values.get(key)
+
+    def has(self, key: str) -> bool:
+        """Whether anything, null too, was written under ``key``."""
+        return key in self._values
+
+    def text(self, key: str) -> str | None:
+        """A non-empty string, or None."""
+        value = self._values.get(key)
+        return value if isinstance(value, str) and value else None
+
+    def number(self, key: str) -> float | None:
+        """A number that is not negative, or None; anything else is noted."""
+        return self._number(key, self._values.get(key))
+
+    def whole(self, key: str) -> int | None:
+        """A whole number that is not negative, exactly, or None; anything else is noted."""
+        value = self._values.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        self._note(key, value, "a whole number from 0 up")
+        return None
+
+    def series(self, key: str) -> list[float | None]:
+        """The numbers under ``key``, one per epoch, whether a list or a single number was written there."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        items = value if isinstance(value, list) else [value]
+        return [self._number(key, item) for item in items]
+
+    def is_list(self, key: str) -> bool:
+        """Whether a list was written under ``key``, as opposed to one number."""
+        return isinstance(self._values.get(key), list)
+
+    def _number(self, key: str, value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            self._note(key, value, "a number from 0 up")
+            return None
+        return float(value)
+
+    def _note(self, key: str, value: Any, wanted: str) -> None:
+        self._notes.append(f"{self._path}{key} holds {str(value)[:40]!r}, not {wanted}: treated as unknown")

@@ -1,0 +1,152 @@
+"""Loss panels: one curve per run, against optimizer steps, training seconds or epochs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from dsgpt.reports.comparison import shorten
+from dsgpt.reports.curves import Curve, Point, smoothed
+from dsgpt.reports.runs import Run
+from dsgpt.reports.style import INK, look, note_inside
+
+SMOOTH_FROM = 200
+"""Curves with more points than this are drawn raw and faint, and as a trailing mean on top."""
+TIME_TITLE = "Loss by training time"
+ZOOMED = "axis does not start at 0"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis of a loss panel."""
+
+    coordinate: str
+    """The ``Point`` field that it shows."""
+    label: str
+    picture: str
+    """The title of a picture drawn on it."""
+    missing: str
+    """What a run lacks that cannot be placed on it."""
+    scale: float = 1.0
+    """Units of the field per unit of the axis."""
+
+
+STEPS = Axis("step", "optimizer steps", "Loss by optimizer step", "steps not recorded")
+EPOCHS = Axis("epoch", "epochs (optimizer steps not recorded)", "Loss by epoch", "not recorded")
+
+
+def curve_of(run: Run, kind: str) -> Curve:
+    """The run's "train" or "validation" curve."""
+    return run.train_curve if kind == "train" else run.val_curve
+
+
+def step_axis(runs: Sequence[Run]) -> Axis:
+    """Optimizer steps, or epochs where no run recorded steps."""
+    points = [point for run in runs for kind in ("train", "validation") for point in curve_of(run, kind).points]
+    return EPOCHS if points and all(point.step is None for point in points) else STEPS
+
+
+def time_axis(runs: Sequence[Run]) -> Axis:
+    """Training time in the largest unit of which the longest run lasted at least three."""
+    longest = max((p.time or 0 for run in runs for p in (*run.train_curve.points, *run.val_curve.points)), default=0)
+    for unit, seconds in (("hours", 3600), ("minutes", 60)):
+        if longest >= 3 * seconds:
+            return Axis("time", f"training time ({unit})", TIME_TITLE, "times not recorded", seconds)
+    return Axis("time", "training time (s)", TIME_TITLE, "times not recorded")
+
+
+def window_of(curve: Curve) -> int:
+    """Points in the trailing mean that is drawn for a curve; 1 where every point is drawn as it is."""
+    return max(1, len(curve.points) // 50) if len(curve.points) > SMOOTH_FROM else 1
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a curve ends, in the units of its panel."""
+
+    name: str
+    x: float
+    y: float
+
+
+def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> list[End]:
+    """Draw the "train" or "validation" curves of all runs that have one; returns the ends of those drawn."""
+    ends = []
+    for index, run in enumerate(runs):
+        if placeable(curve_of(run, kind), axis):
+            ends.append(_draw_curve(axes, run, kind=kind, axis=axis, order=index, count=len(runs)))
+    axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({ZOOMED})")
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # labels hold the losses themselves
+    sns.despine(ax=axes)
+    if ends:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis.coordinate != "time", steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    else:
+        axes.set(xticks=[], yticks=[], ylabel="")
+        recorded = any(curve_of(run, kind).points for run in runs)
+        text = axis.missing if recorded else "not recorded"
+        note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
+    return ends
+
+
+def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
+    """Whether names written at the curves' ends would neither meet each other nor another curve."""
+    low, high = axes.get_ylim()
+    losses = sorted(end.y for end in ends)
+    apart = all(b - a > 0.08 * (high - low) for a, b in pairwise(losses))
+    return apart and min(end.x for end in ends) > 0.97 * max(end.x for end in ends) if ends else False
+
+
+def label_ends(axes: Axes, ends: Sequence[End]) -> None:
+    """Write each run's name and last drawn loss at the end of its curve."""
+    for end in ends:
+        axes.annotate(
+            f"{shorten(end.name, 18)}\n{end.y:.3f}", (end.x, end.y), xytext=(7, 0), textcoords="offset points",
+            va="center", color=INK, fontsize=9,
+        )  # fmt: skip
+
+
+def placeable(curve: Curve, axis: Axis) -> list[Point]:
+    """The points whose place on ``axis`` is known."""
+    return [point for point in curve.points if getattr(point, axis.coordinate) is not None]
+
+
+def legend_handles(runs: Sequence[Run], axis: Axis) -> list[Line2D]:
+    """One sample of line and marker per run, named with what it lacks."""
+    handles = []
+    for index, run in enumerate(runs):
+        style = look(index, count=len(runs))
+        drawn = [kind for kind in ("train", "validation") if placeable(curve_of(run, kind), axis)]
+        label = shorten(run.name, 34)
+        if not drawn:
+            label += f" ({axis.missing})"
+        elif len(drawn) == 1:
+            label += f" ({drawn[0]} only)"
+        handles.append(
+            Line2D([], [], color=style.colour, linestyle=style.dashes, lw=style.width, marker=style.marker, label=label)
+        )
+    return handles
+
+
+def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, count: int) -> End:
+    style = look(order, count=count)
+    curve = curve_of(run, kind)
+    points = placeable(curve, axis)
+    x = [getattr(point, axis.coordinate) / axis.scale for point in points]
+    y = [point.loss for point in points]
+    plain = {"estimator": None, "sort": False, "color": style.colour, "ax": axes, "legend": False}
+    window = window_of(curve)
+    if window > 1:
+        sns.lineplot(x=x, y=y, alpha=max(0.07, 0.3 / count), lw=0.5, zorder=1.5, **plain)  # under every mean
+        y = smoothed(y, window=window)
+    apart = max(1, len(x) // 8)  # about eight markers per curve, at other places for each run
+    size = style.marker_size if len(x) <= 12 else 6
+    marks = {"marker": style.marker, "markersize": size, "markeredgecolor": "white", "zorder": 2 + order / count}
+    every = 1 if len(x) <= 12 else (order * apart // 3 % apart, apart)
+    sns.lineplot(x=x, y=y, linestyle=style.dashes, lw=style.width, markevery=every, **marks, **plain)
+    return End(run.name, x[-1], y[-1])

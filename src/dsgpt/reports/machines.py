@@ -1,0 +1,52 @@
+"""What the runs used: times from two machines or two setups must not pass for times from one."""
+
+from collections.abc import Sequence
+
+from dsgpt.reports.runs import Run
+from dsgpt.reports.segments import HARDWARE, differences, untold
+
+
+def setup_stamps(runs: Sequence[Run]) -> list[str]:
+    """Every warning about who took the times: ``machine_stamps`` and ``segment_stamps``."""
+    return [*machine_stamps(runs), *segment_stamps(runs)]
+
+
+def machine_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warning that the runs, or segments of one, are known to come from different hardware."""
+    if len(_machines(runs)) < 2:
+        return []
+    return ["DIFFERENT HARDWARE: " + "; ".join(f"{run.name}: {run.machine or 'not recorded'}" for run in runs)]
+
+
+def segment_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warnings that processes of one run executed it in different ways, or in ways that were not recorded."""
+    lines = []
+    for run in runs:
+        if changed := differences(run.segments, noted=False):
+            lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
+        if steps := untold(run.segments):
+            lines.append(f"NOT RECORDED: how {run.name} executed its {steps}")
+    return lines
+
+
+def _machines(runs: Sequence[Run]) -> list[str]:
+    """All hardware that is known to have been used."""
+    found = (segment.setup.get(HARDWARE) for run in runs for segment in run.segments)
+    return list(dict.fromkeys(machine for machine in found if machine))
+
+
+def machine_line(runs: Sequence[Run]) -> str:
+    """The machine in one line, with the runs that did not record it and how much of it each run used."""
+    known = _machines(runs)
+    silent = [run.name for run in runs if run.machine is None]
+    if not known:
+        return "machine: not recorded"
+    machine = f"machine: {known[0]}" if len(known) == 1 else "several machines or devices"
+    if silent:
+        machine += f" (not recorded by {', '.join(silent)})"
+    users: dict[str, list[str]] = {}
+    for run in runs:
+        if run.devices:
+            users.setdefault(run.devices, []).append(run.name)
+    devices = "; ".join(f"{share}: {', '.join(names)}" for share, names in users.items())
+    return f"{machine}. {devices}." if devices else f"{machine}."

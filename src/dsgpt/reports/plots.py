@@ -1,0 +1,176 @@
+"""The pictures: which panels each one holds, and the words around them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from matplotlib.figure import SubFigure
+
+from dsgpt.reports.bars import INFERENCE, LATENCY, THROUGHPUT, TRAINING_TIME, Bars, draw_bars, memory_bars
+from dsgpt.reports.comparison import INFERENCE_NOISE, shorten, speed_up
+from dsgpt.reports.curves import Curve
+from dsgpt.reports.equal_work import inference_stamps, judge, partial_stamps, work_stamps
+from dsgpt.reports.lines import (
+    Axis,
+    curve_of,
+    draw_losses,
+    ends_can_be_labelled,
+    label_ends,
+    legend_handles,
+    step_axis,
+    time_axis,
+    window_of,
+)
+from dsgpt.reports.machines import machine_line, setup_stamps
+from dsgpt.reports.runs import FLAT_SCHEMA, Run
+from dsgpt.reports.style import Frame, frame, png_bytes, quiet_style
+
+LOSS_KINDS = ("train", "validation")
+
+
+def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
+    """Every picture of these runs as PNG bytes, by file name; the first run is the baseline."""
+    pictures: dict[str, Callable[[Sequence[Run]], Frame]] = {
+        "training_time.png": partial(_bars_picture, panels=[TRAINING_TIME]),
+        "throughput.png": partial(_bars_picture, panels=[THROUGHPUT]),
+        "inference_latency.png": partial(_bars_picture, panels=[LATENCY]),
+        "inference_throughput.png": partial(_bars_picture, panels=[INFERENCE]),
+        "loss_vs_step.png": partial(_loss_picture, axis=step_axis(runs)),
+        "loss_vs_time.png": partial(_loss_picture, axis=time_axis(runs)),
+        "peak_memory.png": partial(_bars_picture, panels=memory_bars(runs)),
+        "overview.png": _overview,
+    }
+    named = _with_short_names(runs)
+    with quiet_style():
+        return {name: png_bytes(draw(named).figure) for name, draw in pictures.items()}
+
+
+def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame:
+    inference = inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else []
+    picture = frame(
+        title=panels[0].title if len(panels) == 1 else "Peak memory",
+        warnings=[*_warnings(runs), *inference],
+        captions=[_caption_of_bars(panels[0], runs), _footer(runs)],
+        width=8.4,
+        height=len(panels) * (1.0 + 0.42 * len(runs)),
+    )
+    for axes, bars in zip(picture.body.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        draw_bars(axes, bars, runs)
+        if len(panels) == 1:
+            axes.set_title("")  # the figure's title says it
+    return picture
+
+
+def _loss_picture(runs: Sequence[Run], *, axis: Axis) -> Frame:
+    rows = _legend_rows(runs, columns=2)
+    picture = frame(
+        title=axis.picture,
+        warnings=_warnings(runs),
+        captions=[_caption_of_curves(runs), _footer(runs)],
+        width=10.5,
+        height=4.2 + 0.26 * rows,
+    )
+    _draw_loss_panels(picture.body, runs, places=[(kind, axis) for kind in LOSS_KINDS], columns=2)
+    return picture
+
+
+def _overview(runs: Sequence[Run]) -> Frame:
+    columns = 3
+    bar_height = 1.2 + 0.36 * len(runs)
+    loss_height = 3.7 + 0.26 * _legend_rows(runs, columns=columns)
+    verdict = judge(runs)
+    picture = frame(
+        title="Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {verdict.answer})",
+        warnings=[*_warnings(runs), *inference_stamps(runs)],
+        captions=[_speed_ups(runs), _caption_of_curves(runs), _footer(runs)],
+        width=15,
+        height=bar_height + loss_height,
+    )
+    upper, lower = picture.body.subfigures(2, 1, height_ratios=[bar_height, loss_height])
+    panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
+    for index, (axes, bars) in enumerate(zip(upper.subplots(1, len(panels), sharey=True), panels, strict=True)):
+        draw_bars(axes, bars, runs, label_width=22)
+        axes.tick_params(axis="y", labelleft=index == 0)
+    steps, times = step_axis(runs), time_axis(runs)
+    _draw_loss_panels(
+        lower, runs, places=[("train", steps), ("validation", steps), ("validation", times)], columns=columns
+    )
+    return picture
+
+
+def _draw_loss_panels(
+    body: SubFigure, runs: Sequence[Run], *, places: Sequence[tuple[str, Axis]], columns: int
+) -> None:
+    """Loss panels side by side; runs are named at their curves' ends where all panels have room, else in a legend."""
+    panels = list(body.subplots(1, len(places)))
+    ends = [draw_losses(axes, runs, kind=kind, axis=axis) for axes, (kind, axis) in zip(panels, places, strict=True)]
+    drawn = list(zip(panels, ends, strict=True))
+    if all(len(found) == len(runs) and ends_can_be_labelled(axes, found) for axes, found in drawn):
+        for axes, found in drawn:
+            label_ends(axes, found)
+    else:
+        handles = legend_handles(runs, places[0][1])
+        body.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, handlelength=4)
+
+
+def _legend_rows(runs: Sequence[Run], *, columns: int) -> int:
+    return -(-len(runs) // columns)
+
+
+def _warnings(runs: Sequence[Run]) -> list[str]:
+    return [*work_stamps(judge(runs)), *partial_stamps(runs), *setup_stamps(runs)]
+
+
+def _footer(runs: Sequence[Run]) -> str:
+    return (f"same work: {judge(runs).answer}; " if len(runs) > 1 else "") + machine_line(runs)
+
+
+def _with_short_names(runs: Sequence[Run]) -> list[Run]:
+    """The runs under names that fit into a picture, unless two of them would be called the same."""
+    names = [shorten(run.name, 32) for run in runs]
+    if len(set(names)) < len(names):
+        return list(runs)
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _speed_ups(runs: Sequence[Run]) -> str:
+    """Speed-ups in training time, of the runs that did the baseline's work only."""
+    base, *others = runs
+    equal = [(run.name, speed_up(base, run)) for run in others if judge([base, run]).answer == "yes"]
+    known = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]
+    return f"Speed-up over {base.name} in training time: {', '.join(known)}." if known else ""
+
+
+def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
+    if bars is TRAINING_TIME:
+        old = any(run.schema == FLAT_SCHEMA for run in runs)
+        what = (
+            "Older records do not say what their times include." if old else "Evaluation and saving are not included."
+        )
+        return f"{what} {_speed_ups(runs)}"
+    if bars is LATENCY:
+        counts = {run.new_tokens for run in runs if run.new_tokens is not None}
+        what = f"Seconds to generate {counts.pop():.0f} tokens from one prompt. " if len(counts) == 1 else ""
+        return what + INFERENCE_NOISE
+    if bars is INFERENCE:
+        return INFERENCE_NOISE
+    if bars in memory_bars(runs):
+        return "Rank 0 only. GPU memory and host memory (RSS) are different quantities and never share a panel."
+    return ""
+
+
+def _caption_of_curves(runs: Sequence[Run]) -> str:
+    curves = [(run.name, curve_of(run, kind)) for run in runs for kind in LOSS_KINDS]
+    windows = sorted({window_of(curve) for _, curve in curves} - {1})
+    parts = []
+    if windows:
+        span = " or ".join(str(window) for window in windows)
+        parts.append(f"Faint: every recorded step; bold: mean of the last {span} recorded steps (fewer at the start).")
+    by_epoch = list(dict.fromkeys(name for name, curve in curves if _is_by_epoch(curve)))
+    if by_epoch:
+        parts.append(f"Only epoch means were recorded (points at epoch ends): {', '.join(by_epoch)}.")
+    return " ".join(parts)
+
+
+def _is_by_epoch(curve: Curve) -> bool:
+    return curve.per_epoch and bool(curve.points)

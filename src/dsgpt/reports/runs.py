@@ -1,0 +1,264 @@
+"""One training run as the charts see it, whichever generation of training_metrics.json recorded it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.errors import UserError
+from dsgpt.reports.curves import Curve, epoch_curve, read_step_curves
+from dsgpt.reports.fields import Fields, read_object
+from dsgpt.reports.segments import (
+    DEVICES,
+    HARDWARE,
+    STRATEGY,
+    Segment,
+    differences,
+    read_segments,
+    resumed_untold,
+    said,
+)
+from dsgpt.reports.work_facts import EXECUTED_BY, read_work
+
+RECORD_NAME, LOG_NAME = "training_metrics.json", "metrics.jsonl"
+FLAT_KEYS = (
+    "train_time_per_epoch",
+    "train_loss_per_epoch",
+    "val_loss_per_epoch",
+    "train_throughput",
+    "inference_latency",
+    "inference_throughput",
+)
+FLAT_SCHEMA = "flat keys"
+TIMED_FROM_STEP = 4
+"""Throughput leaves out the steps before this one, which warm up (``WARM_UP_STEPS`` of the program's meter)."""
+TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the charts know of one run. None is unknown everywhere; it never stands for zero."""
+
+    name: str
+    schema: str
+    """The record's ``schema_version``, or ``FLAT_SCHEMA`` for the generation that had none."""
+    status: str | None
+    machine: str | None
+    """The hardware; of segments on several, which steps ran on which. The same goes for the next two."""
+    devices: str | None
+    strategy: str | None
+    segments: tuple[Segment, ...]
+    """By process; at least one."""
+    work: Mapping[str, Any]
+    """What was computed, by fact; ``dsgpt.config.same_work`` says which facts there are."""
+    resumed: bool
+    """Whether the record names a checkpoint that the run went on from."""
+    epochs: int
+    """Epochs of which a loss was recorded."""
+    train_time: float | None
+    """Seconds of training steps."""
+    tokens_per_sec: float | None
+    """Tokens per second over all devices, training steps only."""
+    final_train_loss: float | None
+    best_train_loss: float | None
+    """Lowest epoch mean, nats per token."""
+    final_val_loss: float | None
+    best_val_loss: float | None
+    inference_latency: float | None
+    """Seconds to generate ``new_tokens`` tokens, batch 1."""
+    inference_tokens_per_sec: float | None
+    prompt_tokens: float | None
+    new_tokens: float | None
+    gpu_memory: float | None
+    """Peak bytes allocated by PyTorch on rank 0's GPU."""
+    gpu_memory_reserved: float | None
+    """Peak bytes reserved by PyTorch's allocator on rank 0's GPU."""
+    host_memory: float | None
+    """Peak resident set size of rank 0's process, bytes."""
+    train_curve: Curve
+    val_curve: Curve
+    notes: tuple[str, ...]
+    """What a reader of the comparison must know about this record."""
+
+    @property
+    def too_short_to_time(self) -> bool:
+        """Whether there is no throughput because every step was a warm-up."""
+        steps = self.work["optimizer steps"]
+        return self.tokens_per_sec is None and steps is not None and steps < TIMED_FROM_STEP
+
+
+def read_run(path: Path, *, name: str) -> Run:
+    """Read a run from its folder or its ``training_metrics.json``, and the ``metrics.jsonl`` beside it.
+
+    Raises ``UserError`` with one line for a file that is missing, unreadable, not JSON or no training record.
+    """
+    if path.is_dir():
+        path = path / RECORD_NAME
+    notes: list[str] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(_missing(path, name)) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file; give a {RECORD_NAME}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    values = read_object(text, source=str(path), notes=notes)
+    if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & values.keys():
+        raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_NAME}")
+    return _build(Fields(values, notes=notes), name=name, log=path.with_name(LOG_NAME), notes=notes)
+
+
+def _moves(record: Fields) -> Iterator[str]:
+    """Where another strategy, or another number of ranks, took over, in records that have no segments to tell it."""
+    changes = record.raw("changed_at_resume")
+    for change in changes if isinstance(changes, list) else []:
+        if isinstance(change, dict) and change.get("name") == EXECUTED_BY and not record.sections("segments"):
+            after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
+            yield f"times are of two strategies: {after} after step {step}, {before} before"
+
+
+def _validated_anew(record: Fields) -> Iterator[str]:
+    """Where the validation set changed: losses before and after it cannot be compared."""
+    changes = record.raw("changed_at_resume")
+    for change in changes if isinstance(changes, list) else []:
+        if isinstance(change, dict) and change.get("name") in ("validation data", "validation windows"):
+            name, step = change["name"], str(change.get("step"))[:80]
+            yield f"validation losses are of two sets: the {name} changed after step {step}"
+
+
+def _missing(path: Path, name: str) -> str:
+    """What to do about a record that is not there."""
+    if path.with_name(LOG_NAME).exists():
+        return f"{path}: no such file; the run {name!r} was cut off before its first record: continue it with --resume"
+    return f"{path}: no such file; has the run {name!r} started?"
+
+
+def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
+    summary = record.section("summary")
+    schema = record.raw("schema_version")
+    epochs = _Epochs(record, notes=notes)
+    train_curve, val_curve = _curves(log, epochs, notes)
+    if record.raw("resumed_from") is not None:
+        notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
+    segments = read_segments(record)
+    anew = list(_validated_anew(record))
+    notes.extend([*_moves(record), *differences(segments, noted=True), *anew])
+    val_losses = [] if anew else epochs.val_losses  # of older epochs, which may be of the other set
+    return Run(
+        name=name,
+        schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
+        status=record.text("status"),
+        machine=said(segments, HARDWARE),
+        devices=said(segments, DEVICES),
+        strategy=said(segments, STRATEGY),
+        segments=segments,
+        resumed=record.raw("resumed_from") is not None,
+        work=read_work(
+            record,
+            steps=_first(summary.number("optimizer_steps"), _total(epochs.steps)),
+            tokens=_first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
+        ),
+        epochs=epochs.count,
+        train_time=_first(summary.number("train_time_sec"), epochs.train_time),
+        tokens_per_sec=_first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
+        final_train_loss=_first(summary.number("final_train_loss"), _last(epochs.train_losses)),
+        best_train_loss=min((loss for loss in epochs.train_losses if loss is not None), default=None),
+        final_val_loss=_first(summary.number("final_val_loss"), _last(val_losses)),
+        best_val_loss=_first(
+            summary.number("best_val_loss"), min((loss for loss in val_losses if loss is not None), default=None)
+        ),
+        **_inference(record, notes=notes),
+        **_peaks(record, notes=notes),
+        train_curve=train_curve,
+        val_curve=val_curve,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+class _Epochs:
+    """The values per epoch, from ``epochs`` where it holds any, else from the flat keys."""
+
+    def __init__(self, record: Fields, *, notes: list[str]) -> None:
+        epochs = record.sections("epochs")
+        self.steps = [epoch.number("optimizer_steps") for epoch in epochs]
+        self.tokens = [epoch.number("tokens_processed_global") for epoch in epochs]
+        self.train_losses = [epoch.number("train_loss_avg_global") for epoch in epochs] or record.series(FLAT_KEYS[1])
+        self.val_losses = [epoch.number("val_loss_avg_global") for epoch in epochs] or record.series(FLAT_KEYS[2])
+        self.times = record.series("train_time_per_epoch")
+        self.count = max(len(self.train_losses), len(self.val_losses))
+        if not record.is_list("train_time_per_epoch") and self.times and self.count > 1:
+            notes.append(f"train_time_per_epoch is one number for {self.count} epochs: the training time is unknown")
+            self.times = []
+        self.train_time = _total(self.times)
+        self.throughput = _mean_rate(record.series("train_throughput"), times=self.times)
+        if self.throughput is not None and record.raw("schema_version") is None:
+            notes.append("train_throughput of the older generation names no unit: taken as tokens per second")
+
+
+def _curves(log: Path, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]:
+    train, validation = read_step_curves(log, notes)
+    if not train.points:
+        train = epoch_curve(epochs.train_losses, steps=epochs.steps, times=epochs.times)
+    if not validation.points:
+        validation = epoch_curve(epochs.val_losses, steps=epochs.steps, times=epochs.times)
+    return train, validation
+
+
+def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
+    """The ``inference`` section; without it the flat keys, whose latency is for 100 new tokens by definition."""
+    inference = record.section("inference")
+    latency, throughput = inference.number("latency_sec"), inference.number("tokens_per_sec")
+    if latency is not None or throughput is not None:
+        new_tokens = inference.number("new_tokens")
+    else:
+        latency, throughput = (_mean(record.series(key)) for key in FLAT_KEYS[4:])
+        new_tokens = None if latency is None else 100.0
+        if latency is not None and record.raw("schema_version") is None:
+            notes.append("inference_latency of the older generation is taken as seconds for 100 new tokens")
+    return {
+        "inference_latency": latency,
+        "inference_tokens_per_sec": throughput,
+        "prompt_tokens": inference.number("prompt_tokens"),
+        "new_tokens": new_tokens,
+    }
+
+
+def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
+    """Peak memory of the whole run; records of before segments were kept have that of the last process."""
+    summary = record.section("summary")
+    peaks = {
+        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
+        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
+        "host_memory": summary.number("peak_rss_bytes_rank0"),
+    }
+    if not resumed_untold(record):
+        return peaks
+    notes.append("peak memory was recorded of the last process alone: treated as unknown")
+    return dict.fromkeys(peaks)
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _last(values: list[float | None]) -> float | None:
+    """The last epoch's value, not the last known one: an earlier epoch's loss is not final."""
+    return values[-1] if values else None
+
+
+def _total(values: list[float | None]) -> float | None:
+    """The sum; unknown where any part is."""
+    return sum(values) if values and None not in values else None
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _mean_rate(rates: list[float | None], *, times: list[float | None]) -> float | None:
+    """Mean rate over the epochs, weighted by their seconds where both are known for each."""
+    if len(rates) == len(times) and None not in rates and (total := _total(times)):
+        return sum(rate * seconds for rate, seconds in zip(rates, times, strict=True)) / total
+    return _mean(rates)

@@ -1,0 +1,171 @@
+"""The processes that made a run: who executed which steps, and in what they differed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from dsgpt.reports.fields import Fields
+
+HARDWARE, DEVICES, STRATEGY = "hardware", "devices", "strategy"
+NOTED = ("host", "launcher", "code")
+"""What may differ between segments without making their times incomparable: told in the notes."""
+VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
+FIGURES = (
+    "train_time_sec",
+    "mean_tokens_per_sec_global",
+    "max_cuda_mem_allocated_bytes_rank0",
+    "peak_rss_bytes_rank0",
+)
+"""Keys of a segment."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps that one process took."""
+
+    first_step: int
+    last_step: int | None
+    """None where a record does not say."""
+    setup: Mapping[str, str | None] = field(default_factory=dict)
+    """How it executed them, by what is told; empty where nothing was recorded."""
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """``FIGURES`` of this process alone."""
+    quantized: str | None = None
+    """What Zero++ rounded, a fact of the work."""
+
+
+def read_segments(record: Fields) -> tuple[Segment, ...]:
+    """The segments that took steps, in order, with one in front for steps of which nothing is recorded.
+
+    Records of before segments were kept have one, of their last process.
+    """
+    told = [_read(section) for section in record.sections("segments")]
+    found = [segment for segment in told if segment is not None]
+    took_steps = [segment for segment in found if segment.last_step and segment.last_step >= segment.first_step]
+    segments = took_steps or found[-1:] or [_only_one(record)]
+    if (first := segments[0].first_step) > 1:
+        segments.insert(0, Segment(1, first - 1))
+    return tuple(segments)
+
+
+def resumed_untold(record: Fields) -> bool:
+    """Whether the run was resumed by a version that recorded the last process alone."""
+    return record.raw("resumed_from") is not None and not record.sections("segments")
+
+
+def _read(section: Fields) -> Segment | None:
+    first, last = section.number("first_step"), section.number("last_step")
+    if first is None or last is None:
+        return None
+    figures = {name: section.number(name) for name in FIGURES}
+    return Segment(int(first), int(last), _setup(section, section), figures, quantized(section, None))
+
+
+def _only_one(record: Fields) -> Segment:
+    """What an older record says of its last process, from the step on at which that went on."""
+    name = re.fullmatch(r"step-(\d{1,12})", record.text("resumed_from") or "")
+    setup = _setup(record, record.section("training_config"))
+    return Segment(int(name[1]) + 1 if name else 1, None, setup)
+
+
+def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
+    hardware, env = place.section("hardware"), place.section("env")
+    micro, accumulation = config.number("micro_batch_size_per_gpu"), config.number("grad_accum_steps")
+    return {
+        HARDWARE: machine(place),
+        DEVICES: devices(hardware),
+        STRATEGY: config.text("strategy") or config.text("run_type"),
+        "micro batch x accumulation": f"{micro:.0f} x {accumulation:.0f}" if micro and accumulation else None,
+        "compile": _yes_or_no(config.raw("compile")),
+        "activation checkpointing": _yes_or_no(config.raw("activation_checkpointing")),
+        **{shown: env.text(f"{name}_version") for name, shown in VERSIONS.items()},
+        "host": place.text("host"),
+        "launcher": hardware.text("launcher"),
+        "code": place.text("git_commit"),
+    }
+
+
+def _yes_or_no(value: object) -> str | None:
+    return {True: "yes", False: "no"}.get(value) if isinstance(value, bool) else None
+
+
+def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
+    """``none``, ``weights``, ``gradients``, or both; None where it is not known.
+
+    Args:
+        config: says it, in records of today.
+        given: the JSON, by which an earlier record is judged.
+    """
+    asked = (given or {}).get("zero_optimization")
+    found = []
+    for what in ("weights", "gradients"):
+        value = config.raw(f"quantized_{what}")
+        if value is None and given is not None:
+            wanted = isinstance(asked, dict) and asked.get(f"zero_quantized_{what}") is True
+            value = wanted and config.text("run_type") == "optimized"
+        if not isinstance(value, bool):
+            return None
+        found += [what] * value
+    return " and ".join(found) or "none"
+
+
+def machine(record: Fields) -> str | None:
+    """The hardware in words; the host's name only where nothing else was recorded.
+
+    How many GPUs a run could see is left out: hiding some of them does not make it another machine.
+    """
+    hardware = record.section("hardware")
+    gpu, cpu, cores = hardware.text("gpu_name"), hardware.text("cpu_name"), hardware.number("cpu_count")
+    parts = [gpu] if gpu else []
+    if cpu or cores:
+        parts.append((cpu or "CPU") + (f", {cores:.0f} cores" if cores else ""))
+    return "; ".join(parts) or record.text("host")
+
+
+def devices(hardware: Fields) -> str | None:
+    """How much of the machine the run used: "2 GPUs", "2 CPU devices of 1 thread"."""
+    world, kind, threads = hardware.number("world_size"), hardware.text("device"), hardware.number("threads_per_device")
+    if not world or kind is None:
+        return None
+    plural = "" if world == 1 else "s"
+    if kind == "cuda":
+        return f"{world:.0f} GPU{plural}"
+    share = f" of {threads:.0f} thread{'' if threads == 1 else 's'}" if threads else ""
+    return f"{world:.0f} {kind.upper()} device{plural}{share}"
+
+
+def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str | None:
+    """A value per segment in words: "ddp", or "zero2 to step 200, ddp from step 201"; None where none is known."""
+    pieces: list[tuple[str | None, int]] = []
+    for value, segment in zip(values, segments, strict=True):
+        if not pieces or pieces[-1][0] != value:
+            pieces.append((value, segment.first_step))
+    if len(pieces) == 1:
+        return pieces[0][0]
+    told = [f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)]
+    last, start = pieces[-1]
+    return ", ".join([*told, f"{last or 'not recorded'} from step {start:,}"])
+
+
+def said(segments: Sequence[Segment], what: str) -> str | None:
+    """``over_time`` of an entry of the segments' ``setup``."""
+    return over_time(segments, [segment.setup.get(what) for segment in segments])
+
+
+def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
+    """In what the segments of which something is recorded differ, a text for each.
+
+    Args:
+        segments: of one run.
+        noted: those of ``NOTED``, else what bears on times and memory, but the hardware, which has a stamp of its own.
+    """
+    told = [segment for segment in segments if segment.setup]
+    names = NOTED if noted else [name for name in told[-1].setup if name not in {HARDWARE, *NOTED}]
+    return [f"{name} {said(told, name)}" for name in names if len({segment.setup[name] for segment in told}) > 1]
+
+
+def untold(segments: Sequence[Segment]) -> str | None:
+    """Which steps of the run nobody recorded the execution of: "steps 1 to 200"."""
+    return next((f"steps 1 to {each.last_step:,}" for each in segments if not each.setup), None)

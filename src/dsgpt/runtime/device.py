@@ -1,0 +1,78 @@
+"""The device of one process: a GPU, or a share of the CPU."""
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from dsgpt.runtime.topology import Topology
+
+
+def cuda_devices() -> int:
+    """GPUs that this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ) -> str:
+    """Why the processes of this machine cannot have a GPU each; empty where they can.
+
+    Slurm may show every task its own GPU alone (``srun --gpus-per-task=1``). Then one is enough, if each process is a
+    task: those that another launcher started inside a task would share its GPU.
+    """
+    gpus, processes = cuda_devices(), topology.local_world_size
+    tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
+    if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
+        return ""
+    return (
+        f"{processes} processes were started on this machine but it has {gpus} GPUs: start at most {gpus} (deepspeed "
+        f"--num_gpus {gpus}), or use --device cpu"
+    )
+
+
+def default_precision(kind: str) -> str:
+    """fp32 on CPU, bf16 on GPUs that compute it, fp16 on older ones."""
+    if kind == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device:
+    """Make the device of this process ready and the default for CUDA calls.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        local_rank: the GPU's index on this machine, where more than one is seen.
+        threads: CPU threads that this process computes with; None leaves torch's choice.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank if cuda_devices() > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def describe_hardware(kind: str) -> dict[str, object]:
+    """What a record says of the machine: GPU and CPU names and counts, memory in bytes; null where unknown."""
+    on_gpu = kind == "cuda"
+    return {
+        "device": kind,
+        "gpu_name": torch.cuda.get_device_name() if on_gpu else None,
+        "gpu_memory_bytes": torch.cuda.get_device_properties().total_memory if on_gpu else None,
+        "gpu_count_visible": cuda_devices(),
+        "cpu_name": _cpu_name(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _cpu_name() -> str | None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or None

@@ -1,0 +1,153 @@
+"""Requests to end a run early: signals, and the end of its launcher. Imports no torch.
+
+The first request lets the run finish its step and save. A thread looks after the rest, because Python's own handlers
+wait for as long as the main thread waits for another rank.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
+from dsgpt.runtime.launcher import Launcher
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""From schedulers and launchers, from Slurm and spot instances, from the keyboard, from a terminal that is closed."""
+ECHO_SEC = {True: 2.0, False: 0.2}
+"""Signals so close to the first are the same request: launchers (True: there is one) pass on what their ranks got from
+the terminal or the batch system already."""
+ORPHAN_SEC = 25
+"""How long ranks whose launcher has ended may take for their step and save; then they end at once."""
+UNWIND_SEC = 10
+"""How long a rank that has nothing to save may take to leave; it may wait for peers that will never come."""
+_POLL_SEC = 1.0
+_CLOSE = b"\0"
+
+
+class Interruption:
+    """Whether this process was asked to end its run, and by what. A context: it listens from enter to exit.
+
+    Args:
+        launcher: who waits for this rank; None where nobody is known to.
+        speaks: whether this rank tells the user that it heard.
+    """
+
+    def __init__(self, launcher: Launcher | None = None, *, speaks: bool = True) -> None:
+        self.reason: str | None = None
+        """The first request, for example ``SIGTERM``; None while there is none."""
+        self._launcher = launcher
+        self._echo_sec = ECHO_SEC[launcher is not None]
+        self._speaks = speaks
+        self._patient = False
+        self._raised = False
+        self._asked_at: float | None = None
+        self._deadline: tuple[float, int] | None = None
+
+    def __enter__(self) -> "Interruption":
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="interruption", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        os.write(self._write_end, _CLOSE)
+        self._thread.join()
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    @contextlib.contextmanager
+    def patience(self, patient: bool = True) -> Iterator[None]:
+        """Inside, a request waits until somebody looks at ``reason``; outside, or inside ``patience(False)``, it is
+        raised in the main thread at once.
+        """
+        before, self._patient = self._patient, patient
+        try:
+            yield
+        finally:
+            self._patient = before
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """In the main thread, between two of Python's instructions."""
+        if not self._patient and not self._raised:
+            self._raised = True  # an echo must not disturb the way out
+            raise Interrupted(f"stopped by {self.reason or signal.Signals(number).name}")
+
+    def _listen(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read_end], [], [], _POLL_SEC)
+            numbers = os.read(self._read_end, 512) if ready else b""
+            if _CLOSE in numbers:
+                return
+            for number in numbers:
+                if number in SIGNALS:
+                    self._signalled(signal.Signals(number).name)
+            if self._launcher is not None and self._launcher.is_gone():
+                self._orphaned()
+            if self._deadline is not None and time.monotonic() > self._deadline[0]:
+                _leave_at_once("the run did not come to its end in time", self._deadline[1])
+
+    def _signalled(self, name: str) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._ask(name, now)
+            self._say(f"{name}: the run stops after this step and saves; once more ends it at once")
+        elif name == signal.SIGHUP.name:
+            return  # a terminal that is closed may send several
+        elif now - self._asked_at > self._echo_sec:
+            _leave_at_once(f"{name} after {self.reason}", EXIT_INTERRUPTED)
+
+    def _orphaned(self) -> None:
+        self._launcher = None  # known now
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._ask("the end of its launcher", now)
+            if not self._patient:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # an echo of what was just noted
+        self._deadline = (now + ORPHAN_SEC, EXIT_INTERRUPTED)
+
+    def _ask(self, reason: str, now: float) -> None:
+        self.reason, self._asked_at = reason, now
+        if not self._patient:
+            self._deadline = (now + UNWIND_SEC, EXIT_STOPPED)
+
+    def _say(self, line: str) -> None:
+        if self._speaks and self._patient:
+            with contextlib.suppress(OSError):  # of a terminal that is gone; this thread must go on
+                print(line, file=sys.stderr, flush=True)
+
+
+def _outlives_its_terminal() -> bool:
+    """Whether it was started with ``nohup``."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def _leave_at_once(why: str, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        os.write(sys.stderr.fileno(), f"error: {why}: ended at once; continue with --resume\n".encode())
+    os._exit(code)
+
+
+def leave_to_the_rank(*_: Any) -> None:
+    """Let a data worker ignore these signals, which terminals and schedulers send to it too.
+
+    The rank needs its workers to finish the step, and they end with the rank.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,103 @@
+"""The group of all ranks. Every function also works, as a no-op, in a process that has no peers."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsgpt.runtime.topology import Topology, free_port
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for its peers before it gives up; rank 0 may be hashing data or writing a checkpoint."""
+
+
+@contextlib.contextmanager
+def joined(topology: Topology, device: torch.device) -> Iterator[None]:
+    """Join the ranks that the launcher started, over nccl on GPUs and gloo on CPU, and leave them at the end.
+
+    A single process without a launcher forms a group of its own, whatever variables an earlier job left behind:
+    DeepSpeed needs one. After an error the group is left to the end of the process: to take it down may wait for peers
+    that will never come.
+    """
+    if topology.launcher == "python":
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        rank=topology.rank,
+        world_size=topology.world_size,
+        store=_store_of_a_restart(),
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def _store_of_a_restart() -> dist.Store | None:
+    """Where ranks meet that ``torchrun --max-restarts`` started again on one machine; None where PyTorch finds it.
+
+    With ``--master_port`` PyTorch 2.13 keeps one store for all attempts and gives each the same keys
+    (``static_tcp_rendezvous.py``, ``_create_c10d_store``): new ranks would find the addresses of dead ones there.
+    Launchers of several machines do not count attempts alike, and make a new store for each.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if attempt == "0" or not of_the_launcher or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
+    return dist.PrefixStore(f"attempt-{attempt}", store)
+
+
+class HostGroup:
+    """All ranks, meeting in host memory whatever the device: nothing here waits for a GPU. Made by all together."""
+
+    def __init__(self) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if several else None
+
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of any rank, on every rank."""
+        if self._group is None:
+            return value
+        box = torch.tensor(value)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        return int(box)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """Sum ``value`` over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank, on every rank. Only for small values of ours: they travel pickled."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(value: Any) -> Any:
+    """Rank 0's ``value``, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

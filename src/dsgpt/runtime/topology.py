@@ -1,0 +1,132 @@
+"""Who this process is among its peers, read from the variables that every launcher sets. Imports no torch."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from dsgpt.common.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Over how many ranks one copy of the model is spread, in each way; further ranks are data parallel."""
+
+    tensor: int = 1
+    """Ranks that share every matrix of a layer."""
+    pipeline: int = 1
+    """Stages: ranks that hold different layers."""
+    sequence: int = 1
+    """Ranks that read different positions of the same sequences."""
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that together train on the same micro batch."""
+        return self.tensor * self.pipeline * self.sequence
+
+    def __str__(self) -> str:
+        """``pipeline 2 x tensor 2``; ``1`` where nothing is split."""
+        split = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
+        return " x ".join(f"{name} {size}" for name, size in split.items() if size > 1) or "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The place of one process in the run.
+
+    Ranks are laid out, from the outermost to the innermost, by pipeline stage, data, sequence and tensor: tensor peers,
+    who talk most, are neighbours. DeepSpeed's own layouts (``PipeModelDataParallelTopology``, AutoTP, Ulysses) are the
+    same where they exist.
+    """
+
+    rank: int
+    """Among all processes of the run, from 0."""
+    local_rank: int
+    """Among the processes of this machine, from 0; the index of its GPU."""
+    world_size: int
+    """Processes in the run; a process is a device: one GPU, or a share of the CPU."""
+    local_world_size: int
+    """Processes on this machine."""
+    launcher: str
+    """``python``, ``deepspeed`` or ``torchrun``."""
+    sizes: ParallelSizes = field(default=ParallelSizes())
+    """How the model is split; the launcher does not know it, the recipe does."""
+
+    def split(self, sizes: ParallelSizes) -> "Topology":
+        """The same processes with the model split by ``sizes``, whose product divides ``world_size``."""
+        return replace(self, sizes=sizes)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks that share a copy of the model, that read different data."""
+        return self.world_size // self.sizes.ranks_per_copy
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of every split matrix this rank holds."""
+        return self.rank % self.sizes.tensor
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which part of every sequence this rank reads."""
+        return self.rank // self.sizes.tensor % self.sizes.sequence
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every global batch this rank reads."""
+        return self.rank // (self.sizes.tensor * self.sizes.sequence) % self.data_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which layers of the pipeline this rank holds."""
+        return self.rank // (self.sizes.tensor * self.sizes.sequence * self.data_parallel_size)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the run: prints, and writes the records."""
+        return self.rank == 0
+
+
+def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_flag: int | None = None) -> Topology:
+    """The topology that the launcher announced; a single process where there was no launcher.
+
+    Args:
+        environment: the variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``.
+        local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
+
+    Raises:
+        UserError: a variable is no whole number.
+    """
+    world_size = _whole(environment, "WORLD_SIZE", 1)
+    rank = _whole(environment, "RANK", 0)
+    local_rank = _whole(environment, "LOCAL_RANK", max(0, local_rank_flag or 0))
+    if "TORCHELASTIC_RUN_ID" in environment:
+        launcher = "torchrun"
+    elif "RANK" in environment:
+        launcher = "deepspeed" if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment else "launcher"
+    else:
+        launcher = "python"
+    local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size))
+    return Topology(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        launcher=launcher,
+    )
+
+
+def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+    word = environment.get(name)
+    if word is not None and not word.isdecimal():
+        raise UserError(
+            f"the variable {name} is {word!r}, not a whole number: start the ranks with a launcher, or unset it"
+        )
+    return default if word is None else int(word)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for ranks to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,137 @@
+"""DeepSpeed's parts in C++, compiled at first use, by one process at a time.
+
+PyTorch marks a build in progress by a file, which a killed process leaves behind: everybody who needs the same part
+waits for it for ever after. Here parts are built in folders of our own under a lock that the system frees with the
+process, so that such a file is known to be a leftover and is removed.
+
+A folder is of one kind of processor and one pair of versions, so what is complete in it is loaded as it is, also where
+it may only be read: DeepSpeed asks the machine for seconds, in every process, what it would compile for.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.cpp_extension import get_default_build_root
+
+from dsgpt.common.errors import UserError
+from dsgpt.runtime.machine_probe import compiler
+
+_ROOT = "TORCH_EXTENSIONS_DIR"
+
+
+def load_ops(*builders: str) -> None:
+    """Load what DeepSpeed's ``builders`` make, compiling it where it is missing; DeepSpeed finds it loaded later.
+
+    Args:
+        builders: names of classes of ``deepspeed.ops.op_builder``.
+
+    Raises:
+        UserError: something is missing, and the folder for compiled code cannot be written.
+    """
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - DeepSpeed's strategies alone import it
+
+    folder = _folder()
+    try:
+        with _built_in(folder), _complete_ones_as_they_are(folder):
+            for name in builders:
+                get_accelerator().create_op_builder(name).load(verbose=False)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: compiled code cannot be kept there ({error.strerror}): name another folder in {_ROOT}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
+    """Let DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
+    from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
+
+    compile_and_load = OpBuilder.jit_load
+    lock, alone = contextlib.ExitStack(), []  # taken when something has to be compiled, and kept until all is
+
+    def jit_load(builder: Any, verbose: bool = False) -> Any:
+        """Stands in for the builder's own: load what is complete, compile what is not, one process at a time."""
+        library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
+        if _is_complete(library, marker):
+            return _loaded(builder, library)
+        if not alone:
+            lock.enter_context(_alone(folder))
+            alone.append(True)
+            if _is_complete(library, marker):  # by whoever had the lock
+                return _loaded(builder, library)
+        marker.unlink(missing_ok=True)
+        if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
+            os.environ["CXX"] = shlex.join(found)  # PyTorch looks for c++ alone
+        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
+        return compile_and_load(builder, verbose)
+
+    OpBuilder.jit_load = jit_load
+    try:
+        with lock:
+            yield
+    finally:
+        OpBuilder.jit_load = compile_and_load
+
+
+def _is_complete(library: Path, marker: Path) -> bool:
+    """PyTorch's marker stands beside a library until it is whole; what a killed process left has one for ever."""
+    return not marker.exists() and library.exists()
+
+
+def _loaded(builder: Any, library: Path) -> Any:
+    """Load ``library`` where DeepSpeed will look for what ``builder`` makes."""
+    spec = importlib.util.spec_from_file_location(builder.name, library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    type(builder)._loaded_ops[builder.name] = module  # the one dictionary of all builders
+    return module
+
+
+def _folder() -> Path:
+    """Under the folder that PyTorch or the user chose, which several kinds of machine may share."""
+    import deepspeed  # noqa: PLC0415
+
+    root = Path(os.environ.get(_ROOT) or get_default_build_root())
+    python = f"py{sys.version_info.major}{sys.version_info.minor}-{_processor()}"
+    return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{deepspeed.__version__}"
+
+
+def _processor() -> str:
+    """The instructions that code compiled here may use, in short: DeepSpeed compiles for this processor alone."""
+    facts = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        facts = next((line for line in lines if line.startswith(("flags", "Features"))), facts)
+    return f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".dsgpt-lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _built_in(folder: Path) -> Iterator[None]:
+    before = os.environ.get(_ROOT)
+    os.environ[_ROOT] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ROOT]
+        else:
+            os.environ[_ROOT] = before

@@ -1,0 +1,134 @@
+"""What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer."""
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsgpt.config.compatibility import nvme_paths, swap_buffers
+from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe_keys import DEEPSPEED_KEYS
+from dsgpt.config.run_config import RunConfig
+from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
+from dsgpt.strategies.deepspeed.compiled_ops import load_ops
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed, quiet, for ``device``, attached to the process group that exists."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # which DeepSpeed takes for the number of the GPU
+    import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
+    import deepspeed.ops  # noqa: PLC0415
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
+    # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def quietly() -> contextlib.AbstractContextManager[Any]:
+    """Around what DeepSpeed prints past every logger: memory in use, layouts, names of keys that it loads."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def engine_config(config: RunConfig) -> dict[str, Any]:
+    """The JSON as DeepSpeed shall see it: the recipe's DeepSpeed keys, and everything else as it was resolved."""
+    recipe, batch = config.recipe, config.batch
+    ours = {key: copy.deepcopy(recipe.raw[key]) for key in DEEPSPEED_KEYS if key in recipe.raw}
+    ours.update(
+        train_batch_size=batch.global_batch_size,
+        train_micro_batch_size_per_gpu=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        gradient_clipping=recipe.gradient_clipping,
+        zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
+        steps_per_print=None,
+    )
+    if config.topology.sizes.pipeline > 1 and recipe.zero_stage == 0:
+        ours["gradient_clipping"] = 0.0  # ``Pipeline`` clips, by the norm of all stages
+    if config.precision == "bf16":
+        ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
+    if config.precision == "fp16":
+        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # a fixed one, which ``Zero._set_loss_scale`` replaces
+    if config.precision != "fp32" and recipe.zero_stage > 0:
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
+        ours["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
+    if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
+        ours["zero_force_ds_cpu_optimizer"] = False
+    if recipe.zero_stage > 0:
+        # DeepSpeed's own default is true at stage 3. There were races on GPUs, where parity has not been shown.
+        ours["zero_optimization"].setdefault("overlap_comm", False)
+    _complete_swapping(ours, config)
+    return ours
+
+
+def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
+    """What DeepSpeed cannot know of offload to nvme, or has a default for that does not fit this model."""
+    for name, folder in nvme_paths(config.recipe, config.run_dir).items():
+        block = ours["zero_optimization"][name]
+        block["nvme_path"] = str(folder)
+        if name == "offload_param":  # DeepSpeed locks five buffers of 100 million elements, or fails on larger parts
+            part = -(-config.model.largest_parameter() // config.topology.world_size)
+            block.setdefault("buffer_size", part)
+        else:
+            block["buffer_count"] = swap_buffers(block)
+
+
+def _autotp_block(size: int) -> dict[str, Any]:
+    """The layers that DeepSpeed shall split over ``size`` tensor ranks, as ``strategies.tensor_layout`` describes."""
+    layers = [
+        {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+        {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.proj\.weight$"], "partition_type": "row"},
+    ]
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": layers}}
+
+
+def _uses_deepspeed_adam(recipe: Recipe) -> bool:
+    optimizer = recipe.optimizer
+    return recipe.offload_optimizer != "none" and optimizer.type == "AdamW" and not optimizer.torch_adam
+
+
+def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over ``parameters`` (canonical name to parameter), for ``deepspeed.initialize``."""
+    groups = parameter_groups(parameters, recipe.optimizer)
+    if not _uses_deepspeed_adam(recipe):
+        return build_optimizer(groups, recipe.optimizer)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+
+    load_ops("CPUAdamBuilder")
+    optimizer = recipe.optimizer
+    return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)
+
+
+def repeat_counting(optimizer: Any, *, steps: int) -> None:
+    """Bring the counter of DeepSpeed's CPU Adam to where a loaded checkpoint left it; other optimizers have none.
+
+    It keeps beta^t as a product that grows by one factor per step, in C++ (``cpu_adam.h``, ``IncrementStep``). A new
+    process would take the power instead, which rounds otherwise, and a resumed run would not be the same bit for bit.
+
+    Args:
+        optimizer: what ``deepspeed.initialize`` gave.
+        steps: that it took before.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+
+    adam = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(adam, DeepSpeedCPUAdam):
+        return
+    group, nothing = adam.param_groups[0], torch.empty(0)
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(
+            adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, nothing, nothing, nothing, nothing
+        )

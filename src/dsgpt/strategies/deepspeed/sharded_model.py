@@ -1,0 +1,38 @@
+"""A model split over the ranks while it is built (ZeRO-3's ``zero.Init``): none of them ever holds all of it."""
+
+import gc
+from typing import Any
+
+import torch
+
+from dsgpt.config.run_config import RunConfig
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.strategies.initial_weights import initial_values
+
+_INIT_KEYS = ("zero_optimization", "bf16", "fp16", "aio")
+
+
+def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
+    """GPT-2 with the baseline's initial weights, each split over all ranks as soon as it exists; collective.
+
+    A rank holds its part of every parameter, and whole one layer's at a time while it is built, or one parameter while
+    it is filled.
+
+    Args:
+        config: the run.
+        engine_config: the JSON that the engine will be given.
+    """
+    import deepspeed  # noqa: PLC0415 - takes seconds
+
+    # Of the batch, which the engine checks, only the micro batch: groups of ranks that the engine knows of are not
+    # known here.
+    init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
+    with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
+        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+    gc.collect()  # the head's own weight, given up for the embedding's, holds itself through DeepSpeed's closures
+    values = initial_values(config)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            if config.topology.is_main:
+                parameter.copy_(values(name, parameter.ds_shape))
+    return model

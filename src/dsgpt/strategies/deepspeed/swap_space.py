@@ -1,0 +1,109 @@
+"""Folders for what DeepSpeed swaps to nvme: each machine of each run has its own, and leaves none behind.
+
+DeepSpeed names its files by rank alone, so that two runs under one ``nvme_path`` would write into each other's, and
+removes none of them.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.errors import UserError
+from dsgpt.config.recipe import Recipe
+from dsgpt.runtime.process_group import from_main, gather_objects
+from dsgpt.runtime.topology import Topology
+
+
+def _own_prefix() -> str:
+    """How the names of this host's folders begin; the dot ends the host's name, which has none here."""
+    return f"nvme-swap-{re.sub(r'[^A-Za-z0-9_-]', '_', socket.gethostname())}."
+
+
+class SwapSpace:
+    """The folders of this machine, which its first rank makes, holds and removes.
+
+    Each is held by a lock that the system frees with the process, whatever ends it: the next run of this host under the
+    same path removes what a killed one left. Folders of other hosts stay, as file systems that hosts share may keep
+    locks of each host to itself (Lustre with ``localflock``, NFS with ``local_lock``).
+    """
+
+    def __init__(self, engine_config: dict[str, Any], recipe: Recipe, topology: Topology) -> None:
+        """Make the folders, and write them into ``engine_config`` in place of those that it names; collective.
+
+        Raises:
+            UserError: on every rank, where one of them cannot be made.
+        """
+        blocks = [engine_config["zero_optimization"][name] for name in recipe.nvme_blocks]
+        name = f"{_own_prefix()}{from_main(secrets.token_hex(4))}-{topology.rank - topology.local_rank}"
+        self._held: dict[Path, int] = {}
+        trouble = ""
+        for base in {Path(block["nvme_path"]) for block in blocks if topology.local_rank == 0}:
+            try:
+                _remove_abandoned(base)
+                self._held[base / name] = _make(base / name)
+            except OSError as error:
+                place, reason = error.filename or base, error.strerror or error
+                trouble = f"nvme_path {place}: cannot be used ({reason}): name another folder"
+                break
+        if told := sorted(set(filter(None, gather_objects(trouble)))):
+            self.close()
+            raise UserError(*told)
+        for block in blocks:
+            block["nvme_path"] = str(Path(block["nvme_path"]) / name)
+
+    def close(self) -> None:
+        """Remove the folders with all that is in them, which no rank may need any more.
+
+        After an error others may still write there; what this leaves is left to the next run.
+        """
+        while self._held:
+            folder, handle = self._held.popitem()
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
+def _make(folder: Path) -> int:
+    """Make ``folder`` so that it is never seen without its lock; the handle that holds it comes back."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hidden = folder.with_name(f".{folder.name}")
+    hidden.mkdir()
+    handle = -1
+    try:
+        handle = _lock(hidden, fcntl.LOCK_SH)
+        hidden.rename(folder)
+    except OSError:
+        if handle >= 0:
+            os.close(handle)
+        with contextlib.suppress(OSError):
+            hidden.rmdir()
+        raise
+    return handle
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Remove what ended processes of this host left under ``base``, as far as that can be done."""
+    for folder in base.glob(f"{_own_prefix()}*"):
+        try:
+            handle = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held by another run, somebody else's, a link, or removed meanwhile
+            continue
+        try:
+            shutil.rmtree(folder, ignore_errors=True)  # another user's, or one that another run removes too
+        finally:
+            os.close(handle)
+
+
+def _lock(folder: Path, kind: int) -> int:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, kind)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle

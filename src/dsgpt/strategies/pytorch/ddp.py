@@ -1,0 +1,109 @@
+"""PyTorch's DistributedDataParallel: every rank holds the whole model, and gradients are averaged over the ranks.
+
+Gradients travel in buckets, each as soon as the backward pass has filled it, in the last micro batch of a step only.
+In bf16 and fp16 they are added up over micro batches and over ranks in fp32, as the baseline adds up its own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from dsgpt.checkpointing.training_state import StateReader
+from dsgpt.config.run_config import RunConfig
+from dsgpt.data.loader import Batch
+from dsgpt.strategies.base import StateTensors
+from dsgpt.strategies.pytorch.baseline import whole_model
+from dsgpt.strategies.pytorch.master_weights import DTYPES, MasterWeights
+from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy, compile_blocks
+
+
+class Ddp(TorchStrategy):
+    """Whole copies of the model, one per rank, kept equal by averaging their gradients."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        model = whole_model(config, device)
+        weights = MasterWeights(model, DTYPES[config.precision])
+        super().__init__(config, device, model=model, weights=weights)
+        self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
+        self._low = list(model.parameters()) if weights.separate else []
+        self._masters = weights.by_low_parameter() if weights.separate else {}
+        self._buckets: list[Tensor] = []
+        if config.options.compile:
+            # PyTorch would cut each block's graph into pieces of a bucket, and fails on buckets under 1 MiB; between
+            # compiled blocks a bucket leaves soon enough.
+            torch._dynamo.config.optimize_ddp = False
+            compile_blocks(model)
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=config.recipe.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=config.recipe.ddp.gradient_as_bucket_view,
+            init_sync=False,  # every rank makes the same initial weights, from the seed
+        )
+        self._ddp.register_comm_hook(self, Ddp._average)
+
+    def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: called with every bucket as soon as it is full, in a step's last micro batch."""
+        self._buckets.append(bucket.buffer())
+        return average_in_fp32(self._masters, bucket) if self._masters else allreduce_hook(None, bucket)
+
+    def _training_loss(self, batch: Batch) -> Tensor:
+        return self._ddp(batch.inputs, batch.targets)
+
+    @contextlib.contextmanager
+    def _micro_batch(self, *, last: bool) -> Iterator[None]:
+        self._buckets.clear()  # those of the step before; DDP makes new ones after the first
+        with contextlib.nullcontext() if last else self._ddp.no_sync():
+            yield
+        if last:
+            for parameter in self._low:
+                parameter.grad = None  # its average is in the master's gradient already, and unrounded
+
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        super().load_state(reader)
+        self._order_buckets()
+
+    def _order_buckets(self) -> None:
+        """Let DDP put its buckets in the order that they have from the second step of a process on.
+
+        It does so after the first backward pass. Where an element lies in a bucket decides in which order three or more
+        ranks add it up, so that the first step of a resumed run would differ from an undisturbed one in the last bit.
+        """
+        tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
+        with self._micro_batch(last=True):
+            self._training_loss(Batch(inputs=tokens, targets=tokens)).backward()
+        self._optimizer.zero_grad()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        return super().state_tensors()._replace(buffers=list(self._buckets))
+
+
+def average_in_fp32(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.GradBucket) -> Future[Tensor]:
+    """Leave the mean over ranks of a bucket's gradients in the masters, in fp32.
+
+    A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. What the hook answers
+    with, DDP writes into the low-precision gradients, which nobody reads.
+
+    Args:
+        masters: from the model's low-precision parameters to the fp32 ones.
+        bucket: gradients of some of the parameters, flat in one buffer, in the order of ``bucket.parameters()``.
+    """
+    low = bucket.buffer()
+    flat = low.float()
+    parameters = bucket.parameters()
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        master = masters[parameter]
+        gradient = part.view_as(master)
+        if master.grad is not None:
+            gradient += master.grad
+        master.grad = gradient  # a part of what is reduced below, in place
+    flat /= dist.get_world_size()
+    return dist.all_reduce(flat, async_op=True).get_future().then(lambda _: low)

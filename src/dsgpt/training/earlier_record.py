@@ -1,0 +1,106 @@
+"""What an earlier process left in a run folder besides checkpoints: its record, its lines, what ``latest`` names."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dsgpt.checkpointing import store
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import Count, JsonError, Seconds, clipped_text, read_as
+from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
+
+MAX_RECORD_BYTES = 64 << 20
+"""A line of it for every save: of very long runs it may be large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """What one checkpoint cost, as the record's ``saves`` have it."""
+
+    step: Count
+    mode: str
+    save_stall_sec: Seconds
+    save_total_sec: Seconds
+    bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierSummary:
+    """What a resume needs of the record's ``summary``."""
+
+    failed_saves: Count | None = None
+    optimizer_steps: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRecord:
+    """What a resume needs of ``training_metrics.json``; everything else is computed again."""
+
+    saves: list[Save] | None = None
+    """None in records of before they were kept."""
+    summary: EarlierSummary = field(default_factory=EarlierSummary)
+
+
+def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
+    """The record that is there; None where there is none.
+
+    Raises:
+        JsonError: it is no record.
+    """
+    path = run_dir / RECORD_FILE
+    if not path.exists():
+        return None
+    return read_as(path, EarlierRecord, unknown_keys=True, max_bytes=MAX_RECORD_BYTES)
+
+
+def why_nothing_was_saved(run_dir: Path) -> str:
+    """Why a folder without checkpoints may be started in afresh, in words: the run was killed before its first one.
+
+    Raises:
+        UserError: checkpoints were there, or nothing says that there were none: they may have been moved, or their
+            disk is not mounted, and a fresh start would remove the rest of the run.
+    """
+    for name in (store.LATEST, store.BEST):
+        if named := named_by(run_dir / name):
+            raise UserError(_lost(run_dir, f"{name} names {named}, which is not there"))
+    try:
+        record = read_earlier_record(run_dir)
+    except JsonError as error:
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} is damaged ({error})")) from error
+    if record is None:
+        lines = run_dir / STEPS_FILE
+        if lines.is_file() and lines.stat().st_size:
+            raise UserError(_lost(run_dir, f"it has {STEPS_FILE}, and no {RECORD_FILE} says whether any was saved"))
+    elif record.saves is None:
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not say whether any was saved"))
+    elif record.saves:
+        steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {_was(record.saves)} saved"))
+    return f"{run_dir} holds no checkpoint yet"
+
+
+def _was(saves: list[Save]) -> str:
+    return "was" if len(saves) == 1 else "were"
+
+
+def missing_newest(run_dir: Path) -> str:
+    """The checkpoint that ``latest`` names, if it is not there; else empty."""
+    name = named_by(run_dir / store.LATEST)
+    return "" if store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir() else name
+
+
+def named_by(path: Path) -> str:
+    """What the file ``latest`` or ``best`` names, in one line; empty where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            return clipped_text(file.read(200).decode("utf-8", errors="replace")) or "nothing"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"what cannot be read ({error.strerror})"
+
+
+def _lost(run_dir: Path, why: str) -> str:
+    return (
+        f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or is "
+        "their disk not mounted?), or start anew with --overwrite"
+    )

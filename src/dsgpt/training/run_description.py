@@ -1,0 +1,244 @@
+"""What a run says of itself: the plan on the console, the facts of its record, and what a resume must find again."""
+
+import shlex
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from dsgpt.config.run_config import RunConfig
+from dsgpt.data.token_file import TokenFile
+from dsgpt.planning.communication import most_sent_bytes
+from dsgpt.planning.model_state import largest_model_state
+from dsgpt.planning.setup import Setup
+from dsgpt.runtime.device import describe_hardware
+from dsgpt.strategies.deepspeed.setup import engine_config
+from dsgpt.telemetry.environment import git_commit, host_name, software_versions
+
+
+def plan_lines(config: RunConfig) -> list[str]:
+    """Topology, batch split, model and length of the run, for people."""
+    topology, batch, model = config.topology, config.batch, config.model
+    threads = f", {_counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
+    ranks, noun = batch.data_parallel_size, "data rank" if topology.sizes.ranks_per_copy > 1 else "rank"
+    per_epoch = config.order.steps_per_epoch
+    clipping = config.recipe.gradient_clipping
+    return [
+        f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
+        f"topology    {topology.world_size} x {config.device}{threads}, {_split(config)}; precision {config.precision}",
+        f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
+        f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, noun)}",
+        f"model       {config.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
+        f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
+        "with padding)",
+        f"optimizer   {config.recipe.optimizer.type}, lr {config.recipe.optimizer.lr:g}, "
+        f"{config.recipe.scheduler.type if config.recipe.scheduler else 'constant'}, "
+        f"gradient clipping {f'at {clipping:g}' if clipping else 'off'}",
+        f"data        {config.train.tokens:,} tokens in {config.order.windows:,} windows of {config.seq_length}, "
+        f"validation on {config.val_windows:,} windows",
+        f"length      {config.total_steps:,} optimizer steps of {config.tokens_per_step:,} tokens "
+        f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
+        f"state       {_state_line(config)}",
+        f"run folder  {config.run_dir}",
+        *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
+        *(f"note        {notice}" for notice in config.notices),
+    ]
+
+
+def setup_of(config: RunConfig) -> Setup:
+    """What ``dsgpt.planning`` needs to know of a run."""
+    return Setup(
+        run_type=config.run_type,
+        model=config.model,
+        recipe=config.recipe,
+        world_size=config.topology.world_size,
+        precision=config.precision,
+        micro_batch_size=config.batch.micro_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        seq_length=config.seq_length,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+
+
+def _state_line(config: RunConfig) -> str:
+    """What a rank will hold and send, by the formulas."""
+    if config.run_type == "optimized" and config.recipe.zero_plus_plus:
+        return "not known for Zero++"
+    setup = setup_of(config)
+    state, sent = largest_model_state(setup), most_sent_bytes(setup)
+    elsewhere = f", {state.on_device / 1e6:,.1f} MB of it on the device" if state.off_device else ""
+    return (
+        f"{state.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}, besides activations; "
+        f"each step a rank sends {sent / 1e6:,.1f} MB"
+    )
+
+
+def _split(config: RunConfig) -> str:
+    """``all data parallel``, or ``pipeline 2 x tensor 2 x data 2``."""
+    sizes = config.topology.sizes
+    if sizes.ranks_per_copy == 1:
+        return "all data parallel"
+    return f"{sizes} x data {config.topology.data_parallel_size}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def record_facts(
+    config: RunConfig,
+    *,
+    hashes: dict[str, str | None],
+    resumed_from: str | None,
+    changes: Sequence[dict[str, Any]],
+    run_id: str | None,
+) -> dict[str, Any]:
+    """The part of the record that does not change while the run goes on.
+
+    Args:
+        config: the run.
+        hashes: sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none.
+        resumed_from: name of a checkpoint.
+        changes: what changed at resumes.
+        run_id: that of a run to go on with.
+    """
+    return {
+        "run_id": run_id or uuid.uuid4().hex,
+        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resumed_from": resumed_from,
+        CHANGES_KEY: list(changes),
+        "git_commit": git_commit(),
+        "command_line": shlex.join(sys.argv),
+        "env": software_versions(),
+        "host": host_name(),
+        "hardware": {
+            **describe_hardware(config.device),
+            "world_size": config.topology.world_size,
+            "local_world_size": config.topology.local_world_size,
+            "threads_per_device": config.threads_per_device,
+            "launcher": config.topology.launcher,
+        },
+        "data": {**_data_facts("train", config.train, hashes), **_data_facts("val", config.val, hashes)},
+        "training_config": _training_config(config, hashes),
+        "deepspeed_config": {
+            "path": str(config.recipe.path),
+            "sha256": config.recipe.sha256,
+            "given": config.recipe.raw,
+            "resolved": engine_config(config) if config.run_type == "optimized" else None,
+        },
+    }
+
+
+def _data_facts(name: str, file: TokenFile, hashes: dict[str, str | None]) -> dict[str, Any]:
+    return {
+        f"{name}_path": str(file.path),
+        f"{name}_sha256": hashes[name],
+        f"{name}_size_bytes": file.size_bytes,
+        f"{name}_tokens": file.tokens,
+        f"{name}_source": file.sidecar.source,
+    }
+
+
+def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[str, Any]:
+    options, recipe, batch = config.options, config.recipe, config.batch
+    return {
+        "run_type": config.run_type,
+        "strategy": config.strategy_name,
+        "model_name": "gpt2",
+        "model_size": config.model_size,
+        "model": config.model.as_dict(),
+        "parameters": config.model.parameter_count(),
+        "init_from": {"source": config.init_from.given, "sha256": hashes["initial weights"]}
+        if config.init_from
+        else None,
+        "seq_len": config.seq_length,
+        "epochs": config.epochs,
+        "max_train_steps": options.max_train_steps,
+        "total_steps": config.total_steps,
+        "steps_per_epoch": config.order.steps_per_epoch,
+        "val_windows": config.val_windows,
+        "micro_batch_size_per_gpu": batch.micro_batch_size,
+        "grad_accum_steps": batch.gradient_accumulation_steps,
+        "global_batch_size": batch.global_batch_size,
+        "lr": recipe.optimizer.lr,
+        "optimizer": recipe.optimizer.type,
+        "optimizer_params": asdict(recipe.optimizer),
+        "scheduler": asdict(recipe.scheduler) if recipe.scheduler else {"type": "constant"},
+        "gradient_clipping": recipe.gradient_clipping,
+        "precision": config.precision,
+        "loss_scaling": _loss_scaling(config),
+        **_quantized(config),
+        "zero_stage": recipe.zero_stage if config.run_type == "optimized" else None,
+        "deepspeed_enabled": config.run_type == "optimized",
+        "data_parallel_size": batch.data_parallel_size,
+        "tensor_parallel_size": config.topology.sizes.tensor,
+        "pipeline_parallel_size": config.topology.sizes.pipeline,
+        "sequence_parallel_size": config.topology.sizes.sequence,
+        "offload_optimizer": recipe.offload_optimizer if config.run_type == "optimized" else None,
+        "offload_param": recipe.offload_param if config.run_type == "optimized" else None,
+        "seed": options.seed,
+        "eval_every": options.eval_every,
+        "compile": options.compile,
+        "activation_checkpointing": config.activation_checkpointing,
+    }
+
+
+def _loss_scaling(config: RunConfig) -> dict[str, Any]:
+    """What of the ``fp16`` block acts: a fixed scale makes the rules of a dynamic one mean nothing."""
+    if config.precision != "fp16":
+        return {"type": "none"}
+    rules = asdict(config.recipe.loss_scaling)
+    fixed = rules.pop("loss_scale")
+    return {"type": "fixed", "loss_scale": fixed} if fixed else {"type": "dynamic", **rules}
+
+
+def _quantized(config: RunConfig) -> dict[str, bool]:
+    """What Zero++ rounds on its way, which only DeepSpeed does."""
+    recipe, acts = config.recipe, config.run_type == "optimized"
+    return {
+        "quantized_weights": acts and recipe.quantized_weights,
+        "quantized_gradients": acts and recipe.quantized_gradients,
+    }
+
+
+CHANGES_KEY = "changed_at_resume"
+"""Of the record: what changed when the run went on, as ``RunState.changes``."""
+EXECUTED_BY = "executed by"
+"""The name of a change of strategy or ranks, which needs no ``--allow_changed``."""
+
+CHANGEABLE = {
+    "data": ("train data", "validation data", "validation windows"),
+    "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
+}
+"""What ``--allow_changed`` may name, and which of ``fixed_facts`` it lets through.
+
+Nothing lets through another model, seed, sequence length or global batch, with which a step would be other samples, nor
+another type of optimizer or another precision, whose state would be another. Who executes the run is no part of this:
+launcher, strategy, ranks, micro batch and accumulation may change as they like.
+"""
+
+
+def fixed_facts(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str, Any]:
+    """What must be the same when a run goes on, by the name that an error message gives it."""
+    recipe = config.recipe
+    settings = {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)}
+    settings.pop("torch_adam")  # whose code computes the same update
+    return {
+        "model": config.model.as_dict(),
+        "initial weights": hashes.get("initial weights"),
+        "train data": hashes["train"],
+        "validation data": hashes["val"],
+        "seed": config.options.seed,
+        "sequence length": config.seq_length,
+        "global batch": config.batch.global_batch_size,
+        "validation windows": config.val_windows,
+        "total steps": config.total_steps,
+        "optimizer type": settings.pop("type"),
+        "optimizer": settings,
+        "schedule": asdict(recipe.scheduler) if recipe.scheduler else None,
+        "gradient clipping": recipe.gradient_clipping,
+        "precision": config.precision,
+        "loss scaling": asdict(recipe.loss_scaling) if config.precision == "fp16" else None,
+    }

@@ -1,0 +1,94 @@
+"""``python src/benchmark.py faults``: what is planned, the command, its record and its page."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from itertools import product
+
+import pytest
+from small_run import REPOSITORY
+
+from dsgpt.benchmarks.faults import suite
+from dsgpt.benchmarks.faults.command import FaultOptions, run_faults
+from dsgpt.benchmarks.faults.outcome import Outcome
+from dsgpt.benchmarks.faults.page import faults_page
+from dsgpt.benchmarks.faults.plan import KILLS, MOMENTS, RUNS, SAVE_EVERY, SEED, STEPS, VICTIMS, seeded_kills
+from dsgpt.benchmarks.faults.processes import Missed
+from dsgpt.benchmarks.faults.suite import Fault, all_faults, try_faults
+from dsgpt.config.options import SAVE_MODES
+
+RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "faults.json"
+
+
+def benchmark(*arguments, cwd=REPOSITORY):
+    words = [sys.executable, str(REPOSITORY / "src" / "benchmark.py"), "faults", *map(str, arguments)]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_the_kills_are_the_same_for_a_seed_and_spread_over_everything():
+    kills = seeded_kills(KILLS, seed=SEED)
+    assert kills == seeded_kills(KILLS, seed=SEED)
+    assert kills != seeded_kills(KILLS, seed=SEED + 1)
+    assert len({kill.name for kill in kills}) == KILLS == 40
+    assert Counter(kill.run for kill in kills) == dict.fromkeys(RUNS, 8)
+    assert Counter(kill.moment for kill in kills) == dict.fromkeys(MOMENTS, 20)
+    for run in set(RUNS) - {"baseline"}:
+        own = [kill for kill in kills if kill.run == run]
+        assert {(kill.victim, kill.moment) for kill in own} == set(product(VICTIMS, MOMENTS))
+        assert {(kill.moment, kill.save_mode) for kill in own} == set(product(MOMENTS, SAVE_MODES))
+    assert all(0 < kill.step < STEPS - 1 for kill in kills)
+    assert all(kill.step % SAVE_EVERY == 0 for kill in kills if kill.moment == "saving")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--kills", "some"], "error: --kills must be a whole number of at least 0, not some"),
+        (["--table-from", "nowhere.json"], "error: --table-from nowhere.json: cannot be read as a record"),
+        (["--pairs", "3"], "error: --pairs is no known flag"),
+    ],
+)
+def test_mistakes(arguments, line, tmp_path):
+    done = benchmark(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_is_of_the_committed_record(tmp_path):
+    page = tmp_path / "page.md"
+    assert benchmark("--table-from", RECORD.relative_to(REPOSITORY), "--page", page).returncode == 0
+    assert page.read_text() == (REPOSITORY / "docs" / "faults.md").read_text()
+
+
+def test_the_committed_record_is_of_the_whole_campaign():
+    record = json.loads(RECORD.read_text())
+    assert Counter(fault["kind"] for fault in record["faults"]) == Counter(
+        fault.kind for fault in all_faults(kills=KILLS, seed=SEED)
+    )
+    assert {fault["status"] for fault in record["faults"]} == {"passed"}
+
+
+def failing(_runs):
+    raise Missed("it ended before step 9")
+
+
+def test_what_cannot_be_brought_about_has_failed_and_the_command_says_so(tmp_path, monkeypatch, capsys):
+    good = Fault(kind="kill", name="good", attempt=lambda _: Outcome(kind="kill", name="good"))
+    bad = Fault(kind="damage", name="bad", attempt=failing)
+    assert [outcome.status for outcome in try_faults(None, [good, bad])] == ["passed", "failed"]
+    monkeypatch.setattr(suite, "core_faults", lambda: [good, bad])
+    record, page = tmp_path / "out" / "faults.json", tmp_path / "out" / "faults.md"
+    options = FaultOptions(kills=0, seed=4, core=True, output=record, page=page, keep=None)
+    assert run_faults(options, repository=REPOSITORY) == 1
+    assert "[ 2/2] bad: FAILED" in capsys.readouterr().out
+    assert json.loads(record.read_text())["faults"][1]["wrong"] == "it ended before step 9"
+    assert "* bad: **NO**: it ended before step 9" in page.read_text()
+
+
+def test_the_page_tells_what_was_not_run():
+    record = json.loads(RECORD.read_text())
+    fault = next(fault for fault in record["faults"] if fault["kind"] == "disk")
+    fault |= {"status": "not run", "not_run": "this user may not mount", "measured": {}, "said": []}
+    assert f"* {fault['name']}: not run: this user may not mount" in faults_page(record, source="here")

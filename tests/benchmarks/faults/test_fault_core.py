@@ -1,0 +1,53 @@
+"""Kills, signals and a restarted worker, under real launchers: the campaign's core.
+
+``make faults`` is the whole campaign; its record is ``docs/faults.md``.
+"""
+
+import pytest
+from small_run import REPOSITORY
+
+from dsgpt.benchmarks.faults.damage import BEFORE, DAMAGES, NEWEST, try_damage
+from dsgpt.benchmarks.faults.runs import Runs
+from dsgpt.benchmarks.faults.suite import core_faults, try_faults
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Undisturbed runs are trained when first asked for."""
+    return Runs(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
+
+
+@pytest.mark.parametrize("fault", core_faults(), ids=lambda fault: fault.name)
+def test_the_run_goes_on(runs, fault):
+    (outcome,) = try_faults(runs, [fault])
+    assert outcome.status == "passed", outcome.wrong
+    assert outcome.measured
+
+
+def test_a_run_that_comes_to_something_else_is_noticed(runs):
+    """Of every figure that is compared, and of a step that is missing or there twice."""
+    run_dir = runs.copied("baseline", "spoiled")
+    log = run_dir / "metrics.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines()
+    for key in ("loss", "grad_norm", "lr", "val_loss"):
+        place = next(number for number, line in enumerate(lines) if f'"{key}": ' in line)
+        log.write_text(
+            "\n".join([*lines[:place], lines[place].replace(f'"{key}": ', f'"{key}": 1'), *lines[place + 1 :], ""])
+        )
+        assert f"{key} of step" in runs.difference("baseline", run_dir)
+    log.write_text("\n".join([*lines[:5], *lines[6:], ""]))
+    assert "it has other steps" in runs.difference("baseline", run_dir)
+    log.write_text("\n".join([*lines, lines[5], ""]))
+    assert "of step" in runs.difference("baseline", run_dir)
+    log.write_text("\n".join([*lines, ""]))
+    assert runs.difference("baseline", run_dir) == ""
+
+
+def test_a_damage_that_is_not_found_is_noticed(runs, monkeypatch):
+    """A campaign that could not fail would show nothing."""
+    plan = next(damage for damage in DAMAGES if damage.resumed_from == BEFORE)
+    harmless = type(plan)(name="harmless", harm=lambda checkpoint: None, resumed_from=BEFORE, words=plan.words)
+    monkeypatch.setattr("dsgpt.benchmarks.faults.damage.RUN", "baseline")
+    wrong = try_damage(runs, harmless).wrong
+    assert f"it went on from step {NEWEST}" in wrong
+    assert f"it did not say: {plan.words}" in wrong

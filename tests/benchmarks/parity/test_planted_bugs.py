@@ -1,0 +1,47 @@
+"""The suite can fail: it reports every bug that is planted into a strategy, and by the fact that gives it away."""
+
+import pytest
+
+from dsgpt.benchmarks.parity.planted import BUGS
+
+FACTS = {
+    # Adam hides a wrong scale of the gradients from the loss; their norm shows it in the first step.
+    "sum-over-ranks": {"gradient norm": "step 1", "first gradient": None},
+    "accumulation-counted-twice": {"gradient norm": "step 1", "first gradient": None},
+    "clipping-before-averaging": {"gradient norm": "step 1", "loss": "step 4"},
+    # All samples are read and the loss is that of all of them: only the gradients lack some.
+    "dropped-last-micro-batch": {"gradient norm": "step 1", "first gradient": None},
+    "positions-not-shifted": {"loss": "step 1", "first gradient": None},
+    "not-reduced-over-sequence-ranks": {"gradient norm": "step 1", "replicated weights": None},
+    "skipped-tied-gradient-sum": {"first gradient": "wte.weight", "replicated weights": None},
+    # The reported norm is right; the first step with a learning rate is the third, and the fourth sees its weights.
+    "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
+    # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
+    "mean-of-ranks-means": {"validation loss": "step 10, rank 0"},
+    # One rounding more in each of two sums: 1e-3 of the gradient, where other splits of the batch differ by 5e-2.
+    "micro-batches-summed-in-bf16": {"first gradient": None},
+    "rounded-before-the-reduction": {"first gradient": None},
+    # Norm and clipping are right, but there is no clipping to undo the factor.
+    "scaled-after-the-norm": {"first gradient": None, "loss": "step 4"},
+    # The reported rate is right; the first two steps of the schedule have none.
+    "second-group-keeps-its-rate": {"learning rate": "step 1, rank 0", "first update": None},
+    # 3e-4 of each LayerNorm's weight in one step.
+    "biases-decay": {"first update": None},
+    "large-epsilon": {"first update": None, "weights": None},
+}
+"""What must be reported, and where it is out of bounds first."""
+
+
+def test_every_bug_is_planted():
+    assert FACTS.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize("cell", [bug.cell(name) for name, bug in BUGS.items()], ids=lambda cell: cell.bug)
+def test_the_bug_is_caught(result_of, cell):
+    result = result_of(cell)
+    assert result.status == "failed", result.message or result.measured
+    found = {failure["fact"]: failure["where"] for failure in result.failures}
+    for fact, where in FACTS[cell.bug].items():
+        assert fact in found
+        assert where in (None, found[fact])
+    assert "samples" not in found

@@ -1,0 +1,116 @@
+"""Any strategy goes on from any other: every strategy writes what it read, and pairs of strategies share a run.
+
+``python src/benchmark.py resume`` does it for 30 seeded pairs and all ranks; its record is ``docs/resume.md``.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY
+from training_runs import read_lines, roll_back
+
+from dsgpt.benchmarks.harness.corpus import Corpus
+from dsgpt.benchmarks.harness.work import STEPS, flags, write_recipe
+from dsgpt.benchmarks.resume.matrix import by, cells, core_pairs, core_rewritten, seeded_pairs
+from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, SAVED, AnyToAny
+from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS
+from dsgpt.main import train
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """How the core ended, by name: one run for all tests."""
+    suite = AnyToAny(tmp_path_factory.mktemp("any-to-any"), repository=REPOSITORY)
+    return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
+
+
+@pytest.mark.parametrize("cell", core_rewritten(), ids=lambda cell: f"{by(cell)}, {cell.precision}")
+def test_writes_what_it_read(results, cell):
+    result = results[f"{by(cell)}, {cell.precision}, writes what it read"]
+    assert result.status == "passed", result.message
+    assert set(result.measured) == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "training_state.json",
+        "weights that a rank computes with",
+        "validation loss",
+    }
+
+
+@pytest.mark.parametrize("pair", core_pairs(), ids=lambda pair: pair.name)
+def test_goes_on_as_if_nothing_had_happened(results, pair):
+    result = results[pair.name]
+    assert result.status == "passed", result.message
+
+
+def test_the_pairs_are_the_same_for_a_seed_and_hold_every_strategy():
+    pairs = seeded_pairs(30, seed=4)
+    assert pairs == seeded_pairs(30, seed=4)
+    assert pairs != seeded_pairs(30, seed=5)
+    assert len({pair.name for pair in pairs}) == 30
+    strategies = {cell.strategy for cell in cells()}
+    assert {pair.source.strategy for pair in pairs} == {pair.target.strategy for pair in pairs} == strategies
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "said"),
+    [
+        ("loss", 6e-6, "loss is off by 6.0e-06"),
+        ("validation loss", 0.4, "validation loss is off by 4.0e-01"),
+        ("validation loss", float("nan"), "validation loss is off by nan"),
+        ("validated", [15, 20], "it validated after steps [15, 20]"),  # not with the weights that it took up
+        ("steps", list(range(1, 20)), "its steps are "),
+    ],
+)
+def test_what_a_pair_fails_for(fact, value, said):
+    pair = core_pairs()[0]
+    before, after = by(pair.source), by(pair.target)
+    measured = {
+        "changes": [{"step": SAVED, "name": "executed by", "before": before, "after": after}],
+        "line": f"resuming from step-{SAVED:08d} ({before}) as {after}",
+        "steps": list(range(1, STEPS + 1)),
+        "validated": [10, 15, 20],
+        "loss": 1e-6,
+        "validation loss": 1e-6,
+    }
+    assert AnyToAny._wrong_in(pair, measured) == ""
+    assert AnyToAny._wrong_in(pair, measured | {fact: value}).startswith(said)
+
+
+def trained(run, folder, corpus, *more):
+    """The baseline of the suite, in ``run``; its losses."""
+    recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
+    text = Corpus(train=corpus.folder / "train.bin", val=corpus.folder / "val.bin")
+    words = flags(BASELINE, recipe=recipe, corpus=text, run_dir=run, device="cpu")
+    assert train([*words, "--save_every", str(SAVED), "--keep_checkpoints", "9", "--max_val_steps", "1", *more]) == 0
+    return {line["step"]: line["loss"] for line in read_lines(run)}
+
+
+def lose_the_moments(checkpoint: Path) -> dict[str, bytes | None]:
+    return {MOMENTS: None}
+
+
+def miscount(checkpoint: Path) -> dict[str, bytes | None]:
+    counters = json.loads((checkpoint / COUNTERS).read_text()) | {"optimizer_steps": 2 * SAVED}
+    return {COUNTERS: json.dumps(counters).encode()}
+
+
+@pytest.mark.parametrize("harm", [lose_the_moments, miscount])
+def test_what_a_strategy_forgets_is_noticed(tmp_path, corpus, harm):
+    """The bound is far below what a checkpoint without moments, or with another count of steps, does to the loss."""
+    straight = trained(tmp_path / "run", tmp_path, corpus)
+    copy = roll_back(tmp_path / "run", tmp_path / "copy", SAVED)
+    checkpoint = copy / f"step-{SAVED:08d}"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, data in harm(checkpoint).items():
+        if data is None:
+            (checkpoint / name).unlink()
+            del manifest["files"][name]
+        else:
+            (checkpoint / name).write_bytes(data)
+            manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    resumed = trained(copy, tmp_path, corpus, "--resume")
+    assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, STEPS + 1)) > 400 * BOUND

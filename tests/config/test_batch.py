@@ -1,0 +1,186 @@
+"""The split of the global batch: micro x accumulation x ranks is the global batch, and no rank count changes it."""
+
+import itertools
+import re
+
+import pytest
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.problems import Problems
+from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
+
+TOTALS = (None, 1, 2, 6, 7, 8, 12, 32, 36, 97, 480)
+PARTS = (None, 1, 2, 3, 4, 5, 8, 16, 40, 600)
+RANKS = (1, 2, 3, 4, 6, 8, 64)
+EVERYTHING = list(itertools.product(TOTALS, PARTS, PARTS, RANKS))
+
+
+def request(total: int | None = None, micro: int | None = None, steps: int | None = None) -> BatchRequest:
+    return BatchRequest(global_batch_size=total, micro_batch_size=micro, gradient_accumulation_steps=steps)
+
+
+def planned(asked: BatchRequest, ranks: int, *, enforce: bool = False) -> tuple[BatchPlan | None, str | None, str]:
+    """Plan, what was changed, and the error line."""
+    problems = Problems()
+    plan, changed = plan_batch(asked, data_parallel_size=ranks, enforce_global=enforce, problems=problems)
+    try:
+        problems.raise_if_any()
+    except UserError as error:
+        assert plan is None
+        assert len(error.problems) == 1
+        return plan, changed, error.problems[0]
+    assert plan is not None
+    return plan, changed, ""
+
+
+def test_every_plan_is_whole_and_keeps_what_was_asked():
+    plans = 0
+    for total, micro, steps, ranks in EVERYTHING:
+        plan, changed, _ = planned(request(total, micro, steps), ranks)
+        assert changed is None
+        if plan is None:
+            continue
+        plans += 1
+        product = plan.micro_batch_size * plan.gradient_accumulation_steps * plan.data_parallel_size
+        assert plan.global_batch_size == product
+        assert plan.data_parallel_size == ranks
+        assert total == plan.global_batch_size
+        assert micro in (None, plan.micro_batch_size)
+        assert steps in (None, plan.gradient_accumulation_steps)
+    assert plans > 300
+
+
+def test_a_plan_is_refused_only_where_none_exists():
+    for total, micro, steps, ranks in EVERYTHING:
+        plan, _, line = planned(request(total, micro, steps), ranks)
+        if total is None:
+            assert plan is None
+            assert "set train_batch_size in the JSON or --global_batch_size" in line
+        if plan is not None or total is None:
+            continue
+        fits = [
+            (m, s)
+            for m in ([micro] if micro else range(1, total + 1))
+            for s in ([steps] if steps else range(1, total + 1))
+            if m * s * ranks == total
+        ]
+        assert not fits, (total, micro, steps, ranks, line)
+
+
+def test_values_named_in_errors_are_valid():
+    named = {"batch": 0, "ranks": 0, "split": 0}
+    for total, micro, steps, ranks in EVERYTHING:
+        plan, _, line = planned(request(total, micro, steps), ranks)
+        if plan is not None or total is None:
+            continue
+        assert str(total) in line
+        if f"not divisible by {ranks} ranks" in line:
+            batches, counts = line.split("take --global_batch_size ")[1].split(", or ")
+            for batch in re.findall(r"\d+", batches):
+                assert planned(request(int(batch)), ranks)[0] is not None, line
+                named["batch"] += 1
+            for count in re.findall(r"\d+", counts):
+                assert planned(request(total), int(count))[0] is not None, line
+                named["ranks"] += 1
+        else:
+            pairs = re.findall(r"micro batch (\d+) with accumulation (\d+)", line)
+            assert 1 <= len(pairs) <= 2
+            for pair in pairs:
+                assert planned(request(total, *map(int, pair)), ranks)[0] is not None, line
+                named["split"] += 1
+            assert "--enforce_global_batch_size" in line
+    assert min(named.values()) > 50
+
+
+def test_enforcing_keeps_the_global_batch_and_never_raises_the_micro_batch():
+    changes = 0
+    for total, micro, steps, ranks in EVERYTHING:
+        if total is None or total % ranks:
+            continue
+        plan, changed, line = planned(request(total, micro, steps), ranks, enforce=True)
+        assert line == ""
+        assert plan.micro_batch_size * plan.gradient_accumulation_steps * ranks == plan.global_batch_size == total
+        plain = planned(request(total, micro, steps), ranks)[0]
+        assert (changed is None) == (plain is not None)
+        if plain is not None:
+            assert plan == plain
+        elif micro is not None:
+            assert plan.micro_batch_size <= micro
+        if changed:
+            changes += 1
+            assert f"kept the global batch of {total}" in changed
+            assert f"became {plan.micro_batch_size} and {plan.gradient_accumulation_steps}" in changed
+    assert changes > 100
+
+
+@pytest.mark.parametrize("enforce", [False, True])
+def test_the_number_of_ranks_never_changes_the_global_batch(enforce):
+    for total, micro, steps in itertools.product(TOTALS[1:], PARTS, PARTS):
+        sizes = {
+            plan.global_batch_size
+            for n in RANKS
+            if (plan := planned(request(total, micro, steps), n, enforce=enforce)[0])
+        }
+        assert sizes <= {total}
+
+
+def test_accumulation_alone_changes_the_micro_batch_only():
+    written = request(32, micro=4, steps=8)
+    for steps in (1, 2, 4, 8, 16, 32):
+        plan = planned(request(steps=steps).over(written), 1)[0]
+        assert (plan.global_batch_size, plan.micro_batch_size) == (32, 32 // steps)
+    for micro in (1, 2, 16):
+        plan = planned(request(micro=micro).over(written), 2)[0]
+        assert (plan.global_batch_size, plan.gradient_accumulation_steps) == (32, 16 // micro)
+
+
+def test_flags_beat_the_json():
+    assert request(64).over(request(32)) == request(64)
+    assert request(64, 2, 4).over(request(32, 1, 1)) == request(64, 2, 4)
+    assert request().over(request(32, 4, 8)) == request(32, 4, 8)
+    assert request(steps=2).over(request(32, 4, None)) == request(32, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "line"),
+    [
+        (request(), 2, "the global batch is not given: set train_batch_size in the JSON or --global_batch_size"),
+        (request(micro=4), 2, "the global batch is not given: set train_batch_size in the JSON or --global_batch_size"),
+        (
+            request(32),
+            3,
+            "global batch 32 is not divisible by 3 ranks: take --global_batch_size 30 or 33, or 2 or 4 ranks",
+        ),
+        (request(2), 4, "global batch 2 is not divisible by 4 ranks: take --global_batch_size 4, or 2 ranks"),
+        (
+            request(32, 3),
+            2,
+            "micro batch 3 on 2 ranks does not give the global batch of 32: take micro batch 2 with accumulation 8 or "
+            "micro batch 4 with accumulation 4, or add --enforce_global_batch_size to have it chosen",
+        ),
+        (
+            request(32, 4, 4),
+            1,
+            "micro batch 4 x accumulation 4 on 1 rank does not give the global batch of 32: take micro batch 2 with "
+            "accumulation 16 or micro batch 4 with accumulation 8, "
+            "or add --enforce_global_batch_size to have it chosen",
+        ),
+        (
+            request(8, steps=16),
+            1,
+            "accumulation 16 on 1 rank does not give the global batch of 8: take micro batch 1 with accumulation 8 or "
+            "micro batch 2 with accumulation 4, or add --enforce_global_batch_size to have it chosen",
+        ),
+    ],
+)
+def test_errors_name_the_way_out(asked, ranks, line):
+    assert planned(asked, ranks)[2] == line
+
+
+def test_left_alone_the_micro_batch_is_moderate():
+    for total, micro in ((32, 8), (36, 6), (7, 7), (97, 1), (8, 8), (480, 8)):
+        assert planned(request(total), 1)[0].micro_batch_size == micro
+
+
+def test_a_global_batch_given_in_tokens_by_mistake_fails_fast():
+    assert planned(request(999_999_999_989), 2)[2] == "global batch 999,999,999,989 is too large: at most 2,147,483,648"

@@ -1,0 +1,222 @@
+"""``ds_configs/README.md`` is complete and tells the truth: every recipe, key and command, and figures by formula."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY
+
+from dsgpt.benchmarks.parity.matrix import STRATEGIES, select, whole_matrix
+from dsgpt.common.problems import Problems
+from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe_reader import read_recipe
+from dsgpt.config.request import parse_arguments
+from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.planning.communication import most_sent_bytes
+from dsgpt.planning.gathering import gathered
+from dsgpt.planning.model_state import ModelState, largest_model_state
+from dsgpt.planning.parameters import model_parameters, total
+from dsgpt.planning.setup import Setup
+
+FOLDER = REPOSITORY / "ds_configs"
+PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+SHIPPED = sorted(path.name for path in FOLDER.glob("*.json"))
+PLAIN = ["baseline", "ddp", "fsdp"]
+COMMANDS = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+
+
+def recipe_of(name: str) -> Recipe:
+    problems = Problems()
+    found = read_recipe(FOLDER / name, problems)
+    problems.raise_if_any()
+    return found
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the first table under the heading ``title``, without its header."""
+    part = PAGE.split(f"\n## {title}", 1)[1].split("\n## ", 1)[0]
+    lines = re.search(r"(?:^\|.*\n)+", part, flags=re.MULTILINE).group(0).splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def section(name: str) -> str:
+    """What stands under the heading of a recipe, or of a run type of plain PyTorch."""
+    return PAGE.split(f"\n### `{name}`", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
+
+
+def test_every_recipe_has_its_row_with_every_column():
+    table = rows("Which one")
+    assert sorted(row[0].strip("`") for row in table if row[0] != "any") == SHIPPED
+    assert [row[1].strip("`") for row in table if row[0] == "any"] == PLAIN
+    assert {len(row) for row in table} == {7}
+    assert all(cell for row in table for cell in row)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *SHIPPED])
+def test_every_recipe_is_explained_trained_and_proven(name):
+    text, _, block = section(name).partition("```bash")
+    assert len(text.split()) > 15
+    train, prove = block.replace("\\\n", " ").strip("`\n ").splitlines()
+    assert f"ds_configs/{name}" in train if name.endswith(".json") else f"--run_type {name}" in train
+    if name != "zeropp.json":  # outside the parity suite: it rounds what it sends
+        cells = shlex.split(prove)
+        only = cells[cells.index("--only") + 1 : cells.index("--ranks")]
+        recipes = {STRATEGIES[cell].recipe if name.endswith(".json") else STRATEGIES[cell].run_type for cell in only}
+        assert recipes == {name}
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "src/gpt2.py" in command])
+def test_training_commands_parse(command):
+    words = shlex.split(command)
+    options, problems = parse_arguments(words[words.index("src/gpt2.py") + 1 :])
+    problems.raise_if_any()
+    recipe = recipe_of(Path(options.deepspeed_config).name)
+    ranks = next((int(words[words.index(flag) + 1]) for flag in ("--num_gpus", "--nproc_per_node") if flag in words), 1)
+    assert ranks % (recipe.parallel.ranks_per_copy if options.run_type == "optimized" else 1) == 0
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "benchmark.py" in command])
+def test_proving_commands_name_trainings(command):
+    words = shlex.split(command)
+    assert words[:3] == [".venv/bin/python", "src/benchmark.py", "parity"]
+    only, ranks = words.index("--only"), words.index("--ranks")
+    problems = Problems()
+    names, numbers = words[only + 1 : ranks], [int(word) for word in words[ranks + 1 :]]
+    chosen = select(whole_matrix(), ranks=numbers, only=names, problems=problems)
+    problems.raise_if_any()
+    assert {cell.strategy for cell in chosen} == set(names)
+
+
+def test_every_other_command_is_known_elsewhere():
+    others = [command for command in COMMANDS if "src/" not in command]
+    assert len(others) == 1
+    assert others[0].startswith(".venv/bin/python charts/generate_charts.py --run zero3=")
+
+
+def test_every_key_of_a_shipped_file_is_explained_with_its_value():
+    told = {row[0].strip("`"): row[1] for row in rows("Buckets and limits")}
+    structure = {"stage", "offload_optimizer", "offload_param", "zero_quantized_weights", "zero_quantized_gradients"}
+    seen = set()
+    for name in SHIPPED:
+        block = json.loads((FOLDER / name).read_text())["zero_optimization"]
+        for key in block.keys() - structure:
+            seen.add(key)
+            value = block[key]
+            assert (str(value).lower() if isinstance(value, bool) else f"{value:,}") in told[key], (name, key)
+    assert seen == told.keys()
+    for key in structure - {"stage"}:
+        assert key in PAGE
+
+
+def test_default_limits_would_keep_all_of_gpt2_large_whole():
+    """What the page says of ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
+    shipped = example("zero3.json").recipe
+    limits = {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"}
+    zero = {key: value for key, value in shipped.raw["zero_optimization"].items() if key not in limits}
+    model = PRESETS["large"]
+    for raw, times in ((shipped.raw | {"zero_optimization": zero}, 1), (shipped.raw, 2)):
+        setup = example("zero3.json", model=model, raw=raw)
+        assert total(gathered(setup)) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
+
+
+def example(
+    name: str,
+    *,
+    run_type: str = "optimized",
+    model: GPT2Config = PRESETS["small"],
+    raw: dict | None = None,
+    ranks: int = 8,
+    precision: str = "bf16",
+) -> Setup:
+    """The page's example: 8 ranks, the recipes' global batch in micro batches of 2 sequences of 1,024 tokens."""
+    recipe = recipe_of(name)
+    if raw is not None:
+        recipe = Recipe(**(vars(recipe) | {"raw": raw}))
+    micro = 2
+    readers = ranks // recipe.parallel.ranks_per_copy if run_type == "optimized" else ranks
+    return Setup(
+        run_type=run_type,
+        model=model,
+        recipe=recipe,
+        world_size=ranks,
+        precision=precision,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=recipe.train_batch_size // readers // micro,
+        seq_length=1024,
+    )
+
+
+def example_row(label: str, setup: Setup) -> list[str]:
+    state: ModelState = largest_model_state(setup)
+    parts = [state.parameters, state.gradients, state.optimizer, state.master, state.total, state.on_device]
+    sizes = [*parts, most_sent_bytes(setup)]
+    return [label, str(setup.gradient_accumulation_steps), *(f"{size / 1e6:,.0f}" for size in sizes)]
+
+
+def example_rows() -> list[list[str]]:
+    plain = [example_row(f"`{kind}`", example("zero1.json", run_type=kind)) for kind in ("ddp", "fsdp")]
+    order = [row[0].strip("`") for row in rows("Which one")]
+    shipped = [name for name in order if name in SHIPPED and name != "zeropp.json"]
+    return [*plain, *(example_row(f"`{name}`", example(name)) for name in shipped)]
+
+
+def test_the_example_is_what_the_formulas_give():
+    assert rows("What it comes to") == example_rows()
+
+
+STAGES = {
+    **{kind: {"name": "zero1.json", "run_type": kind} for kind in ("ddp", "fsdp")},
+    **{name: {"name": name} for name in ("zero0.json", "zero1.json", "zero2.json", "zero3.json")},
+}
+
+
+def test_the_example_in_the_other_precisions_is_what_the_formulas_give():
+    table = rows("The same in fp32 and fp16")
+    for (label, how), row in zip(STAGES.items(), table, strict=True):
+        setups = {precision: example(**how, precision=precision) for precision in ("fp32", "bf16", "fp16")}
+        sent = {precision: most_sent_bytes(setup) for precision, setup in setups.items()}
+        assert sent["bf16"] == sent["fp16"]
+        sizes = [*(largest_model_state(setup).total for setup in setups.values()), sent["fp32"], sent["bf16"]]
+        assert row == [f"`{label}`", *(f"{size / 1e6:,.0f}" for size in sizes)]
+
+
+def test_the_commands_models_are_what_the_formulas_give():
+    """The demo model with the embedded corpus's vocabulary, on the commands' 2 ranks."""
+    model = replace(PRESETS["demo"], vocab_size=8192)
+    for precision, row in zip(("fp32", "bf16"), rows("Who holds what"), strict=True):
+        setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
+        assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
+    setup = example("zero3.json", model=model, ranks=2)
+    assert {part.name for part in gathered(setup)} == {"wte.weight"}
+
+
+def test_gradients_that_are_gone_when_the_optimizer_steps_are_told():
+    """ZeRO-1's at the end of the backward pass, and FSDP's until the last micro batch: 4P beside the rest."""
+    whole = 4 * total(model_parameters(PRESETS["small"]))
+
+    def before_the_step(label: str, **how) -> str:
+        state = largest_model_state(example(**STAGES[label], **how))
+        return f"{(state.total - state.gradients + whole) / 1e6:,.0f} MB"
+
+    told = PAGE.replace("\n", " ")
+    assert f"whole gradients, {before_the_step('fsdp')} in all" in told
+    assert f"`fsdp` reaches {before_the_step('fsdp', precision='fp16')} in each" in told
+    fp32, fp16 = (before_the_step("zero1.json", precision=precision) for precision in ("fp32", "fp16"))
+    assert f"a rank has at least {fp32} in fp32 and {fp16} in fp16" in told
+    cloud = {"ranks": 4, "precision": "fp16"}
+    state = {
+        label: f"{largest_model_state(example(**how, **cloud)).total / 1e6:,.0f} MB" for label, how in STAGES.items()
+    }
+    assert state["zero1.json"] == state["zero2.json"]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"{state['ddp']} (10^6 bytes) with `ddp`, {state['zero1.json']} with `zero1.json` or `zero2.json`" in readme
+    assert f"{state['zero3.json']} with `zero3.json`, {state['fsdp']} with `fsdp`" in readme
+    zero1, fsdp = (before_the_step(label, **cloud) for label in ("zero1.json", "fsdp"))
+    assert f"it is {zero1} at the end of the backward pass, with `fsdp` and accumulation {fsdp}" in readme

@@ -1,0 +1,281 @@
+"""``--init_from``: published weights are taken up exactly, or refused with the reason."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from convert_script import converted
+from published import largest_difference, our_model, publish, published
+from safetensors.torch import load_file, save_file
+from small_run import (
+    TOKENS,
+    VOCABULARY,
+    command_line,
+    random_ids,
+    write_data,
+    write_recipe,
+    write_tokenizer,
+    write_tokens,
+)
+from transformers import GPT2Model
+
+from dsgpt.common.errors import UserError
+from dsgpt.formats.pretrained import PretrainedWeights
+from dsgpt.main import train
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import parameter_shapes
+
+CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=VOCABULARY)
+
+
+def taken_up(folder: Path) -> dict[str, torch.Tensor]:
+    weights = PretrainedWeights(folder, CONFIG)
+    return {name: weights(name, shape) for name, shape in parameter_shapes(CONFIG).items()}
+
+
+def refused(folder: Path) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        taken_up(folder)
+    return [line.replace(str(folder), "HF") for line in caught.value.problems]
+
+
+@pytest.fixture(scope="module")
+def model_and_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random model as ``save_pretrained`` leaves it; tests only read it."""
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    return publish(folder, vocab_size=VOCABULARY), folder
+
+
+def test_the_published_function_is_computed(model_and_folder):
+    model, folder = model_and_folder
+    assert largest_difference(our_model(taken_up(folder), CONFIG), model) < 1e-5
+
+
+def test_import_and_export_is_the_identity(model_and_folder, tmp_path):
+    _, folder = model_and_folder
+    converted("--from", folder, "--to", "portable", tmp_path / "ours")
+    converted("--from", tmp_path / "ours", "--to", "hf", tmp_path / "back")
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_every_way_to_store_the_same(model_and_folder, tmp_path):
+    model, folder = model_and_folder
+    expected = taken_up(folder)
+    weights = model.state_dict()
+    assert "lm_head.weight" in weights
+    bare = {name.removeprefix("transformer."): value for name, value in weights.items() if name != "lm_head.weight"}
+    mask = {"h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    ways = {name: tmp_path / name for name in ("parts", "bare", "zip", "legacy", "openai")}
+    for way in ways.values():
+        way.mkdir()
+    model.save_pretrained(ways["parts"], max_shard_size="20kB")
+    assert len(list(ways["parts"].glob("model-*.safetensors"))) > 1
+    GPT2Model.from_pretrained(folder).save_pretrained(ways["bare"])
+    torch.save(weights, ways["zip"] / "pytorch_model.bin")
+    torch.save(bare | mask, ways["legacy"] / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    save_file({name: value.contiguous() for name, value in (bare | mask).items()}, ways["openai"] / "model.safetensors")
+    for name, way in ways.items():
+        found = taken_up(way)
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+    hashes = {name: PretrainedWeights(way, CONFIG).sha256() for name, way in ways.items()}
+    assert len(set(hashes.values())) == len(hashes)
+
+
+def test_lower_precision_is_read_as_it_is(model_and_folder, tmp_path):
+    _, folder = model_and_folder
+    published(vocab_size=VOCABULARY).to(torch.bfloat16).save_pretrained(tmp_path)
+    rounded = {name: value.to(torch.bfloat16).float() for name, value in taken_up(folder).items()}
+    found = taken_up(tmp_path)
+    assert all(torch.equal(found[name], rounded[name]) and found[name].dtype == torch.float32 for name in rounded)
+
+
+class _Runs:
+    """Unpickled by a careless reader, it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    for name, new in (("zip", True), ("legacy", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        file = folder / "pytorch_model.bin"
+        torch.save({"wte.weight": _Runs(tmp_path / "ran")}, file, _use_new_zipfile_serialization=new)
+        (line,) = refused(folder)
+        assert line.startswith("HF/pytorch_model.bin: holds more than tensors, and what it holds could run code")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "pytorch_model.bin").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    assert refused(bare)
+    assert not (tmp_path / "ran").exists()
+    assert torch.load(tmp_path / "zip" / "pytorch_model.bin", weights_only=False)  # it would have
+    assert (tmp_path / "ran").exists()
+
+
+def test_weights_of_something_else(model_and_folder, tmp_path):
+    _, folder = model_and_folder
+    weights = {name: value.contiguous() for name, value in load_file(folder / "model.safetensors").items()}
+
+    def refusal(changed: dict[str, torch.Tensor]) -> list[str]:
+        save_file(changed, tmp_path / "model.safetensors")
+        return [line.removeprefix("HF/model.safetensors: ") for line in refused(tmp_path)]
+
+    name = "transformer.h.1.mlp.c_fc.bias"
+    assert refusal({key: value for key, value in weights.items() if key != name}) == [
+        "h.1.mlp.c_fc.bias is missing: it must hold every weight that config.json announces"
+    ]
+    assert refusal(weights | {"score.weight": torch.ones(2)}) == ["score.weight is no weight of a GPT-2 language model"]
+    assert refusal(weights | {name: torch.ones(7)}) == [
+        "h.1.mlp.c_fc.bias has the shape [7], by config.json it must be [128]"
+    ]
+    assert refusal(weights | {name: torch.ones(128, dtype=torch.int8)}) == [
+        "h.1.mlp.c_fc.bias holds no floating-point numbers: quantized weights cannot be taken up"
+    ]
+    assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == [
+        "lm_head.weight differs from wte.weight: a GPT-2 with an untied head is no GPT-2"
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    (line,) = refused(tmp_path)
+    assert line.startswith("HF/model.safetensors: is no readable safetensors file (")
+    (tmp_path / "model.safetensors").unlink()
+    assert refused(tmp_path) == ["HF: holds neither model.safetensors nor pytorch_model.bin"]
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "../model.safetensors"}}')
+    (line,) = refused(tmp_path)
+    assert line == "HF/model.safetensors.index.json: names ../model.safetensors, which is no file beside it"
+
+
+# Around a run.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Data in the vocabulary of a small tokenizer, a recipe, and a model published with that tokenizer."""
+    write_data(tmp_path)
+    write_recipe(tmp_path / "recipe.json")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    write_tokens(tmp_path / "train.bin", random_ids(TOKENS), tokenizer=tokenizer)
+    publish(tmp_path / "hf", vocab_size=VOCABULARY)
+    write_tokenizer(tmp_path / "with-tokenizer")
+    for path in (tmp_path / "with-tokenizer").iterdir():
+        path.rename(tmp_path / "hf" / path.name)
+    return tmp_path
+
+
+NO_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
+
+
+def flags(folder: Path, **changes: Any) -> list[str]:
+    return command_line(folder, **NO_SHAPE | {"init_from": folder / "hf", "seq_length": 16} | changes)
+
+
+def mistakes(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
+    capsys.readouterr()
+    assert train(flags(folder, dry_run=True, **changes)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    return [line.removeprefix("error: ").replace(str(folder), "HERE") for line in lines]
+
+
+def record(folder: Path, name: str = "run") -> dict[str, Any]:
+    return json.loads((folder / name / "training_metrics.json").read_text())
+
+
+def test_training_starts_from_them_and_does_not_need_them_again(folder, capsys):
+    assert train(flags(folder, max_train_steps=2, save_every=1)) == 0
+    # The schedule's first steps have learning rate 0: the weights are still the published ones.
+    saved = load_file(folder / "run" / "step-00000001" / "model.safetensors")
+    expected = taken_up(folder / "hf")
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    source = record(folder)["training_config"]["init_from"]
+    assert source == {
+        "source": str(folder / "hf"),
+        "sha256": PretrainedWeights(folder / "hf", CONFIG).sha256(),
+    }
+    assert record(folder)["training_config"]["model_size"] == "hf"
+    longer = {"max_train_steps": 4, "resume": True, "allow_changed": "recipe"}
+    without = mistakes(folder, capsys, **longer, init_from=None, num_layers=2, num_heads=2, embedding_size=32,
+                       max_position_embeddings=64)  # fmt: skip
+    assert any(line.startswith("--resume: initial weights is None but") for line in without)
+    (folder / "hf").rename(folder / "elsewhere")
+    assert train(flags(folder, **longer)) == 0
+    assert record(folder)["training_config"]["init_from"] == source
+    assert record(folder)["summary"]["optimizer_steps"] == 4
+    (line,) = mistakes(folder, capsys, checkpoint_path=folder / "other")
+    assert line == "--init_from HERE/hf: is no folder: give one, or a name on the Hugging Face hub"
+
+
+def test_flags_that_contradict_the_shape(folder, capsys):
+    lines = mistakes(folder, capsys, num_layers=3, vocab_size=300, model_size="tiny", num_heads=2)
+    assert lines == [
+        "--num_layers 3 contradicts --init_from HERE/hf, which has 2: leave the flag out",
+        "--vocab_size 300 contradicts --init_from HERE/hf, which has 257: leave the flag out",
+        "--model_size tiny contradicts --init_from HERE/hf, which has 2 layers, 2 heads, width 32 and 64 positions: "
+        "leave the flag out",
+    ]
+    assert train(flags(folder, dry_run=True, num_layers=2, dropout=0.1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_function", "relu"),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("reorder_and_upcast_attn", True),
+        ("add_cross_attention", True),
+        ("tie_word_embeddings", False),
+        ("layer_norm_epsilon", 1e-6),
+        ("n_inner", 100),
+        ("n_head", 3),
+        ("n_layer", "2"),
+        ("model_type", "llama"),
+    ],
+)
+def test_what_is_no_gpt2(folder, capsys, key, value):
+    path = folder / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    (line,) = mistakes(folder, capsys)
+    assert line.startswith(f"HERE/hf/config.json: {key} ")
+
+
+def test_another_vocabulary(folder, capsys):
+    tokenizer = json.loads((folder / "hf" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (line,) = mistakes(folder, capsys)
+    assert line.startswith("--init_from HERE/hf: its tokenizer did not make HERE/train.bin, where id ")
+    publish(folder / "hf", vocab_size=60)
+    lines = mistakes(folder, capsys)
+    assert lines == [
+        f"HERE/{name}.bin: its largest id is 255, but the vocabulary ends at 59: prepare the text with its tokenizer "
+        "(data_prep/preprocess.py --tokenizer HERE/hf)"
+        for name in ("train", "val")
+    ]
+
+
+def test_a_vocabulary_that_nobody_knows_is_said(folder, capsys):
+    (folder / "hf" / "tokenizer.json").unlink()
+    assert train(flags(folder, max_train_steps=1)) == 0
+    assert "--init_from: " + f"{folder}/hf comes without a tokenizer" in capsys.readouterr().out
+
+
+def test_a_run_is_no_published_model(folder, capsys):
+    assert train(flags(folder, max_train_steps=1)) == 0
+    (line,) = mistakes(folder, capsys, init_from=folder / "run", checkpoint_path=folder / "next")
+    assert line == (
+        "--init_from HERE/run: is a run or a checkpoint: make a Hugging Face folder of it first (python src/convert.py "
+        "--from HERE/run --to hf OUT)"
+    )
+    converted("--from", folder / "run", "--to", "hf", folder / "exported")
+    assert train(flags(folder, init_from=folder / "exported", checkpoint_path=folder / "next", max_train_steps=1)) == 0
+    ends = [load_file(next((folder / run).glob("step-*/model.safetensors"))) for run in ("run", "next")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

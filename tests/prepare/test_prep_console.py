@@ -1,0 +1,57 @@
+"""What the scripts say: progress on a terminal only, and numbers in plain English."""
+
+import io
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from dsgpt.prepare.console import counted, duration, progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def rows(total: int | None) -> Iterator[int]:
+    with progress(total=total, description="reading", unit=" rows") as bar:
+        for number in range(10):
+            bar.update(1)
+            yield number
+
+
+def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert len(list(rows(10))) == 10
+    assert not sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("total", [10, 12, 9, None])
+def test_bar_ends_at_the_whole(monkeypatch: pytest.MonkeyPatch, total: int | None):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    list(rows(total))
+    assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
+
+
+def test_bar_ends_at_the_whole_when_a_limit_ends_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    some = rows(10)
+    next(some)
+    some.close()
+    assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
+
+
+def test_bar_stops_where_a_mistake_ends_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(ValueError, match="torn"), progress(total=10, description="reading", unit="B") as bar:
+        bar.update(1)
+        raise ValueError("torn")
+    assert "100%" not in sys.stderr.getvalue()
+
+
+def test_numbers_read_as_english():
+    assert [counted(number, "binary file") for number in (0, 1, 2000)] == [
+        "0 binary files", "1 binary file", "2,000 binary files",
+    ]  # fmt: skip
+    assert [duration(seconds) for seconds in (0.3, 1.2, 61)] == ["less than 1 s", "1 s", "61 s"]

@@ -1,0 +1,151 @@
+"""The command: what it writes, what it refuses, what it never imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chart_records import flat_record, record, step_lines, write_run
+
+from dsgpt.reports import command
+from dsgpt.reports.command import main
+
+SCRIPT = Path(__file__).parents[2] / "charts" / "generate_charts.py"
+BARS = {"training_time.png", "throughput.png", "inference_latency.png", "inference_throughput.png", "peak_memory.png"}
+PICTURES = BARS | {"loss_vs_step.png", "loss_vs_time.png", "overview.png"}
+
+
+def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    a = write_run(tmp_path / "A", record(), lines=step_lines())
+    b = write_run(tmp_path / "B", record(summary__train_time_sec=50.0), lines=step_lines(seconds=1.25))
+    return a, b
+
+
+def test_two_runs_from_any_folder_twice_the_same_bytes(tmp_path, two_runs):
+    a, b = two_runs
+    done = run_script("--baseline-json", a, "--optimized-json", b, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "same work: yes" in done.stdout and "2.00x" in done.stdout and "charts: charts" in done.stdout
+    first = {path.name: path.read_bytes() for path in (tmp_path / "charts").iterdir()}
+    assert set(first) == PICTURES | {"comparison.md"}
+    again = run_script("--baseline-json", a, "--optimized-json", b, cwd=tmp_path)
+    assert again.stdout == done.stdout
+    assert {path.name: path.read_bytes() for path in (tmp_path / "charts").iterdir()} == first
+
+
+def test_runs_by_folder_are_added_in_their_order(tmp_path, two_runs, capsys):
+    a, b = two_runs
+    old = write_run(tmp_path / "old", flat_record())
+    flags = {
+        "--optimized-json": b,
+        "--baseline-json": a,
+        "--run": f"old={old.parent}",
+        "--output-dir": tmp_path / "x/y",
+    }
+    assert main([str(part) for flag in flags.items() for part in flag]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["baseline", "optimized", "old"]
+    assert "same work: unknown (old did not record its work)" in lines
+    assert {path.name for path in (tmp_path / "x/y").iterdir()} >= PICTURES
+
+
+def test_all_mistakes_are_told_together_one_line_each(tmp_path, two_runs, capsys):
+    a, _ = two_runs
+    torn = tmp_path / "torn.json"
+    torn.write_text('{"summary": {')
+    (tmp_path / "empty").mkdir()
+    named = [f"torn={torn}", f"twice={a}", f"twice={a}", f"none={tmp_path / 'empty'}", "zero1"]
+    flags = ["--baseline-json", str(tmp_path / "gone.json"), "--optimised-json=x", "--output-dir", str(torn)]
+    code = main([*flags, *(part for run in named for part in ("--run", run)), "--optimized-json"])
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "")
+    lines = output.err.splitlines()
+    for part in (
+        "--optimized-json needs a value",
+        "unknown argument '--optimised-json=x'; did you mean --optimized-json?",
+        "--run 'zero1': expected NAME=PATH",
+        "two runs are called 'twice'",
+        f"{torn} is a file, not a folder",
+        f"{tmp_path / 'gone.json'}: no such file",
+        f"{torn}: not JSON",
+        f"{tmp_path / 'empty' / 'training_metrics.json'}: no such file",
+    ):
+        assert sum(part in line for line in lines) == 1, part
+    assert len(lines) == 8
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no run given"),
+        (["--run"], "--run needs a value"),
+        (["--run", "=x"], "expected NAME=PATH"),
+        (["--run", "a="], "expected NAME=PATH"),
+        (["--run", "a\nb=x"], "expected NAME=PATH"),
+        (["surplus"], "unknown argument 'surplus'"),
+        (["--baseline-json", "a", "--baseline-json", "b"], "--baseline-json is given 2 times"),
+    ],
+)
+def test_each_mistake_of_the_command_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_given_by_a_flag_is_taken(two_runs, capsys):
+    a, b = two_runs
+    assert main(["--baseline-json", str(a), "--run", f"baseline={b}"]) == 2
+    assert "two runs are called 'baseline'" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, two_runs):
+    (tmp_path / "out" / "throughput.png").mkdir(parents=True)
+    done = run_script("--run", f"a={two_runs[0]}", "--output-dir", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: --output-dir {tmp_path / 'out'}: cannot be written (Is a directory)\n"
+    assert [path.name for path in (tmp_path / "out").glob(".*")] == []
+
+
+def test_every_mistake_is_a_line_that_begins_with_error(capsys):
+    assert main(["--help=x", "surplus"]) == 2
+    assert main(["surplus", "more"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
+
+
+def test_an_interrupt_is_one_line_and_130(two_runs, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "write_charts", interrupt)
+    assert main(["--run", f"a={two_runs[0]}"]) == 130
+    assert capsys.readouterr() == ("", "error: interrupted\n")
+
+
+def test_help_teaches(tmp_path):
+    done = run_script("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for part in ("--baseline-json PATH", "--optimized-json PATH", "--run NAME=PATH", "--output-dir FOLDER", "examples"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("action", "modules"),
+    [
+        ("try: command.main(['--help'])\nexcept SystemExit: pass", ["torch", "matplotlib", "seaborn", "numpy"]),
+        ("from dsgpt.reports import plots", ["torch", "deepspeed", "transformers"]),
+    ],
+)
+def test_what_is_never_imported(action, modules):
+    code = f"import sys\nfrom dsgpt.reports import command\n{action}\n"
+    code += f"loaded = [name for name in {modules} if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,212 @@
+"""The pictures, asked for what they say: stamps, values, marks for what is missing, axes from zero."""
+
+import matplotlib as mpl
+import pytest
+from chart_records import flat_record, record, step_lines, write_run
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dsgpt.reports import plots
+from dsgpt.reports.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, memory_bars
+from dsgpt.reports.lines import EPOCHS, STEPS, draw_losses, ends_can_be_labelled, step_axis, time_axis, window_of
+from dsgpt.reports.runs import read_run
+from dsgpt.reports.style import look, quiet_style
+
+STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput"]
+STAMPED += ["loss_vs_step", "loss_vs_time", "peak_memory", "overview"]
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_record(name, values, lines=None):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return read_run(write_run(folder, values, lines=lines), name=name)
+
+    return read_record
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """Every text of every picture that ``draw_all`` would write, by file name, in one string."""
+
+    def read_words(runs):
+        figures = []
+        monkeypatch.setattr(plots, "png_bytes", lambda figure: figures.append(figure) or b"")
+        names = list(plots.draw_all(runs))
+        texts = ["\n".join(text.get_text() for text in figure.findobj(Text)) for figure in figures]
+        return dict(zip(names, texts, strict=True))
+
+    return read_words
+
+
+def test_every_comparing_picture_is_stamped_with_what_differs(read, words):
+    runs = [
+        read("base", record(training_config__global_batch_size=32)),
+        read("fast", record(training_config__global_batch_size=128, status="interrupted")),
+    ]
+    drawn = words(runs)
+    assert sorted(drawn) == sorted(f"{name}.png" for name in STAMPED)
+    for name, text in drawn.items():
+        assert "NOT EQUAL WORK: global batch 32 vs 128\nPARTIAL RUN: fast is interrupted" in text, name
+        assert "Speed-up over" not in text
+
+
+def test_equal_work_is_not_stamped_and_shows_the_speed_up(read, words):
+    runs = [read("base", record(), step_lines()), read("fast", record(summary__train_time_sec=50.0), step_lines())]
+    for name, text in words(runs).items():
+        assert "NOT" not in text and "PARTIAL" not in text, name
+        assert "same work: yes" in text
+        assert ("Speed-up over base in training time: fast 2.00x." in text) == (
+            name in {"training_time.png", "overview.png"}
+        )
+
+
+def test_unknown_work_is_stamped(read, words):
+    drawn = words([read("old", flat_record()), read("new", record())])
+    assert all("WORK NOT VERIFIED: old did not record its work" in text for text in drawn.values())
+    assert "old (steps not recorded)" in drawn["loss_vs_step.png"]
+    assert "Only epoch means were recorded (points at epoch ends): old, new." in drawn["loss_vs_time.png"]
+
+
+def test_records_with_nothing_in_them_are_drawn_as_not_recorded(read, words):
+    for text in words([read("a", {"schema_version": "2.1"}), read("b", {"summary": None})]).values():
+        assert "not recorded" in text
+
+
+def test_unequal_inference_is_stamped_on_its_pictures_and_the_overview(read, words):
+    drawn = words([read("a", record()), read("b", record(inference__new_tokens=100))])
+    stamped = {name for name, text in drawn.items() if "NOT EQUAL INFERENCE: new tokens 16 vs 100" in text}
+    assert stamped == {"inference_latency.png", "inference_throughput.png", "overview.png"}
+
+
+def test_a_wall_of_differences_is_cut_with_a_pointer(read, words):
+    keys = ["seq_len", "global_batch_size", "lr", "gradient_clipping", "seed", "optimizer", "precision"]
+    runs = [read("base-of-them-all", record())]
+    for i in range(6):
+        changes = {
+            f"training_config__{key}": f"value-{i}" if key in {"optimizer", "precision"} else 50 + i for key in keys
+        }
+        runs.append(read(f"other-run-number-{i}", record(**changes)))
+    text = words([*runs, read("cut", record(status="failed"))])["training_time.png"]
+    assert "… and more: see comparison.md\nPARTIAL RUN: cut is failed" in text
+
+
+def test_bars_start_at_zero_and_carry_their_values(read):
+    runs = [read("a", record()), read("b", record(summary__train_time_sec=None, train_time_per_epoch=None))]
+    axes = Figure().subplots()
+    draw_bars(axes, TRAINING_TIME, runs)
+    assert axes.get_xlim()[0] == 0
+    assert [text.get_text() for text in axes.texts] == ["100.0", "not recorded"]
+    assert [container[0].get_width() for container in axes.containers] == [100.0, 0.0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
+
+
+def test_a_run_too_short_for_timing_says_so_in_place_of_its_bar(read):
+    short = record(summary__mean_tokens_per_sec_global=None, train_throughput=None, summary__optimizer_steps=3)
+    axes = Figure().subplots()
+    draw_bars(axes, THROUGHPUT, [read("a", record()), read("b", short)])
+    assert [text.get_text() for text in axes.texts] == ["102", "fewer than 4 steps"]
+
+
+def test_inference_differences_are_called_noise_on_their_pictures(read, words):
+    drawn = words([read("a", record()), read("b", record())])
+    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
+    assert noted == {"inference_latency.png", "inference_throughput.png"}
+
+
+def test_loss_labels_hold_the_losses_without_an_offset(read):
+    for losses in ([4.0000001, 4.0000002], [1e-7, 2e-7]):
+        lines = [{"step": step, "val_loss": loss} for step, loss in enumerate(losses, start=1)]
+        figure = Figure()
+        axes = figure.subplots()
+        draw_losses(axes, [read("a", record(), lines)], kind="validation", axis=STEPS)
+        figure.canvas.draw()
+        assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_single_points_that_coincide_stay_visible(read):
+    lines = [{"step": 4, "val_loss": 4.0}]
+    axes = Figure().subplots()
+    draw_losses(axes, [read("a", record(), lines), read("b", record(), lines)], kind="validation", axis=STEPS)
+    below, above = axes.lines
+    assert below.get_markersize() > 1.5 * above.get_markersize() and below.get_zorder() < above.get_zorder()
+
+
+def test_gpu_and_host_memory_never_share_a_panel(read):
+    cpu, gpu = read("cpu", record()), read("gpu", record(summary__max_cuda_mem_allocated_bytes_rank0=2**31))
+    silent = read("old", flat_record())
+    assert memory_bars([cpu, cpu]) == [HOST_MEMORY]
+    assert memory_bars([gpu, gpu]) == [GPU_MEMORY]
+    assert memory_bars([cpu, gpu]) == [GPU_MEMORY, HOST_MEMORY]
+    assert memory_bars([gpu, silent]) == [GPU_MEMORY]
+    assert memory_bars([silent]) == [HOST_MEMORY]
+
+
+def test_losses_against_steps_and_time_are_the_recorded_ones(read):
+    run = read("a", record(), step_lines(steps=40, every=10))
+    for axis, last in ((STEPS, 40), (time_axis([run]), 100.0)):
+        axes = Figure().subplots()
+        (end,) = draw_losses(axes, [run], kind="validation", axis=axis)
+        assert (end.x, end.y) == (last, run.val_curve.points[-1].loss)
+        assert "does not start at 0" in axes.get_ylabel()
+
+
+def test_long_curves_show_every_step_and_a_stated_mean(read, words):
+    run = read("a", record(), step_lines(steps=500, every=100))
+    assert window_of(run.train_curve) == 10 and window_of(run.val_curve) == 1
+    axes = Figure().subplots()
+    draw_losses(axes, [run], kind="train", axis=STEPS)
+    raw, mean = axes.lines
+    assert list(raw.get_ydata()) == [point.loss for point in run.train_curve.points]
+    assert mean.get_ydata()[-1] == pytest.approx(sum(raw.get_ydata()[-10:]) / 10)
+    assert "bold: mean of the last 10 recorded steps" in words([run])["loss_vs_step.png"]
+
+
+def test_epochs_are_the_axis_only_where_nobody_recorded_steps(read, words):
+    old, new = read("old", flat_record()), read("new", record())
+    assert step_axis([old, old]) is EPOCHS
+    assert step_axis([old, new]) is STEPS
+    assert "Loss by epoch" in words([old])["loss_vs_step.png"]
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(100, "(s)"), (600, "(minutes)"), (20_000, "(hours)")])
+def test_the_time_axis_names_its_unit(read, seconds, unit):
+    run = read("a", record(), step_lines(seconds=seconds / 40))
+    axis = time_axis([run])
+    assert unit in axis.label
+    axes = Figure().subplots()
+    (end,) = draw_losses(axes, [run], kind="train", axis=axis)
+    assert end.x * axis.scale == pytest.approx(seconds)
+
+
+def test_curves_are_named_at_their_ends_only_where_that_can_be_read(read):
+    apart = [read("a", record(), step_lines()), read("b", record(), step_lines(shift=1.0))]
+    close = [read("a", record(), step_lines()), read("b", record(), step_lines(shift=0.001))]
+    shorter = [read("a", record(), step_lines()), read("b", record(), step_lines(steps=20, shift=1.0))]
+    for runs, expected in ((apart, True), (close, False), (shorter, False)):
+        axes = Figure().subplots()
+        ends = draw_losses(axes, runs, kind="validation", axis=STEPS)
+        assert ends_can_be_labelled(axes, ends) is expected
+
+
+def test_runs_are_told_apart_without_colour():
+    looks = [look(index, count=8) for index in range(8)]
+    assert len({each.hatch for each in looks}) == 8
+    assert len({(each.marker, each.dashes) for each in looks}) == 8
+    assert sorted((each.width for each in looks), reverse=True) == [each.width for each in looks]
+
+
+def test_drawing_leaves_the_readers_settings_alone():
+    mpl.rcParams["lines.linewidth"] = 7.5
+    before = dict(mpl.rcParams)
+    with quiet_style():
+        assert mpl.rcParams["lines.linewidth"] != 7.5
+    assert dict(mpl.rcParams) == before
+    mpl.rcdefaults()
+
+
+def test_many_runs_with_long_equal_beginnings_and_odd_names_are_drawn(read, words):
+    names = [*(f"a-very-long-name-of-a-run-that-goes-on-and-on-{i}" for i in range(11)), "$x_1$", "100 %", "лад"]
+    drawn = words([read(name, record(), step_lines(steps=4, every=2)) for name in names])
+    assert "a-very-long-nam…oes-on-and-on-10" in drawn["loss_vs_step.png"]
+    assert "$x_1$" in drawn["training_time.png"]

@@ -1,0 +1,189 @@
+"""Reading a run: both generations, missing pieces, broken files."""
+
+import json
+
+import pytest
+from chart_records import flat_record, record, step_lines, without, write_run
+
+from dsgpt.common.errors import UserError
+from dsgpt.reports.curves import smoothed
+from dsgpt.reports.runs import read_run
+
+
+def test_a_complete_record_is_read(tmp_path):
+    run = read_run(write_run(tmp_path, record(), lines=step_lines()), name="a")
+    assert (run.schema, run.status, run.machine) == ("2.1", "completed", "Fixture CPU, 2 cores")
+    assert run.devices == "1 CPU device of 1 thread"
+    assert (run.train_time, run.tokens_per_sec) == (100.0, 102.4)
+    assert (run.final_train_loss, run.best_train_loss, run.final_val_loss, run.best_val_loss) == (3.5, 3.5, 3.25, 3.25)
+    assert (run.inference_latency, run.inference_tokens_per_sec, run.new_tokens) == (0.5, 32.0, 16)
+    assert (run.host_memory, run.gpu_memory) == (2**30, None)
+    assert len(run.train_curve.points) == 40
+    assert [point.step for point in run.val_curve.points] == [10, 20, 30, 40]
+    assert run.val_curve.points[-1].time == 100.0
+    assert run.notes == ()
+
+
+def test_the_folder_serves_as_well_as_the_file(tmp_path):
+    path = write_run(tmp_path, record())
+    assert read_run(tmp_path, name="a") == read_run(path, name="a")
+
+
+def test_without_step_log_epochs_end_at_their_steps_and_times(tmp_path):
+    curve = read_run(write_run(tmp_path, record()), name="a").val_curve
+    assert curve.per_epoch
+    assert [tuple(point) for point in curve.points] == [(4.0, 20.0, 50.0, 1), (3.25, 40.0, 100.0, 2)]
+
+
+def test_the_flat_generation_is_read_without_inventing_steps(tmp_path):
+    run = read_run(write_run(tmp_path, flat_record()), name="old")
+    assert (run.train_time, run.tokens_per_sec, run.final_val_loss, run.inference_latency) == (100.0, 1000.0, 3.25, 2.0)
+    assert run.new_tokens == 100  # what the flat key means
+    assert [tuple(point) for point in run.train_curve.points] == [(4.5, None, 60.0, 1), (3.5, None, 100.0, 2)]
+    assert set(run.work.values()) == {None}
+    assert run.status is None and run.machine is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "expected"),
+    [
+        ("train_throughput", [500.0, 1000.0], "tokens_per_sec", (500 * 60 + 1000 * 40) / 100),
+        ("train_throughput", [500.0], "tokens_per_sec", 500.0),
+        ("train_throughput", [], "tokens_per_sec", None),
+        ("inference_latency", [1.0, None, 3.0], "inference_latency", 2.0),
+        ("inference_throughput", 25, "inference_tokens_per_sec", 25.0),
+        ("train_time_per_epoch", [60.0, None], "train_time", None),
+        ("train_time_per_epoch", 60.0, "train_time", None),  # of one epoch or of both: it does not say
+        ("val_loss_per_epoch", 3.0, "final_val_loss", 3.0),
+        ("val_loss_per_epoch", [3.0, None], "final_val_loss", None),
+        ("val_loss_per_epoch", [3.0, None], "best_val_loss", 3.0),
+        ("train_loss_per_epoch", None, "final_train_loss", None),
+        ("train_loss_per_epoch", "high", "final_train_loss", None),
+        ("train_throughput", True, "tokens_per_sec", None),
+        ("train_throughput", -5, "tokens_per_sec", None),
+    ],
+)
+def test_a_flat_key_may_hold_a_list_a_number_or_nothing(tmp_path, key, value, field, expected):
+    run = read_run(write_run(tmp_path, flat_record(**{key: value})), name="old")
+    assert getattr(run, field) == expected
+
+
+def test_one_number_is_the_whole_time_of_one_epoch(tmp_path):
+    values = flat_record(train_time_per_epoch=60.0, train_loss_per_epoch=4.0, val_loss_per_epoch=4.0)
+    run = read_run(write_run(tmp_path, values), name="old")
+    assert run.train_time == 60.0
+    assert [tuple(point) for point in run.train_curve.points] == [(4.0, None, 60.0, 1)]
+
+
+@pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
+def test_what_is_not_finite_becomes_unknown_and_is_noted(tmp_path, token):
+    path = write_run(tmp_path, record())
+    path.write_text(path.read_text().replace('"final_val_loss": 3.25', f'"final_val_loss": {token}'))
+    run = read_run(path, name="a")
+    assert run.final_val_loss == 3.25  # the last epoch's, from epochs[]
+    assert "not finite" in run.notes[0]
+
+
+@pytest.mark.parametrize("section", ["hardware", "data", "training_config", "epochs", "summary", "inference"])
+@pytest.mark.parametrize("instead", [None, [], "text", 3])
+def test_any_section_may_be_missing_or_of_the_wrong_type(tmp_path, section, instead):
+    values = record(**{section: instead}) if instead is not None else without(record(), section)
+    assert read_run(write_run(tmp_path, values), name="a").name == "a"
+
+
+def test_a_run_that_two_strategies_share_says_so(tmp_path):
+    moved = {"step": 200, "name": "executed by", "before": "zero2 on 4 ranks", "after": "ddp on 2 ranks"}
+    values = record(changed_at_resume=[{"step": 100, "name": "optimizer", "before": {}, "after": {}}, moved])
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert run.notes == ("times are of two strategies: ddp on 2 ranks after step 200, zero2 on 4 ranks before",)
+
+
+def test_validation_losses_of_two_sets_are_told_apart(tmp_path):
+    """And where none was measured on the new set yet, those of the old one do not stand for it."""
+    changes = [
+        {"step": 20, "name": name, "before": 1, "after": 2} for name in ("validation data", "validation windows")
+    ]
+    values = record(changed_at_resume=changes, summary__final_val_loss=None, summary__best_val_loss=None)
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert run.notes == (
+        "validation losses are of two sets: the validation data changed after step 20",
+        "validation losses are of two sets: the validation windows changed after step 20",
+    )
+    assert (run.final_val_loss, run.best_val_loss) == (None, None)
+
+
+def test_a_torn_last_line_is_ignored_without_a_word(tmp_path):
+    path = write_run(tmp_path, record(), lines=step_lines(steps=5, every=5))
+    log = path.with_name("metrics.jsonl")
+    log.write_bytes(log.read_bytes() + b'{"step": 6, "loss": 3.\xe2')
+    run = read_run(path, name="a")
+    assert [point.step for point in run.train_curve.points] == [1, 2, 3, 4, 5]
+    assert run.notes == ()
+
+
+def test_a_broken_line_in_the_middle_is_skipped_and_noted(tmp_path):
+    path = write_run(tmp_path, record())
+    lines = ['{"step": 1, "loss": 5.0}', '{"step": 2, "lo', '{"step": 3, "loss": NaN}', '{"step": 4, "loss": 4.0}', ""]
+    path.with_name("metrics.jsonl").write_text("\n".join(lines))
+    run = read_run(path, name="a")
+    assert run.train_curve.at_steps() == {1: 5.0, 4: 4.0}
+    assert len(run.notes) == 1 and "line 2 is broken" in run.notes[0] and "1 more" in run.notes[0]
+
+
+def test_a_step_written_twice_counts_once_as_last_written(tmp_path):
+    lines = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}, {"step": 2, "loss": 3.0}]
+    run = read_run(write_run(tmp_path, record(), lines=lines), name="a")
+    assert run.train_curve.at_steps() == {1: 5.0, 2: 3.0}
+
+
+def test_an_empty_step_log_falls_back_to_epochs(tmp_path):
+    run = read_run(write_run(tmp_path, record(), lines=[]), name="a")
+    assert run.train_curve.per_epoch and len(run.train_curve.points) == 2
+
+
+def test_smoothing_is_a_trailing_mean():
+    assert smoothed([4.0, 2.0, 0.0, 2.0], window=2) == [4.0, 3.0, 1.0, 1.0]
+    assert smoothed([4.0, 2.0], window=1) == [4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not JSON"),
+        ('{"summary": ', "not JSON"),
+        ("[1, 2]", "a JSON list, not an object"),
+        ('{"weights": 1}', "none of a training record's keys"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_file_that_is_no_record_is_named_on_one_line(tmp_path, text, reason):
+    path = tmp_path / "training_metrics.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_run(path, name="a")
+    (problem,) = caught.value.problems
+    assert str(path) in problem and reason in problem and "\n" not in problem
+
+
+def test_a_run_cut_off_before_its_first_record_is_to_be_continued(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    for path in (tmp_path, tmp_path / "training_metrics.json"):
+        with pytest.raises(UserError, match=r"'a' was cut off before its first record: continue it with --resume$"):
+            read_run(path, name="a")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "training_metrics.json"
+    path.write_bytes(b"\x80\x81\xff" * 9)
+    with pytest.raises(UserError, match="not a text file"):
+        read_run(path, name="a")
+
+
+def test_the_visible_gpus_do_not_make_another_machine(tmp_path):
+    values = record(hardware__device="cuda", hardware__gpu_name="NVIDIA T4", hardware__world_size=4)
+    four = read_run(
+        write_run(tmp_path / "4", values | {"hardware": values["hardware"] | {"gpu_count_visible": 4}}), name="4"
+    )
+    one = read_run(write_run(tmp_path / "1", json.loads(json.dumps(values))), name="1")
+    assert four.machine == one.machine == "NVIDIA T4; Fixture CPU, 2 cores"
+    assert four.devices == "4 GPUs"

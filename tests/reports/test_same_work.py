@@ -1,0 +1,175 @@
+"""Everything that changes the training counts: shown on two real records, for each option, recipe key and model field.
+
+The records are those that the program writes of runs that it resolved here and did not train.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from changed_alone import CHANGED, DYNAMIC, in_fp16, quantized
+from real_records import Asked, run_of
+from small_run import REPOSITORY, SEQUENCE, TOKENS, random_ids, write_tokens
+
+from dsgpt.config import recipe_keys
+from dsgpt.config.options import Options
+from dsgpt.config.recipe import DdpRecipe, FsdpRecipe, LossScaling, OptimizerRecipe, Recipe, SchedulerRecipe
+from dsgpt.config.same_work import BLOCKS, COUNTED, HARMLESS, LATER_FACTS, TRAINING_FACTS, WORK_FACTS
+from dsgpt.model.config import GPT2Config
+from dsgpt.reports.equal_work import judge
+from dsgpt.reports.runs import Run, read_run
+from dsgpt.runtime.topology import ParallelSizes
+from dsgpt.training import run_description
+
+
+def _names(record: type) -> set[str]:
+    return {each.name for each in fields(record)}
+
+
+GROUPS: dict[str, set[str]] = {
+    "model": _names(GPT2Config),
+    "recipe": _names(Recipe)
+    | recipe_keys.SHARED_KEYS
+    | recipe_keys.DEEPSPEED_KEYS.keys()
+    | set(recipe_keys.PARALLEL_KEYS),
+    "optimizer": _names(OptimizerRecipe).union(*recipe_keys.OPTIMIZER_PARAMS.values()),
+    "scheduler": _names(SchedulerRecipe).union(*recipe_keys.SCHEDULER_PARAMS.values()),
+    "fp16": _names(LossScaling) | recipe_keys.PRECISION_KEYS["fp16"],
+    "bf16": recipe_keys.PRECISION_KEYS["bf16"],
+    "parallel": _names(ParallelSizes),
+    "ddp": _names(DdpRecipe),
+    "fsdp": _names(FsdpRecipe),
+    "zero_optimization": set(recipe_keys.ZERO_KEYS),
+    "offload_optimizer": set(recipe_keys.OFFLOAD_OPTIMIZER_KEYS),
+    "offload_param": set(recipe_keys.OFFLOAD_PARAM_KEYS),
+    "aio": set(recipe_keys.AIO_KEYS),
+    "activation_checkpointing": recipe_keys.ACTIVATION_CHECKPOINTING_KEYS,
+}
+
+
+def test_everything_that_can_be_asked_for_is_counted_or_harmless():
+    """A new option, recipe field or key fails here until somebody decides; a stale name fails too."""
+    there = {f"--{each.name}" for each in fields(Options)}
+    there |= {f"{group}.{name}" for group, names in GROUPS.items() for name in names}
+    assert there == COUNTED.keys() | HARMLESS.keys() | BLOCKS.keys()
+    assert len(COUNTED) + len(HARMLESS) + len(BLOCKS) == len(there)
+    assert set(BLOCKS.values()) <= GROUPS.keys()
+    assert {fact for named in COUNTED.values() for fact in named} <= {*WORK_FACTS, *TRAINING_FACTS}
+
+
+def test_a_block_of_the_recipe_is_looked_into():
+    blocks = {each.name for each in fields(Recipe) if dataclasses.is_dataclass(_type_of(each))}
+    assert {f"recipe.{name}" for name in blocks} <= BLOCKS.keys()
+
+
+def _type_of(each: dataclasses.Field) -> Any:
+    if isinstance(each.type, type):
+        return each.type
+    kinds = getattr(each.type, "__args__", ())
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+
+
+@pytest.fixture(autouse=True)
+def _known_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking git takes longer than everything else here."""
+    monkeypatch.setattr(run_description, "git_commit", lambda: "0" * 40)
+
+
+def pair(folder: Path, name: str) -> list[Run]:
+    one, other = CHANGED[name]
+    assert one != other
+    return [run_of(folder / "a", one, name="a"), run_of(folder / "b", other, name="b")]
+
+
+@pytest.mark.parametrize("name", sorted(COUNTED.keys() - {"--train_data_path", "--val_data_path"}))
+def test_what_counts_makes_it_another_training(tmp_path, name):
+    verdict = judge(pair(tmp_path, name))
+    assert verdict.answer == "no"
+    assert any(difference.fact.startswith(COUNTED[name]) for difference in verdict.differences), verdict.line()
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_what_is_harmless_leaves_the_work_the_same(tmp_path, name):
+    assert judge(pair(tmp_path, name)).line() == "same work: yes"
+
+
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_other_data_counts(tmp_path, name):
+    other = write_tokens(tmp_path / "other.bin", random_ids(TOKENS, seed=9))
+    asked = Asked(), Asked(flags={f"{name}_data_path": other})
+    verdict = judge([run_of(tmp_path / side, each, name=side) for side, each in zip("ab", asked, strict=True)])
+    assert verdict.answer == "no"
+    assert {difference.fact for difference in verdict.differences} >= {COUNTED[f"--{name}_data_path"][0]}
+
+
+def test_ids_of_another_width_are_other_data(tmp_path):
+    """The same bytes, and so the same sha256, read as half as many ids."""
+    ids = random_ids(2 * TOKENS - 1)
+    ids[1::2] = 0
+    narrow = write_tokens(tmp_path / "narrow" / "train.bin", ids[:-1])
+    wide = write_tokens(tmp_path / "wide" / "train.bin", ids[:-1], dtype="uint32", tokens=TOKENS - 1)
+    asked = [Asked(flags={"train_data_path": path}) for path in (narrow, wide)]
+    verdict = judge([run_of(tmp_path / side, each, name=side) for side, each in zip("ab", asked, strict=True)])
+    assert verdict.line() == f"same work: no (train tokens {2 * TOKENS - 2:,} vs {TOKENS - 1:,})"
+
+
+def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
+    """Stopped after as many steps as the other one had in all."""
+
+    def stopped(record: dict[str, Any]) -> None:
+        record["summary"].update(optimizer_steps=2, tokens_processed_global=2 * 8 * SEQUENCE)
+
+    whole = run_of(tmp_path / "a", Asked(), name="a")
+    part = run_of(tmp_path / "b", Asked(flags={"max_train_steps": 4}), name="b", change=stopped)
+    assert judge([whole, part]).line() == "same work: no (scheduler total_num_steps 2 vs 4)"
+
+
+@pytest.mark.parametrize("fact", sorted(LATER_FACTS))
+def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
+    """As one of an earlier version does; where both lack it, nobody asks, but of runs that were resumed."""
+    places: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "train tokens": lambda record: record["data"].pop("train_tokens"),
+        "validation tokens": lambda record: record["data"].pop("val_tokens"),
+        "validation windows": lambda record: record["training_config"].pop("val_windows"),
+        "optimizer settings": lambda record: record["training_config"].pop("optimizer_params"),
+        "initial weights": lambda record: record["training_config"].pop("init_from"),
+        "loss scaling": lambda record: record["training_config"].pop("loss_scaling"),
+        "quantized communication": lambda record: (
+            record.pop("segments"),
+            record["training_config"].pop("quantized_weights"),
+            record["deepspeed_config"].pop("given"),
+        ),
+        "changed at resume": lambda record: (record.pop("changed_at_resume"), record.update(resumed_from="step-1")),
+    }
+    fp16 = Asked(recipe=DYNAMIC, elsewhere=True, adapt=in_fp16)  # in other precisions nothing was scaled
+    new = run_of(tmp_path / "new", fp16, name="new")
+    old = run_of(tmp_path / "old", fp16, name="old", change=places[fact])
+    assert judge([new, old]).line() == f"same work: unknown (old did not record {fact})"
+    assert judge([old, old]).answer == ("unknown" if fact == "changed at resume" else "yes")
+
+
+@pytest.mark.parametrize("other", ["quantized", "plain"])
+def test_what_an_earlier_version_recorded_otherwise_is_understood(tmp_path, other):
+    """The JSON as given tells of Zero++, a precision of the loss scaling, and no resume of changes at one."""
+
+    def earlier(record: dict[str, Any]) -> None:
+        for key in ("loss_scaling", "quantized_weights", "quantized_gradients"):
+            del record["training_config"][key]
+        del record["changed_at_resume"], record["segments"]
+
+    first, second = quantized("weights")
+    new, old = (first, second) if other == "quantized" else (first, first)
+    verdict = judge([run_of(tmp_path / "a", new, name="a"), run_of(tmp_path / "b", old, name="b", change=earlier)])
+    expected = "no (quantized communication none vs weights)" if old is second else "yes"
+    assert verdict.line() == f"same work: {expected}"
+
+
+def test_the_committed_records_did_the_same_work():
+    folder = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
+    runs = [read_run(folder / f"demo-{name}", name=name) for name in ("baseline", "zero1")]
+    assert judge(runs).line() == "same work: yes"
+    assert json.loads((folder / "demo-zero1" / "training_metrics.json").read_text())["schema_version"] == "2.1"

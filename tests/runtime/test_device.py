@@ -1,0 +1,39 @@
+"""Which processes of a machine have a GPU each; no GPU is needed to know."""
+
+import pytest
+
+from dsgpt.runtime import device
+from dsgpt.runtime.topology import Topology
+
+TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "11"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "fits"),
+    [
+        (8, {}, True),
+        (4, {}, False),
+        (1, {}, False),
+        (1, TASK, True),
+        (2, TASK, False),
+        (1, TASK | {"SLURM_GPUS_PER_TASK": "2"}, False),
+        (1, TASK | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, False),
+    ],
+    ids=["enough", "too few", "one", "one per task", "two seen", "two per task", "a launcher inside each task"],
+)
+def test_a_gpu_each(monkeypatch, gpus, environment, fits):
+    monkeypatch.setattr(device, "cuda_devices", lambda: gpus)
+    topology = Topology(rank=11, local_rank=3, world_size=16, local_world_size=8, launcher="launcher")
+    trouble = device.gpu_problem(topology, environment)
+    assert bool(trouble) != fits
+    if trouble:
+        assert trouble.startswith(f"8 processes were started on this machine but it has {gpus} GPUs: start at most")
+
+
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
+def test_the_only_gpu_that_is_seen_has_number_0(monkeypatch, visible, index):
+    chosen = []
+    monkeypatch.setattr(device, "cuda_devices", lambda: visible)
+    monkeypatch.setattr(device.torch.cuda, "set_device", chosen.append)
+    assert device.bring_up("cuda", local_rank=3, threads=None).index == index
+    assert [one.index for one in chosen] == [index]

@@ -1,0 +1,125 @@
+"""What offload needs of a machine: each thing that may be missing is found before the start, by its own name."""
+
+import errno
+import os
+import resource
+import shlex
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dsgpt.runtime import machine_probe
+from dsgpt.runtime.machine_probe import DIRECT_IO_BYTES, compiler, direct_io_problem, libaio_problem, may_lock
+
+
+def a_compiler(path: Path, script: str) -> str:
+    """A program that stands where a compiler is looked for."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_the_compiler_is_the_one_that_pytorch_would_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert compiler() == ()
+    for name in ("clang++", "g++", "c++"):
+        found = a_compiler(tmp_path / name, "exit 0")
+        assert compiler() == (found,)
+    other = a_compiler(tmp_path / "mine", "exit 0")
+    monkeypatch.setenv("CXX", "mine")
+    assert compiler() == (other,)
+    monkeypatch.setenv("CXX", "mine g++ '-isystem /with blanks'")
+    assert compiler() == (other, "g++", "-isystem /with blanks")
+    monkeypatch.setenv("CXX", "nobodys g++")
+    assert compiler() == ()
+
+
+def real_compiler() -> str:
+    """For a script that stands before it."""
+    if not (found := compiler()):
+        pytest.skip("this machine has no C++ compiler")
+    return shlex.join(found)
+
+
+def test_libaio_without_its_header(tmp_path):
+    """The real compiler, which does not find the header of another name."""
+    without = a_compiler(tmp_path / "g++", f'sed s/libaio.h/no-such-header.h/ | {real_compiler()} "$@"')
+    assert "finds no libaio with its header: install it" in libaio_problem([without])
+
+
+LIBRARY = """
+printf 'extern "C" int probe() { return ANSWER; }' > "$0.cpp"
+while [ "$1" != -o ]; do shift; done
+COMPILER -shared -fPIC "$0.cpp" -o "$2"
+"""
+"""Makes of any code a library whose probe answers as the kernel would."""
+
+
+@pytest.mark.parametrize(("answer", "words"), [("1", "the system refuses io_setup"), ("0", "")])
+def test_what_the_system_says_to_asynchronous_io(tmp_path, answer, words):
+    script = LIBRARY.replace("ANSWER", answer).replace("COMPILER", real_compiler())
+    wrapped = [a_compiler(tmp_path / "ccache", 'exec "$@"'), a_compiler(tmp_path / "g++", script)]
+    problem = libaio_problem(wrapped)
+    assert words in problem
+    assert bool(problem) == bool(words)
+
+
+def test_a_folder_for_temporary_files_from_which_nothing_may_be_loaded(tmp_path):
+    """What a file system mounted noexec does to a library; here it is none."""
+    script = a_compiler(tmp_path / "g++", 'while [ "$1" != -o ]; do shift; done; echo no library > "$2"')
+    problem = libaio_problem([script])
+    assert problem.startswith(f"cannot load a library that was compiled in {tempfile.gettempdir()} (OSError: ")
+    assert problem.endswith("): set TMPDIR to another folder")
+
+
+def test_direct_io(tmp_path, monkeypatch):
+    assert direct_io_problem(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+    original = os.open
+
+    def without_direct_io(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)  # what tmpfs answers before Linux 6.6
+        return original(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", without_direct_io)
+    assert direct_io_problem(tmp_path) == (
+        f"files in {tmp_path} cannot be written in blocks of {DIRECT_IO_BYTES} bytes with O_DIRECT (Invalid argument)"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
+def test_a_folder_that_takes_no_files():
+    assert direct_io_problem(Path("/proc")).startswith("files in /proc cannot be written")
+
+
+def test_memory_that_may_be_locked():
+    """The limit of a process of its own, which gave up the right to pass it."""
+    once = f"""
+import ctypes, os, resource, sys
+sys.path[:0] = {sys.path!r}
+from dsgpt.runtime.machine_probe import may_lock
+
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**20, 2**20))
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+before = open("/proc/self/statm").read()
+answers = [may_lock(size) for size in (0, 2**20, 2**20 + 4096, 2**30, 2**62)]
+assert int(open("/proc/self/statm").read().split()[1]) - int(before.split()[1]) < 1000, "pages were taken"
+print(answers)
+"""
+    done = subprocess.run([sys.executable, "-c", once], capture_output=True, text=True, check=False)
+    assert done.stdout == "[True, True, False, False, False]\n", done.stderr
+
+
+def test_no_limit(monkeypatch):
+    no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(machine_probe.resource, "getrlimit", lambda _: no_limit)
+    assert may_lock(2**62)

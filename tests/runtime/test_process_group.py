@@ -1,0 +1,40 @@
+"""Joining and leaving the group of all ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# A group is a matter of the whole process, so each of these is one of its own.
+CODE = """
+import os, sys
+import torch, torch.distributed as dist
+from dsgpt.runtime.process_group import joined
+from dsgpt.runtime.topology import read_topology
+
+topology = read_topology()
+try:
+    with joined(topology, torch.device("cpu")):
+        print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")))
+        if sys.argv[1] == "fail":
+            raise ArithmeticError
+except ArithmeticError:
+    pass
+print("left" if dist.is_initialized() else "destroyed")
+"""
+
+
+@pytest.mark.parametrize(("end", "state"), [("well", "destroyed"), ("fail", "left")])
+@pytest.mark.parametrize("leftover", [{}, {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}])
+def test_a_single_process_is_a_group_of_its_own(end, state, leftover):
+    clean = {key: value for key, value in os.environ.items() if "RANK" not in key and not key.startswith("MASTER_")}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, end],
+        env=clean | leftover,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split("\n")[:2] == ["0 0 1 127.0.0.1", state]

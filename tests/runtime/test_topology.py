@@ -1,0 +1,43 @@
+"""Who a rank is in every dimension; DeepSpeed's own layouts are the same where they exist."""
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from dsgpt.runtime.topology import ParallelSizes, Topology
+
+
+def place(rank: int, world_size: int, **sizes: int) -> Topology:
+    process = Topology(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, launcher="x")
+    return process.split(ParallelSizes(**sizes))
+
+
+def test_without_a_split_every_rank_reads_its_own_data():
+    places = [place(rank, 4) for rank in range(4)]
+    assert [one.data_rank for one in places] == [0, 1, 2, 3]
+    assert {(one.data_parallel_size, one.stage, one.tensor_rank, one.sequence_rank) for one in places} == {(4, 0, 0, 0)}
+
+
+@pytest.mark.parametrize("data", [1, 2, 3])
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_layout_is_deepspeeds(pipeline, tensor, data):
+    theirs = PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data)
+    world = pipeline * tensor * data
+    for rank in range(world):
+        ours = place(rank, world, pipeline=pipeline, tensor=tensor)
+        assert ours.data_parallel_size == data
+        assert (ours.stage, ours.data_rank, ours.tensor_rank) == tuple(theirs.get_coord(rank))
+
+
+def test_sequence_peers_are_neighbours_with_the_same_data():
+    places = [place(rank, 6, sequence=3) for rank in range(6)]
+    assert [one.sequence_rank for one in places] == [0, 1, 2, 0, 1, 2]
+    assert [one.data_rank for one in places] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [({}, "1"), ({"tensor": 2}, "tensor 2"), ({"tensor": 2, "pipeline": 4}, "pipeline 4 x tensor 2")],
+)
+def test_sizes_in_words(sizes, words):
+    assert str(ParallelSizes(**sizes)) == words
