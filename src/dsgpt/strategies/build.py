@@ -17,14 +17,15 @@ def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
 def _place(config: RunConfig) -> tuple[str, str]:
     """Module and class of the strategy."""
     if config.run_type != "optimized":
-        return {"baseline": ("baseline", "Baseline"), "ddp": ("ddp", "Ddp"), "fsdp": ("fsdp", "Fsdp")}[config.run_type]
+        names = {"baseline": "Baseline", "ddp": "Ddp", "fsdp": "Fsdp"}
+        return f"pytorch.{config.run_type}", names[config.run_type]
     sizes = config.topology.sizes
     if sizes.pipeline > 1:
-        return "pipeline", "Pipeline"
+        return "deepspeed.pipeline", "Pipeline"
     if sizes.sequence > 1:
-        return "sequence", "Sequence"
+        return "deepspeed.sequence", "Sequence"
     if sizes.tensor > 1:
-        return "tensor", "Tensor"
+        return "deepspeed.tensor", "Tensor"
     if config.recipe.nvme_blocks:
-        return "zero_nvme", "ZeroNvme"
-    return "zero", "Zero"
+        return "deepspeed.zero_nvme", "ZeroNvme"
+    return "deepspeed.zero", "Zero"
