@@ -10,7 +10,7 @@ fp16 and others in fp32.
 
 from dsgpt.checkpointing.training_state import LossScaleState
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.recipe import LossScaling
+from dsgpt.config.recipe_blocks import LossScaling
 
 MOST_SKIPS = 100
 """A fixed scale cannot adapt: this many overflows in a row mean that it never will fit."""
