@@ -29,7 +29,7 @@ from small_run import (
 
 from dsgpt.common.errors import UserError
 from dsgpt.config.compatibility import nvme_paths
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.main import train
 from dsgpt.runtime.topology import read_topology

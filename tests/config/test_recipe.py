@@ -13,6 +13,7 @@ from small_run import RECIPE, REPOSITORY, command_line, write_data, write_recipe
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
 from dsgpt.config import compatibility
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe import Recipe, RecipeSettings, read_recipe
 from dsgpt.config.recipe_blocks import (
     Bf16,
@@ -25,7 +26,6 @@ from dsgpt.config.recipe_blocks import (
     SchedulerRecipe,
     ZeroRecipe,
 )
-from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import ParallelSizes, read_topology
 from dsgpt.strategies.deepspeed.setup import engine_config

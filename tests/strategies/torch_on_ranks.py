@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
-from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, read_topology

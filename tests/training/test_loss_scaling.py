@@ -12,8 +12,8 @@ import torch
 from training_runs import SHAPE, finished, launcher, write_recipe
 
 from dsgpt.common.errors import NonFiniteError
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling
-from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale

@@ -65,7 +65,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
         )
 
 
-def notices(request: Request) -> list[str]:
+def compatibility_notices(request: Request) -> list[str]:
     """Lines to print about keys of the recipe that are allowed but ignored or unproven."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":

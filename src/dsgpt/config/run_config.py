@@ -1,7 +1,4 @@
-"""Everything about one run, resolved and checked: flags over JSON over defaults, against the data and the machine.
-
-``resolve`` looks at all of it before it complains, and complains about all of it at once.
-"""
+"""The configuration of one run: flags over JSON over defaults, checked against the data and the machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +6,14 @@ from typing import Any
 
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
-from dsgpt.config.compatibility import Request, check_accumulation, check_compatibility, notices
+from dsgpt.config.compatibility import Request, check_accumulation, check_compatibility, compatibility_notices
 from dsgpt.config.initial_weights import InitFrom, read_init_from
-from dsgpt.config.length import plan_length
+from dsgpt.config.length import LengthPlan, plan_length
 from dsgpt.config.options import RUN_TYPES, Options
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.order import SampleOrder
-from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
+from dsgpt.data.sidecar import TokenFileError
+from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.runtime.topology import Topology
 
@@ -28,7 +26,7 @@ class RunConfig:
     """One run, ready to be trained."""
 
     options: Options
-    """The flags as given; what they led to is in the fields below."""
+    """The flags as given. Where a field below has a value, it takes the place of the flag's."""
     topology: Topology
     recipe: Recipe
     model: GPT2Config
@@ -55,7 +53,7 @@ class RunConfig:
     """CPU threads per process; None for torch's choice, on GPUs."""
     steps_per_print: int
     notices: tuple[str, ...]
-    """What the user should know about how the request was understood, a line each."""
+    """Lines for the user about decisions that no flag asked for."""
 
     @property
     def run_type(self) -> str:
@@ -92,51 +90,120 @@ class RunConfig:
 
 
 def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunConfig:
-    """Check a request whole.
+    """Read what ``options`` name, check all of it, and decide what they leave open.
+
+    First the inputs are read: recipe, data, initial weights, model and device. Then the checks that need several of
+    them run, then the global batch is split over the ranks and the length of the run is counted. A step whose input is
+    wrong is left out, and the others go on, so that one run reports every mistake.
 
     Args:
         options: the flags.
         topology: what the launcher announced.
-        problems: mistakes found so far, those of the command line; all are raised together.
+        problems: the mistakes found so far, those of the command line.
 
     Raises:
         UserError: with every mistake, a line each.
     """
-    told: list[str] = []
+    notices: list[str] = []
     _check_required(options, problems)
+    inputs = _read_inputs(options, topology, problems)
+    _check_vocabulary(inputs, topology, problems, notices)
+    if inputs.recipe is not None:
+        request = _request(inputs, inputs.recipe, topology)
+        check_compatibility(request, problems)
+        notices += compatibility_notices(request)
+        topology = topology.split(request.sizes)
+        batch = _plan_batch(options, inputs.recipe, topology, problems, notices)
+        if batch is not None:
+            check_accumulation(request, batch.gradient_accumulation_steps, problems)
+    else:
+        batch = None
+    length = plan_length(
+        options,
+        (inputs.train, inputs.val),
+        seq_length=inputs.seq_length,
+        batch=batch,
+        problems=problems,
+        notices=notices,
+    )
+    problems.raise_if_any()
+    assert batch is not None  # whatever is None has left a problem
+    assert length is not None
+    return _run_config(inputs, topology, batch, length, notices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """What the options name, read. A field is None where it is missing or wrong, which ``problems`` then say."""
+
+    options: Options
+    run_dir: Path
+    recipe: Recipe | None
+    train: TokenFile | None
+    val: TokenFile | None
+    init_from: InitFrom | None
+    model: GPT2Config | None
+    seq_length: int | None
+    device: str
+    precision: str
+
+
+def _read_inputs(options: Options, topology: Topology, problems: Problems) -> _Inputs:
     recipe = read_recipe(options.deepspeed_config, problems) if options.deepspeed_config else None
-    train = _open(options.train_data_path, problems)
-    val = _open(options.val_data_path, problems)
+    train, val = _open(options.train_data_path, problems), _open(options.val_data_path, problems)
     run_dir = options.checkpoint_path or Path("checkpoint") / (options.run_type or "")
     init_from = read_init_from(options, run_dir=run_dir, problems=problems, quiet=not topology.is_main)
     model = _resolve_model(options, train, init_from, problems)
     seq_length = _resolve_seq_length(options, model, problems)
     device, precision = _resolve_device(options, recipe, topology, problems)
-    _check_vocabulary(model, (train, val), options, topology, problems, told)
-    if recipe is not None:
-        request = Request(
-            options=options,
-            recipe=recipe,
-            topology=topology,
-            model=model,
-            seq_length=seq_length,
-            device=device,
-            precision=precision,
-            run_dir=run_dir,
-        )
-        check_compatibility(request, problems)
-        told += notices(request)
-        topology = topology.split(request.sizes)
-    batch = _resolve_batch(options, recipe, topology, problems, told)
-    if recipe is not None and batch is not None:
-        check_accumulation(request, batch.gradient_accumulation_steps, problems)
-    length = plan_length(options, (train, val), seq_length=seq_length, batch=batch, problems=problems, notices=told)
-    problems.raise_if_any()
+    return _Inputs(
+        options=options,
+        run_dir=run_dir,
+        recipe=recipe,
+        train=train,
+        val=val,
+        init_from=init_from,
+        model=model,
+        seq_length=seq_length,
+        device=device,
+        precision=precision,
+    )
+
+
+def _request(inputs: _Inputs, recipe: Recipe, topology: Topology) -> Request:
+    return Request(
+        options=inputs.options,
+        recipe=recipe,
+        topology=topology,
+        model=inputs.model,
+        seq_length=inputs.seq_length,
+        device=inputs.device,
+        precision=inputs.precision,
+        run_dir=inputs.run_dir,
+    )
+
+
+def _run_config(
+    inputs: _Inputs, topology: Topology, batch: BatchPlan, length: LengthPlan, notices: list[str]
+) -> RunConfig:
+    """The run of ``inputs`` without a mistake.
+
+    Raises:
+        UserError: the published weights cannot be fetched, or do not fit the model.
+    """
+    options, recipe, model, init_from = inputs.options, inputs.recipe, inputs.model, inputs.init_from
+    assert recipe is not None
+    assert model is not None
+    assert inputs.train is not None
+    assert inputs.val is not None
+    assert inputs.seq_length is not None
     if init_from and init_from.sha256 is None:
-        init_from.weights(model, quiet=not topology.is_main)  # may be no GPT-2's
-    if recipe.scheduler and length.total_steps <= recipe.scheduler.warmup_num_steps:
-        warm_up = recipe.scheduler.warmup_num_steps
-        told.append(f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}")
+        init_from.weights(model, quiet=not topology.is_main)
+    warm_up = recipe.scheduler.warmup_num_steps if recipe.scheduler else 0
+    if length.total_steps <= warm_up:
+        notices.append(
+            f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}"
+        )
     return RunConfig(
         options=options,
         topology=topology,
@@ -144,19 +211,19 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         model=model,
         init_from=init_from,
         batch=batch,
-        train=train,
-        val=val,
-        run_dir=run_dir,
-        seq_length=seq_length,
+        train=inputs.train,
+        val=inputs.val,
+        run_dir=inputs.run_dir,
+        seq_length=inputs.seq_length,
         epochs=length.epochs,
         total_steps=length.total_steps,
         order=length.order,
         val_windows=length.val_windows,
-        precision=precision,
-        device=device,
-        threads_per_device=options.threads_per_device or (1 if device == "cpu" else None),
+        precision=inputs.precision,
+        device=inputs.device,
+        threads_per_device=options.threads_per_device or (1 if inputs.device == "cpu" else None),
         steps_per_print=options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
-        notices=tuple(told),
+        notices=tuple(notices),
     )
 
 
@@ -229,16 +296,17 @@ def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology,
     return kind, precision
 
 
-def _resolve_batch(
-    options: Options, recipe: Recipe | None, topology: Topology, problems: Problems, notices: list[str]
+def _plan_batch(
+    options: Options, recipe: Recipe, topology: Topology, problems: Problems, notices: list[str]
 ) -> BatchPlan | None:
+    """The global batch over the ranks of ``topology``; None where it cannot be split, or the model cannot."""
+    if topology.world_size % topology.sizes.ranks_per_copy:
+        return None
     flags = BatchRequest(
         global_batch_size=options.global_batch_size,
         micro_batch_size=options.micro_batch_size_per_gpu,
         gradient_accumulation_steps=options.grad_accum_steps,
     )
-    if recipe is None or topology.world_size % topology.sizes.ranks_per_copy:
-        return None
     written = BatchRequest(
         global_batch_size=recipe.train_batch_size,
         micro_batch_size=recipe.train_micro_batch_size_per_gpu,
@@ -255,21 +323,17 @@ def _resolve_batch(
     return plan
 
 
-def _check_vocabulary(
-    model: GPT2Config | None,
-    files: tuple[TokenFile | None, TokenFile | None],
-    options: Options,
-    topology: Topology,
-    problems: Problems,
-    notices: list[str],
-) -> None:
-    """Every id must have an embedding. Reads the ids, on one rank, where no sidecar vouches for them."""
-    train, val = files
+def _check_vocabulary(inputs: _Inputs, topology: Topology, problems: Problems, notices: list[str]) -> None:
+    """Refuse data with an id that has no embedding, and files of different tokenizers.
+
+    Rank 0 reads the ids of a file whose sidecar does not name a vocabulary that fits.
+    """
+    train, val, model = inputs.train, inputs.val, inputs.model
     if train and val:
         ours, theirs = train.sidecar.tokenizer, val.sidecar.tokenizer
         if ours and theirs and ours.sha256 != theirs.sha256:
             problems.add(f"{train.path} and {val.path} were made with different tokenizers: prepare them together")
-    for file in files:
+    for file in (train, val):
         if file is None or model is None:
             continue
         if file.inferred:
@@ -280,8 +344,8 @@ def _check_vocabulary(
         largest = file.largest_id()
         if largest >= model.vocab_size:
             cure = f"give --vocab_size {max(largest + 1, file.sidecar.vocab_size or 0)} or more"
-            if options.init_from:
-                cure = f"prepare the text with its tokenizer (data_prep/preprocess.py --tokenizer {options.init_from})"
+            if name := inputs.options.init_from:
+                cure = f"prepare the text with its tokenizer (data_prep/preprocess.py --tokenizer {name})"
             problems.add(
                 f"{file.path}: its largest id is {largest}, but the vocabulary ends at {model.vocab_size - 1}: {cure}"
             )

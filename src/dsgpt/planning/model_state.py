@@ -137,7 +137,7 @@ def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
     """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments, 4P/N of master weights, in fp32 too."""
     own, offloaded = parts(groups), setup.recipe.offload_optimizer != "none"
     gradients = _offloaded_gradients(setup, groups, rank) if offloaded else _own_gradients(setup, groups, rank)
-    moved = ("optimizer", "master") if offloaded else ()
+    moved: tuple[str, ...] = ("optimizer", "master") if offloaded else ()
     if offloaded and (setup.recipe.zero_stage == 2 or setup.precision == "fp32"):
         moved += ("gradients",)
     return ModelState(

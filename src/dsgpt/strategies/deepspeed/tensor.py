@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dsgpt.checkpointing.training_state import ParamState
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.clipping import global_norm
+from dsgpt.optimization.optimizer import global_norm
 from dsgpt.strategies.deepspeed.tensor_layout import attend_with_own_dropout, is_split, join_parts, take_part
 from dsgpt.strategies.deepspeed.zero import Zero
 

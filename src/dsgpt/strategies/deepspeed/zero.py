@@ -14,8 +14,7 @@ from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.clipping import global_norm
-from dsgpt.optimization.optimizer import set_learning_rate
+from dsgpt.optimization.optimizer import global_norm, set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.runtime.process_group import sum_over_ranks
 from dsgpt.strategies.base import StateTensors, StepResult, to_device
