@@ -8,7 +8,7 @@ from small_run import RECIPE, command_line, write_data, write_recipe
 from dsgpt.common.errors import UserError
 from dsgpt.config import compatibility
 from dsgpt.config.flags import parse_arguments
-from dsgpt.config.recipe_blocks import ZeroRecipe
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import Topology
 from dsgpt.strategies.deepspeed.setup import engine_config

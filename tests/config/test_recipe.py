@@ -15,17 +15,8 @@ from dsgpt.common.problems import Problems
 from dsgpt.config import compatibility
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe import Recipe, RecipeSettings, read_recipe
-from dsgpt.config.recipe_blocks import (
-    Bf16,
-    DdpRecipe,
-    Fp16,
-    FsdpRecipe,
-    OffloadOptimizer,
-    OffloadParam,
-    OptimizerRecipe,
-    SchedulerRecipe,
-    ZeroRecipe,
-)
+from dsgpt.config.recipe_blocks import Bf16, DdpRecipe, Fp16, FsdpRecipe, OptimizerRecipe, SchedulerRecipe
+from dsgpt.config.recipe_zero import OffloadOptimizer, OffloadParam, ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import ParallelSizes, read_topology
 from dsgpt.strategies.deepspeed.setup import engine_config

@@ -202,7 +202,8 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     """The folder under which each block of ``zero_optimization`` swaps: ``run_dir`` where the JSON names none."""
     zero = recipe.zero_optimization
     given = {"offload_optimizer": zero.offload_optimizer.nvme_path, "offload_param": zero.offload_param.nvme_path}
-    return {name: run_dir if given[name] is None else Path(given[name]) for name in recipe.nvme_blocks}
+    blocks = {name: path for name, path in given.items() if name in recipe.nvme_blocks}
+    return {name: run_dir if path is None else Path(path) for name, path in blocks.items()}
 
 
 def locked_bytes(request: Request, model: GPT2Config) -> int:
