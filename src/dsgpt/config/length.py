@@ -1,4 +1,4 @@
-"""How long a run is: its windows of text, epochs and optimizer steps."""
+"""The length of a run: windows of text, epochs and optimizer steps."""
 
 from dataclasses import dataclass
 
@@ -31,18 +31,18 @@ def plan_length(
     problems: Problems,
     notices: list[str],
 ) -> LengthPlan | None:
-    """Fix the length of a run.
+    """Compute the length of a run.
 
     Args:
         options: the flags.
         files: for training and for validation; None where one could not be opened.
         seq_length: tokens per sequence; None where unknown.
         batch: None where it could not be split.
-        problems: takes what is too short.
-        notices: takes what the user should know.
+        problems: takes files that are too short.
+        notices: takes a line about windows that are dropped.
 
     Returns:
-        The plan, or None where one of the above is missing or too short.
+        The plan, or None if one of the above is missing or too short.
     """
     train, val = files
     windows, val_windows = (_windows(file, seq_length, problems) for file in files)
@@ -70,7 +70,7 @@ def plan_length(
 
 
 def _windows(file: TokenFile | None, seq_length: int | None, problems: Problems) -> int:
-    """Windows of ``file``; 0 where there is none, or where it is unknown."""
+    """Windows of ``file``; 0 if the file or the length of a window is not known."""
     if file is None or seq_length is None:
         return 0
     count = window_count(file.tokens, seq_length)

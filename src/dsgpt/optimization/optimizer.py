@@ -15,7 +15,7 @@ STATE_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 def decays(name: str) -> bool:
     """Whether weight decay applies to the parameter: to matrices and embeddings, not to biases and LayerNorms.
 
-    Decided by the name, not by the dimensions: a ZeRO-3 or FSDP shard of a matrix is flat.
+    The name decides, not the dimensions: a ZeRO-3 or FSDP shard of a matrix is flat.
     """
     return name.endswith(".weight") and ".ln_" not in f".{name}"
 
