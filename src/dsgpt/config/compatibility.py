@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dsgpt.common.divisors import divisors_around, multiples_around
 from dsgpt.common.problems import Problems
-from dsgpt.config.options import Options
+from dsgpt.config.inputs import Inputs
 from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
@@ -16,25 +16,20 @@ from dsgpt.runtime.topology import ParallelSizes, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is checked for compatibility; a field is None where another mistake hides it."""
+class Request(Inputs):
+    """Inputs with a recipe: what is checked for compatibility."""
 
-    options: Options
     recipe: Recipe
-    topology: Topology
-    """From the launcher's variables; ``sizes`` is not set yet."""
-    model: GPT2Config | None
-    seq_length: int | None
-    device: str
-    """``cpu`` or ``cuda``."""
-    precision: str
-    """``fp32``, ``bf16`` or ``fp16``."""
-    run_dir: Path
 
     @property
     def sizes(self) -> ParallelSizes:
         """How this run splits the model."""
         return self.recipe.parallel_of(self.options.run_type or "")
+
+    @property
+    def split_topology(self) -> Topology:
+        """The ranks with the model split over them; only for sizes that divide the number of ranks."""
+        return self.topology.split(self.sizes)
 
 
 def check_compatibility(request: Request, problems: Problems) -> None:

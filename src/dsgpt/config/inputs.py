@@ -21,6 +21,8 @@ class Inputs:
     """What the options name, read. A field is None where it is missing or wrong, which ``problems`` then say."""
 
     options: Options
+    topology: Topology
+    """From the launcher's variables; its ``sizes`` are not set yet."""
     run_dir: Path
     recipe: Recipe | None
     train: TokenFile | None
@@ -28,8 +30,11 @@ class Inputs:
     init_from: InitFrom | None
     model: GPT2Config | None
     seq_length: int | None
+    """Tokens per sequence."""
     device: str
+    """``cpu`` or ``cuda``."""
     precision: str
+    """``fp32``, ``bf16`` or ``fp16``."""
 
 
 def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inputs:
@@ -39,10 +44,11 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
     run_dir = options.checkpoint_path or Path("checkpoint") / (options.run_type or "")
     init_from = read_init_from(options, run_dir=run_dir, problems=problems, quiet=not topology.is_main)
     model = _resolve_model(options, train, init_from, problems)
-    seq_length = _resolve_seq_length(options, model, problems)
+    seq_length = _resolve_seq_length(options.seq_length, model, problems)
     device, precision = _resolve_device(options, recipe, topology, problems)
     return Inputs(
         options=options,
+        topology=topology,
         run_dir=run_dir,
         recipe=recipe,
         train=train,
@@ -95,10 +101,10 @@ def _resolve_model(
     return None if found else GPT2Config(**shape)
 
 
-def _resolve_seq_length(options: Options, model: GPT2Config | None, problems: Problems) -> int | None:
+def _resolve_seq_length(asked: int | None, model: GPT2Config | None, problems: Problems) -> int | None:
     if model is None:
-        return options.seq_length
-    length = options.seq_length or model.block_size
+        return asked
+    length = asked or model.block_size
     if length > model.block_size:
         problems.add(
             f"--seq_length {length} is longer than the model's {model.block_size} positions: lower it, or add "
@@ -125,7 +131,7 @@ def _resolve_device(options: Options, recipe: Recipe | None, topology: Topology,
     return kind, precision
 
 
-def check_vocabulary(inputs: Inputs, topology: Topology, problems: Problems, notices: list[str]) -> None:
+def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> None:
     """Refuse data with an id that has no embedding, and files of different tokenizers.
 
     Rank 0 reads the ids of a file whose sidecar does not name a vocabulary that fits.
@@ -141,7 +147,7 @@ def check_vocabulary(inputs: Inputs, topology: Topology, problems: Problems, not
         if file.inferred:
             notices.append(f"{file.path}: has no {file.path.stem}.json beside it; read as uint16 ids")
         vouched = file.sidecar.vocab_size is not None and file.sidecar.vocab_size <= model.vocab_size
-        if vouched or not topology.is_main:
+        if vouched or not inputs.topology.is_main:
             continue
         largest = file.largest_id()
         if largest >= model.vocab_size:

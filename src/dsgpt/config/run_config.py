@@ -7,7 +7,7 @@ from dsgpt.common.problems import Problems
 from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
 from dsgpt.config.compatibility import Request, check_accumulation, check_compatibility, compatibility_notices
 from dsgpt.config.initial_weights import InitFrom
-from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_required, check_vocabulary, read_inputs
+from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, check_required, check_vocabulary, read_inputs
 from dsgpt.config.length import LengthPlan, plan_length
 from dsgpt.config.options import Options
 from dsgpt.config.recipe import Recipe
@@ -92,7 +92,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
 
     First the inputs are read: recipe, data, initial weights, model and device. Then the checks that need several of
     them run, then the global batch is split over the ranks and the length of the run is counted. A step whose input is
-    wrong is left out, and the others go on, so that one run reports every mistake.
+    wrong is skipped and the others go on, so that all mistakes are reported together.
 
     Args:
         options: the flags.
@@ -105,60 +105,34 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     notices: list[str] = []
     check_required(options, problems)
     inputs = read_inputs(options, topology, problems)
-    check_vocabulary(inputs, topology, problems, notices)
-    if inputs.recipe is not None:
-        request = _request(inputs, inputs.recipe, topology)
+    check_vocabulary(inputs, problems, notices)
+    request = Request(**vars(inputs)) if inputs.recipe else None
+    batch = None
+    if request is not None:
         check_compatibility(request, problems)
         notices += compatibility_notices(request)
-        topology = topology.split(request.sizes)
-        batch = _plan_batch(options, inputs.recipe, topology, problems, notices)
-        if batch is not None:
-            check_accumulation(request, batch.gradient_accumulation_steps, problems)
-    else:
-        batch = None
-    length = plan_length(
-        options,
-        (inputs.train, inputs.val),
-        seq_length=inputs.seq_length,
-        batch=batch,
-        problems=problems,
-        notices=notices,
-    )
+        batch = _plan_batch(request, problems, notices)
+    length = plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
-    assert batch is not None  # whatever is None has left a problem
+    assert request is not None  # each of these is None only where a problem says why
+    assert batch is not None
     assert length is not None
-    return _run_config(inputs, topology, batch, length, notices)
+    return _run_config(request, batch, length, notices)
 
 
-def _request(inputs: Inputs, recipe: Recipe, topology: Topology) -> Request:
-    return Request(
-        options=inputs.options,
-        recipe=recipe,
-        topology=topology,
-        model=inputs.model,
-        seq_length=inputs.seq_length,
-        device=inputs.device,
-        precision=inputs.precision,
-        run_dir=inputs.run_dir,
-    )
-
-
-def _run_config(
-    inputs: Inputs, topology: Topology, batch: BatchPlan, length: LengthPlan, notices: list[str]
-) -> RunConfig:
-    """The run of ``inputs`` without a mistake.
+def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices: list[str]) -> RunConfig:
+    """The run of ``request``, in which no mistake was found.
 
     Raises:
         UserError: the published weights cannot be fetched, or do not fit the model.
     """
-    options, recipe, model, init_from = inputs.options, inputs.recipe, inputs.model, inputs.init_from
-    assert recipe is not None
+    options, recipe, model, init_from = request.options, request.recipe, request.model, request.init_from
     assert model is not None
-    assert inputs.train is not None
-    assert inputs.val is not None
-    assert inputs.seq_length is not None
+    assert request.train is not None
+    assert request.val is not None
+    assert request.seq_length is not None
     if init_from and init_from.sha256 is None:
-        init_from.weights(model, quiet=not topology.is_main)
+        init_from.weights(model, quiet=not request.topology.is_main)
     warm_up = recipe.scheduler.warmup_num_steps if recipe.scheduler else 0
     if length.total_steps <= warm_up:
         notices.append(
@@ -166,32 +140,31 @@ def _run_config(
         )
     return RunConfig(
         options=options,
-        topology=topology,
+        topology=request.split_topology,
         recipe=recipe,
         model=model,
         init_from=init_from,
         batch=batch,
-        train=inputs.train,
-        val=inputs.val,
-        run_dir=inputs.run_dir,
-        seq_length=inputs.seq_length,
+        train=request.train,
+        val=request.val,
+        run_dir=request.run_dir,
+        seq_length=request.seq_length,
         epochs=length.epochs,
         total_steps=length.total_steps,
         order=length.order,
         val_windows=length.val_windows,
-        precision=inputs.precision,
-        device=inputs.device,
-        threads_per_device=options.threads_per_device or (1 if inputs.device == "cpu" else None),
+        precision=request.precision,
+        device=request.device,
+        threads_per_device=options.threads_per_device or (1 if request.device == "cpu" else None),
         steps_per_print=options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
         notices=tuple(notices),
     )
 
 
-def _plan_batch(
-    options: Options, recipe: Recipe, topology: Topology, problems: Problems, notices: list[str]
-) -> BatchPlan | None:
-    """The global batch over the ranks of ``topology``; None where it cannot be split, or the model cannot."""
-    if topology.world_size % topology.sizes.ranks_per_copy:
+def _plan_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
+    """The global batch over the ranks; None if it cannot be split, or if the model cannot be split over the ranks."""
+    options, recipe = request.options, request.recipe
+    if request.topology.world_size % request.sizes.ranks_per_copy:
         return None
     flags = BatchRequest(
         global_batch_size=options.global_batch_size,
@@ -205,10 +178,12 @@ def _plan_batch(
     )
     plan, changed = plan_batch(
         flags.over(written),
-        data_parallel_size=1 if options.run_type == "baseline" else topology.data_parallel_size,
+        data_parallel_size=1 if options.run_type == "baseline" else request.split_topology.data_parallel_size,
         enforce_global=options.enforce_global_batch_size,
         problems=problems,
     )
     if changed:
         notices.append(changed)
+    if plan is not None:
+        check_accumulation(request, plan.gradient_accumulation_steps, problems)
     return plan
