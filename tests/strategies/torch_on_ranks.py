@@ -113,7 +113,7 @@ def in_other_ways(run_type: str, flags: list[str], topology: Topology) -> dict[s
     for way, recipe in WAYS[run_type].items():
         config = configured(run_type, flags, topology, precision="bf16", **recipe)
         facts[way] = trained(config, build_strategy(config, CPU)) | {"moments": None}
-    config = configured(run_type, flags, topology, ddp=SMALL_BUCKETS)
+    config = configured(run_type, flags, topology, dsgpt=TorchStrategies(ddp=SMALL_BUCKETS))
     compiled = replace(config, options=replace(config.options, compile=True))
     facts["compiled"] = trained(compiled, build_strategy(compiled, CPU)) | {"moments": None}
     return facts
