@@ -63,7 +63,7 @@ class Demo:
 
 def main() -> int:
     """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
-    flags = _read_flags(sys.argv[1:])
+    flags = _read_flags()
     from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     os.chdir(REPOSITORY)
@@ -81,8 +81,8 @@ def main() -> int:
     return 0
 
 
-def _read_flags(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description="Train the demo's two models, and compare them.", allow_abbrev=False)
+def _read_flags() -> argparse.Namespace:
+    parser = Parser(description="Train the demo's two models, and compare them.")
     reader = Reader()
     parser.add_argument(
         "--steps",
@@ -98,7 +98,7 @@ def _read_flags(words: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="receives data/, checkpoint/ and charts/ (default: the repository)",
     )
-    flags = read_words(parser, reader, words, elsewhere={})
+    flags = read_words(parser, reader)
     reader.problems.raise_if_any()
     return flags
 
