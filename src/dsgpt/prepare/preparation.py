@@ -1,7 +1,6 @@
 """From a source to train.bin, val.bin and tokenizer/: all of it published at the end, or none of it."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -12,6 +11,7 @@ from tqdm import tqdm
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, is_regular_file, remove, sync_directory
+from dsgpt.common.locks import Lock
 from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.prepare.console import counted, duration, progress
 from dsgpt.prepare.documents import Source
@@ -100,15 +100,10 @@ def only_one(folder: Path) -> Iterator[None]:
         UserError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder}: another preparation is writing there; wait for its end") from error
+    with Lock.of_folder(folder, follow_link=True) as lock:
+        if not lock.take():
+            raise UserError(f"{folder}: another preparation is writing there; wait for its end")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _divided(options: PrepareOptions, source: Source) -> Divided:
