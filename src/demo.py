@@ -15,7 +15,7 @@ from pathlib import Path
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import DifferentRunError, UserError
 from dsgpt.common.script import complain, run_script
-from dsgpt.runtime.topology import free_port
+from dsgpt.runtime.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GLOBAL_BATCH_SIZE = 32  # the recipe's; a number of GPUs must divide it
@@ -130,8 +130,7 @@ def _train_baseline(demo: Demo) -> int:
 
 def _train_zero1(demo: Demo) -> int:
     words = demo.training("optimized", "zero1")
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--quiet", "--num_gpus", str(demo.devices)]
-    return _run([*launcher, "--master_port", str(free_port()), "src/gpt2.py", *words, _go_on_or_anew(words)])
+    return _run([*launcher_command("deepspeed", demo.devices), "src/gpt2.py", *words, _go_on_or_anew(words)])
 
 
 def _compare(demo: Demo) -> int:
