@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.data.sidecar import (
@@ -45,7 +46,7 @@ class TokenFile:
         """Number of ids in the file."""
         return self.sidecar.tokens
 
-    def memmap(self) -> np.memmap:
+    def memmap(self) -> NDArray[np.unsignedinteger]:
         """The ids, shape (tokens,), read-only, not loaded into memory."""
         return np.memmap(self.path, dtype=DTYPES[self.sidecar.dtype], mode="r")
 
@@ -171,7 +172,7 @@ class TokenFileWriter:
         """Ids written so far."""
         return self._tokens
 
-    def append(self, ids: list[int] | np.ndarray) -> None:
+    def append(self, ids: list[int] | NDArray[np.integer]) -> None:
         """Append one document, ``ids`` of shape (n,) without its end-of-text id, and end it.
 
         Raises:
