@@ -67,7 +67,7 @@ class TokenFile:
             return f"{sidecar_path(self.path).name} does not say when {name} was written"
         return f"{name} changed on disk since it was prepared (or was copied)"
 
-    def verified_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+    def verified_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
         """Hash the file, compare the hash with the sidecar's, and note there that they agree.
 
         Args:
@@ -90,7 +90,7 @@ class TokenFile:
             note_stamp(sidecar_path(self.path), before, sha256=claimed)
         return computed
 
-    def computed_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+    def computed_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
         """Hash the file's bytes; ``progress`` is told the bytes done since its last call."""
         return sha256_of(self.path, progress)
 

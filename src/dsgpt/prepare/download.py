@@ -3,9 +3,10 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
@@ -30,6 +31,10 @@ EXAMPLES = """\
   python data_prep/download_data.py fineweb-edu --max_documents 100000"""
 
 _STDLIB_ABOUT = "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)"
+
+
+Rows: TypeAlias = Generator[dict[str, str], None, None]
+"""The rows of one JSON lines file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:
     source = stdlib_source()
     with progress(total=source.total_bytes(), description="reading", unit="B") as bar:
 
-        def rows() -> Iterator[dict[str, str]]:
+        def rows() -> Rows:
             for _, document in source.documents():
                 bar.update(document.source_bytes)
                 yield {"key": document.key, "text": document.text}
@@ -108,7 +113,7 @@ def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int
     keep(folder, rows, name=name, source=hub_set.source, max_documents=max_documents)
 
 
-def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Iterator[dict[str, str]]:
+def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
     texts, total = hub_rows(hub_set, split)
     if max_documents is not None and not hub_set.articles:
         total = min(total or max_documents, max_documents)
@@ -124,9 +129,7 @@ def _shown(texts: Iterable[str], bar: Bar) -> Iterator[str]:
         yield text
 
 
-def keep(
-    folder: Path, rows: dict[str, Iterator[dict[str, str]]], *, name: str, source: str, max_documents: int | None
-) -> None:
+def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_documents: int | None) -> None:
     """Write each of ``rows`` beside ``folder/KEY.jsonl``, then give all of them their names, the record last.
 
     Rows without text are left out and do not count towards ``max_documents``.

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.files import is_utf8, printable, undecodable
@@ -17,6 +18,10 @@ TRAIN = "train"
 DATASETS = (STDLIB_NAME, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_VAL_FRACTION = 0.05
+
+
+Identity: TypeAlias = dict[str, str | int | float | None]
+"""Options and hashes of inputs, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class PrepareOptions:
         """``val_fraction`` or its default."""
         return _DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
 
-    def identity(self) -> dict[str, str | int | float | None]:
+    def identity(self) -> Identity:
         """What decides the output's bytes, apart from the input: equal identities need no second preparation."""
         return {
             "--input" if self.dataset is None else "--dataset": self.dataset

@@ -104,7 +104,8 @@ def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple
 
 def read_all(paths: dict[str, Path]) -> tuple[list[Run], list[str]]:
     """Every run that can be read, and one line for each that cannot."""
-    runs, problems = [], []
+    runs: list[Run] = []
+    problems: list[str] = []
     for name, path in paths.items():
         try:
             runs.append(read_run(path, name=name))
