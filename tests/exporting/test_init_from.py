@@ -10,16 +10,7 @@ import torch
 from convert_script import converted
 from published import largest_difference, our_model, publish, published
 from safetensors.torch import load_file, save_file
-from small_run import (
-    TOKENS,
-    VOCABULARY,
-    command_line,
-    random_ids,
-    write_data,
-    write_recipe,
-    write_tokenizer,
-    write_tokens,
-)
+from small_run import VOCABULARY, command_line, write_inputs, write_tokenizer
 from transformers import GPT2Model
 
 from dsgpt.common.errors import UserError
@@ -159,10 +150,7 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Data in the vocabulary of a small tokenizer, a recipe, and a model published with that tokenizer."""
-    write_data(tmp_path)
-    write_recipe(tmp_path / "recipe.json")
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    write_tokens(tmp_path / "train.bin", random_ids(TOKENS), tokenizer=tokenizer)
+    write_inputs(tmp_path)
     publish(tmp_path / "hf", vocab_size=VOCABULARY)
     write_tokenizer(tmp_path / "with-tokenizer")
     for path in (tmp_path / "with-tokenizer").iterdir():

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prep_helpers import CORPUS, SCRIPTS, write_tokenizer
+from prep_helpers import CORPUS, SCRIPTS
+from small_run import write_tokenizer
 
 from dsgpt.prepare import command
 
@@ -61,7 +62,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local tokenizer of 257 ids."""
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizers") / "bytes", size=257)
+    folder = tmp_path_factory.mktemp("tokenizers") / "bytes"
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
