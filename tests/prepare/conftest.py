@@ -37,7 +37,7 @@ def run(script_command) -> Run:
     def execute(script: str, *flags: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
         arguments, environment = script_command(script, *flags, **variables)
         done = subprocess.run(
-            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == code, f"{flags} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
         if code:
