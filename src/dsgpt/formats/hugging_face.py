@@ -71,7 +71,7 @@ def hugging_face_shape(name: str, shape: Iterable[int], config: GPT2Config) -> t
 
 
 def hugging_face_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
-    """The canonical parameter ``name`` (or its gradient) in Hugging Face's layout, without padding; a view of ``value``."""
+    """The canonical parameter ``name`` (or its gradient) in Hugging Face's layout, unpadded; a view of ``value``."""
     if name == _EMBEDDING:
         return value[: config.vocab_size]
     return value.t() if name.endswith(_TRANSPOSED) else value
