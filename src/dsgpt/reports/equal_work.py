@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def answer(self) -> str:
-        """One of yes, no, unknown: a known difference outweighs what is unknown; one run alone has nothing to equal."""
+        """yes, no or unknown. A known difference makes it no, whatever else is unknown; a single run is unknown."""
         if self.differences:
             return "no"
         return "unknown" if self.unknown or len(self.names) < 2 else "yes"

@@ -110,20 +110,24 @@ def read_run(path: Path, *, name: str) -> Run:
     return _build(Fields(values, notes=notes), name=name, log=path.with_name(LOG_NAME), notes=notes)
 
 
+def _changes(record: Fields) -> list[dict[str, Any]]:
+    """What changed when the run was resumed, as objects with name, step, before and after."""
+    changes = record.raw("changed_at_resume")
+    return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+
+
 def _moves(record: Fields) -> Iterator[str]:
     """A note for each change of strategy or ranks, from records without segments."""
-    changes = record.raw("changed_at_resume")
-    for change in changes if isinstance(changes, list) else []:
-        if isinstance(change, dict) and change.get("name") == EXECUTED_BY and not record.sections("segments"):
+    for change in _changes(record):
+        if change.get("name") == EXECUTED_BY and not record.sections("segments"):
             after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
             yield f"times are of two strategies: {after} after step {step}, {before} before"
 
 
 def _validated_anew(record: Fields) -> Iterator[str]:
     """A note for each change of the validation set: losses before and after it cannot be compared."""
-    changes = record.raw("changed_at_resume")
-    for change in changes if isinstance(changes, list) else []:
-        if isinstance(change, dict) and change.get("name") in ("validation data", "validation windows"):
+    for change in _changes(record):
+        if change.get("name") in ("validation data", "validation windows"):
             name, step = change["name"], str(change.get("step"))[:80]
             yield f"validation losses are of two sets: the {name} changed after step {step}"
 

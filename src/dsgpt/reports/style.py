@@ -89,7 +89,7 @@ class Frame:
 
 
 def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width: float, height: float) -> Frame:
-    """A figure of ``width`` inches whose panels get ``height`` inches, with a title, boxed ``warnings`` and captions."""
+    """A figure of ``width`` inches whose panels get ``height`` inches, with title, boxed ``warnings`` and captions."""
     stamp = _wrapped(warnings, width=int(width * 11.5))
     caption = _wrapped(captions, width=int(width * 14.5))
     above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
