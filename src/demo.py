@@ -148,9 +148,7 @@ def _go_on_or_anew(words: Sequence[str]) -> str:
     """
     folder = words[words.index("--checkpoint_path") + 1]
     refusal = _refusal([*words, "--resume"])
-    if (
-        refusal is None or _refusal([*words, "--overwrite"]) is not None
-    ):  # the run itself reports what --overwrite does not cure
+    if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # the run reports what this cannot cure
         return "--resume"
     if not isinstance(refusal, DifferentRunError):
         if isinstance(refusal, UserError):
