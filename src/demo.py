@@ -188,4 +188,4 @@ def _device_flags(gpus: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_script(main, kept="make demo goes on from the last checkpoint")
+    run_script(main, kept="make demo continues from the last checkpoint")

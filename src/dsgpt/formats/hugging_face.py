@@ -124,7 +124,7 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
         problems: gets every setting that makes it another model.
     """
     if values.get("model_type") != "gpt2":
-        problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be taken up")
+        problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be loaded")
         return None
     found = [
         f"{place}: {key} is {clipped(values[key])}, in GPT-2 it is {expected!r}: the weights would mean something else "

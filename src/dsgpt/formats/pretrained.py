@@ -159,7 +159,7 @@ def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], confi
         if name in stored and stored[name].shape != shape
     ]
     problems += [
-        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be taken up"
+        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
         for name in expected
         if name in stored and stored[name].dtype is None
     ]

@@ -123,10 +123,7 @@ def judge(runs: Sequence[Run]) -> Verdict:
 
 
 def show(value: Any, *, whole: bool = False) -> str:
-    """A fact's value for a reader: whole numbers whole, settings in a row, unknown said; long texts cut at the end.
-
-    With ``whole`` nothing is cut.
-    """
+    """The value of a fact as text; a long text is cut at the end unless ``whole``."""
     if value is None:
         return "unknown"
     if isinstance(value, float):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dsgpt.reports.runs import Run
-from dsgpt.reports.segments import HARDWARE, differences, untold
+from dsgpt.reports.segments import HARDWARE, differences, unrecorded_steps
 
 
 def setup_stamps(runs: Sequence[Run]) -> list[str]:
@@ -24,7 +24,7 @@ def segment_stamps(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if changed := differences(run.segments, noted=False):
             lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
-        if steps := untold(run.segments):
+        if steps := unrecorded_steps(run.segments):
             lines.append(f"NOT RECORDED: how {run.name} executed its {steps}")
     return lines
 

@@ -14,9 +14,9 @@ from dsgpt.reports.segments import (
     STRATEGY,
     Segment,
     differences,
+    only_last_process_recorded,
     read_segments,
-    resumed_untold,
-    said,
+    setup_over_time,
 )
 from dsgpt.reports.work_facts import EXECUTED_BY, read_work
 
@@ -154,9 +154,9 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
         status=record.text("status"),
-        machine=said(segments, HARDWARE),
-        devices=said(segments, DEVICES),
-        strategy=said(segments, STRATEGY),
+        machine=setup_over_time(segments, HARDWARE),
+        devices=setup_over_time(segments, DEVICES),
+        strategy=setup_over_time(segments, STRATEGY),
         segments=segments,
         resumed=record.raw("resumed_from") is not None,
         work=read_work(
@@ -237,7 +237,7 @@ def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
         "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
         "host_memory": summary.number("peak_rss_bytes_rank0"),
     }
-    if not resumed_untold(record):
+    if not only_last_process_recorded(record):
         return peaks
     notes.append("peak memory was recorded of the last process alone: treated as unknown")
     return dict.fromkeys(peaks)

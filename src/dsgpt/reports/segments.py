@@ -41,8 +41,8 @@ def read_segments(record: Fields) -> tuple[Segment, ...]:
 
     A record of a version without segments has one segment, that of its last process.
     """
-    told = [_read(section) for section in record.sections("segments")]
-    found = [segment for segment in told if segment is not None]
+    read = [_read(section) for section in record.sections("segments")]
+    found = [segment for segment in read if segment is not None]
     took_steps = [segment for segment in found if segment.last_step and segment.last_step >= segment.first_step]
     segments = took_steps or found[-1:] or [_only_one(record)]
     if (first := segments[0].first_step) > 1:
@@ -50,7 +50,7 @@ def read_segments(record: Fields) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def resumed_untold(record: Fields) -> bool:
+def only_last_process_recorded(record: Fields) -> bool:
     """Whether the run was resumed by a version that only recorded the last process."""
     return record.raw("resumed_from") is not None and not record.sections("segments")
 
@@ -144,12 +144,14 @@ def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str 
             pieces.append((value, segment.first_step))
     if len(pieces) == 1:
         return pieces[0][0]
-    told = [f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)]
+    earlier = [
+        f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)
+    ]
     last, start = pieces[-1]
-    return ", ".join([*told, f"{last or 'not recorded'} from step {start:,}"])
+    return ", ".join([*earlier, f"{last or 'not recorded'} from step {start:,}"])
 
 
-def said(segments: Sequence[Segment], what: str) -> str | None:
+def setup_over_time(segments: Sequence[Segment], what: str) -> str | None:
     """``over_time`` for one entry of the segments' ``setup``."""
     return over_time(segments, [segment.setup.get(what) for segment in segments])
 
@@ -162,11 +164,15 @@ def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
         noted: compare the entries of ``NOTED``; otherwise those that affect times and memory, without the hardware,
             which has a warning of its own.
     """
-    told = [segment for segment in segments if segment.setup]
-    names = NOTED if noted else [name for name in told[-1].setup if name not in {HARDWARE, *NOTED}]
-    return [f"{name} {said(told, name)}" for name in names if len({segment.setup[name] for segment in told}) > 1]
+    recorded = [segment for segment in segments if segment.setup]
+    names = NOTED if noted else [name for name in recorded[-1].setup if name not in {HARDWARE, *NOTED}]
+    return [
+        f"{name} {setup_over_time(recorded, name)}"
+        for name in names
+        if len({segment.setup[name] for segment in recorded}) > 1
+    ]
 
 
-def untold(segments: Sequence[Segment]) -> str | None:
+def unrecorded_steps(segments: Sequence[Segment]) -> str | None:
     """The steps of the run whose execution was not recorded: "steps 1 to 200"."""
     return next((f"steps 1 to {each.last_step:,}" for each in segments if not each.setup), None)

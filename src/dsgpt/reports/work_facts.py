@@ -4,7 +4,7 @@ from typing import Any
 
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.fields import Fields
-from dsgpt.reports.segments import over_time, quantized, read_segments, resumed_untold
+from dsgpt.reports.segments import only_last_process_recorded, over_time, quantized, read_segments
 
 RANDOM = "random"
 """The initial weights of a run without ``--init_from``: they depend on the seed, which is a separate fact."""
@@ -95,7 +95,7 @@ def _quantized(record: Fields) -> str | None:
         segments = read_segments(record)
         found = [segment.quantized for segment in segments]
         return None if None in found else over_time(segments, found)
-    if resumed_untold(record):
+    if only_last_process_recorded(record):
         return None
     given = record.section("deepspeed_config").raw("given")
     return quantized(record.section("training_config"), given if isinstance(given, dict) else None)
