@@ -1,13 +1,14 @@
-"""The tokenizer: trained here or loaded, kept as a standard Hugging Face folder, and used to encode documents."""
+"""The tokenizer: trained or loaded, saved as a Hugging Face folder, and used to encode documents."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.common.errors import UserError
@@ -21,6 +22,7 @@ from dsgpt.formats.tokenizer_files import (
     open_tokenizer,
     reason_of,
 )
+from dsgpt.prepare.documents import Document
 from dsgpt.prepare.splitting import Divided, pieces
 
 if TYPE_CHECKING:
@@ -28,21 +30,19 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
-"""Every byte and the end-of-text token."""
+"""All 256 bytes and the end-of-text token."""
 _GPT2_CONTEXT = 1024
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
-_AS_IT_IS = {"clean_up_tokenization_spaces": False}
-"""Decoding gives the text back, it does not embellish it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as its folder on disk holds it, ready to encode."""
+    """A tokenizer that was read from its folder and is ready to encode."""
 
     folder: Path
     tokenizer: Tokenizer
-    """Encodes special tokens that appear in a text as ordinary text, and adds none."""
+    """Encodes special tokens in a text as ordinary text, and adds none."""
     size: int
     """One more than the largest id."""
     eot_id: int
@@ -51,11 +51,11 @@ class Vocabulary:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of GPT-2's kind: any text can be encoded and is given back byte for byte.
+    """A byte-level BPE like GPT-2's: it encodes any text, and decoding gives the same bytes.
 
     Args:
         texts: the documents of the train split.
-        vocab_size: ids in all, ``<|endoftext|>`` (id 0) included; a small corpus may yield fewer.
+        vocab_size: number of ids, with ``<|endoftext|>`` (id 0); a small corpus may yield fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer`` as a folder that ``transformers.AutoTokenizer`` loads, with ``<|endoftext|>`` as its end."""
+    """Write ``tokenizer`` as a folder for ``transformers.AutoTokenizer``; its ``eos_token`` is ``<|endoftext|>``."""
     from transformers import GPT2Tokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
 
     _save(
@@ -84,27 +84,28 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
             eos_token=END_OF_TEXT,
             unk_token=END_OF_TEXT,
             add_prefix_space=False,
-            **_AS_IT_IS,
+            clean_up_tokenization_spaces=False,  # decoding gives the text back unchanged
         ),
         folder,
     )
 
 
 def save_loaded(name: str, folder: Path) -> None:
-    """Copy the tokenizer ``name``, a local folder or a hub name, into ``folder``. Runs no code that it may bring.
+    """Save the tokenizer ``name``, a local folder or a name on the hub, to ``folder``. Code in it is never run.
 
     Raises:
-        UserError: no such tokenizer, no network to fetch it, it brings code, no fast version, or no end-of-text token.
+        UserError: there is no such tokenizer, no network to fetch it, it asks for code, or it has no fast version or
+            no end-of-text token.
     """
     what = f"--tokenizer {name}"
     if Path(name).is_dir():
-        tokenizer = open_tokenizer(Path(name), what=what, named=True, **_AS_IT_IS)
+        tokenizer = open_tokenizer(Path(name), what=what, named=True, clean_up_tokenization_spaces=False)
     else:
         try:
-            tokenizer = open_tokenizer(name, what=what, **_AS_IT_IS)
+            tokenizer = open_tokenizer(name, what=what, clean_up_tokenization_spaces=False)
         except RefusedTokenizerError:
             raise
-        except UserError:  # it is not in the hub library's cache
+        except UserError:  # not in the hub library's cache
             tokenizer = _download(name)
     if not tokenizer.is_fast:
         raise UserError(f"--tokenizer {name}: has no tokenizer.json for the `tokenizers` library; choose another one")
@@ -118,7 +119,7 @@ def _download(name: str) -> "PreTrainedTokenizerBase":
         f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json"
     )
     try:
-        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, **_AS_IT_IS)
+        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, clean_up_tokenization_spaces=False)
     except RefusedTokenizerError:
         raise
     except UserError as error:
@@ -129,7 +130,7 @@ def _download(name: str) -> "PreTrainedTokenizerBase":
 
 
 def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    if tokenizer.model_max_length > 1 << 30:  # the library's way of saying "not known"
+    if tokenizer.model_max_length > 1 << 30:  # the library's value for "unknown"
         tokenizer.model_max_length = _GPT2_CONTEXT
     remove(folder)
     tokenizer.save_pretrained(folder)
@@ -139,7 +140,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
     """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
 
     Raises:
-        UserError: somebody changed it since: it holds links, asks for code, or is damaged.
+        UserError: it was changed since: it has links, asks for code, or is damaged.
     """
     if fault := fault_of(folder):
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
@@ -153,7 +154,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
         raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
     if eot_id is None:
         raise UserError(f"{folder}: is damaged (it has no token {eos!r}); make it again with --overwrite")
-    tokenizer.encode_special_tokens = True  # the library's name for "as ordinary text"
+    tokenizer.encode_special_tokens = True  # the library's name for encoding them as ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Vocabulary(
@@ -165,38 +166,48 @@ def open_vocabulary(folder: Path) -> Vocabulary:
     )
 
 
-def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Encode documents in order, a few megabytes at a time on all cores.
+def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, NDArray[np.uint32]]]:
+    """Encode documents in order, a few megabytes at a time, on all cores.
 
     Yields:
         The split, the document's source bytes, and its ids of shape (n,) without the end-of-text id.
 
     Raises:
-        UserError: a document's ids contain the end-of-text id, so that its end could not be told.
+        UserError: a document's ids contain the end-of-text id, which must only mark its end.
     """
-    parts: list[np.ndarray] = []
+    parts: list[NDArray[np.uint32]] = []
     for batch in _batches(divided, cut=_cuts_cleanly(vocabulary.tokenizer)):
-        encodings = vocabulary.tokenizer.encode_batch_fast([text for _, _, text, _ in batch], add_special_tokens=False)
-        for (split, document, _, last), encoding in zip(batch, encodings, strict=True):
+        encodings = vocabulary.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype=np.uint32))
-            if last:
+            if piece.last:
                 ids = np.concatenate(parts)
                 parts = []
                 if (ids == vocabulary.eot_id).any():
                     raise UserError(
-                        f"{document.key}: this tokenizer turns some of its text into the end-of-text id "
+                        f"{piece.document.key}: this tokenizer turns some of its text into the end-of-text id "
                         f"{vocabulary.eot_id}; use another tokenizer"
                     )
-                yield split, document.source_bytes, ids
+                yield piece.split, piece.document.source_bytes, ids
 
 
-def _batches(divided: Divided, *, cut: bool) -> Iterator[list[tuple]]:
-    batch: list[tuple] = []
+class _Piece(NamedTuple):
+    """A part of a document that is encoded on its own."""
+
+    split: str
+    document: Document
+    text: str
+    last: bool
+    """Whether the document ends with it."""
+
+
+def _batches(divided: Divided, *, cut: bool) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
     characters = 0
     for split, document in divided:
         texts = list(pieces(document.text, characters=_PIECE_CHARACTERS)) if cut else [document.text]
         for index, text in enumerate(texts):
-            batch.append((split, document, text, index == len(texts) - 1))
+            batch.append(_Piece(split, document, text, last=index == len(texts) - 1))
             characters += len(text)
             if characters >= _BATCH_CHARACTERS:
                 yield batch
@@ -206,7 +217,7 @@ def _batches(divided: Divided, *, cut: bool) -> Iterator[list[tuple]]:
 
 
 def _cuts_cleanly(tokenizer: Tokenizer) -> bool:
-    """Whether the tokens of the ``pieces`` of a text are those of the whole: so for GPT-2's kind of tokenizer."""
+    """Whether the ``pieces`` of a text have the tokens of the whole text, as with tokenizers like GPT-2's."""
     state = json.loads(tokenizer.to_str())
     splitter = state["pre_tokenizer"] or {}
     gpt2_kind = splitter.get("type") == "ByteLevel" and splitter["use_regex"] and not splitter["add_prefix_space"]
