@@ -25,7 +25,7 @@ from dsgpt.config.recipe_blocks import (
     TensorParallelRecipe,
     TorchStrategies,
 )
-from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistake, no_null
+from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistakes_of, no_null
 from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
@@ -105,7 +105,7 @@ class RecipeSettings(Block):
     def _one_precision(cls, fp16: Fp16 | None, info: ValidationInfo) -> Fp16 | None:
         bf16 = info.data.get("bf16")
         if fp16 and fp16.enabled and bf16 and bf16.enabled:
-            raise mistake("and bf16 are both enabled; keep one")
+            raise ValueError("and bf16 are both enabled; keep one")
         return fp16
 
     @field_validator("aio")
@@ -113,7 +113,7 @@ class RecipeSettings(Block):
     def _swaps_files(cls, aio: AioRecipe | None, info: ValidationInfo) -> AioRecipe | None:
         zero = info.data.get("zero_optimization")
         if aio and zero and "nvme" not in {zero.offload_optimizer.device, zero.offload_param.device}:
-            raise mistake("means nothing without offload to nvme: leave it out")
+            raise ValueError("means nothing without offload to nvme: leave it out")
         return aio
 
     @property
@@ -215,7 +215,6 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     try:
         settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            problems.add(f"{': '.join(map(str, (path, *one['loc'])))} {one['msg']}")
+        problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error)))
         return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
