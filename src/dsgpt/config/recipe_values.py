@@ -28,6 +28,7 @@ IN_A_FILE = "in a file"
 """The context of a validation whose values are JSON's."""
 _NO_OBJECT = (NoneType, bool, int, float, str, list)
 """What JSON has besides objects."""
+_MISSING = "is missing"
 _AUTO = 'is "auto": write the value, or leave the key out for its default'
 
 
@@ -46,7 +47,7 @@ def mistakes_of(error: ValidationError) -> list[Mistake]:
 
 
 def _text_of(kind: str, message: str) -> str:
-    return "is missing" if kind == "missing" else message.removeprefix("Value error, ")
+    return _MISSING if kind == "missing" else message.removeprefix("Value error, ")
 
 
 def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
@@ -129,11 +130,8 @@ class Block:
     @classmethod
     def _moved(cls, each: Mistake) -> Mistake:
         """A mistake in a field, at its place in the JSON."""
-        return (
-            Mistake(each.place, each.text + cls.MISSING.get(str(each.place[-1]), ""))
-            if each.text == "is missing"
-            else each
-        )
+        hint = cls.MISSING.get(str(each.place[-1]), "") if each.text == _MISSING else ""
+        return each._replace(text=each.text + hint)
 
 
 @dataclass(frozen=True, kw_only=True)
