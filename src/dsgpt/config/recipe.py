@@ -1,7 +1,7 @@
-"""The recipe: what a DeepSpeed JSON means to EVERY strategy. Reads, checks and writes one.
+"""The recipe: what a DeepSpeed JSON means to every strategy. Reads, checks and writes one.
 
-One recipe can be handed from a laptop's baseline to a cluster, because it is read and checked in the same way whichever
-strategy will run. Imports neither torch nor DeepSpeed.
+A recipe is read and checked in the same way for every strategy, so one file serves the baseline on a laptop and a
+cluster. Imports neither torch nor DeepSpeed.
 """
 
 import hashlib
@@ -42,12 +42,12 @@ DEEPSPEED_KEYS = (
 )
 """Keys that DeepSpeed's engine is given as they are; they mean nothing to other strategies.
 
-They change how a step is computed and not what is computed, with one exception inside ``zero_optimization``: Zero++'s
-``zero_quantized_weights`` and ``zero_quantized_gradients`` round what travels, so that the training is another one.
+They change how a step is computed, and not its result, with one exception inside ``zero_optimization``: Zero++'s
+``zero_quantized_weights`` and ``zero_quantized_gradients`` round what ranks send, so the training is another one.
 """
 
 PARALLEL_KEYS = ("tensor_parallel", "pipeline", "sequence_parallel_size")
-"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies tell DeepSpeed what it needs."""
+"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies configure DeepSpeed by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
