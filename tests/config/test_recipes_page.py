@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.parity.matrix import STRATEGIES, select, whole_matrix
+from dsgpt.benchmarks.harness.tested import STRATEGIES
+from dsgpt.benchmarks.parity.matrix import select, whole_matrix
 from dsgpt.common.problems import Problems
 from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_reader import read_recipe

@@ -200,13 +200,14 @@ def page(suite: str) -> Callable[[Path], None]:
     """Make the page of a suite from a record, as ``--table-from`` does."""
 
     def read(folder: Path) -> None:
-        from dsgpt.benchmarks.faults.command import make_page as faults_page
-        from dsgpt.benchmarks.parity.command import make_page as parity_page
-        from dsgpt.benchmarks.resume.command import make_page as resume_page
-        from dsgpt.benchmarks.saving.command import make_page as saving_page
+        from dsgpt.benchmarks.faults.command import PAGE as FAULTS
+        from dsgpt.benchmarks.harness.pages import make_page
+        from dsgpt.benchmarks.parity.command import PAGE as PARITY
+        from dsgpt.benchmarks.resume.command import PAGE as RESUME
+        from dsgpt.benchmarks.saving.command import PAGE as SAVING
 
-        makers = {"parity": parity_page, "resume": resume_page, "faults": faults_page, "saving": saving_page}
-        makers[suite](folder / f"{suite}.json", folder / "page.md")
+        pages = {page.name: page for page in (PARITY, RESUME, FAULTS, SAVING)}
+        make_page(pages[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
 
     return read
 

@@ -3,10 +3,10 @@ times what was measured there.
 
 In fp32 only the order of sums differs. On a CPU in bf16 every product is rounded to 8 binary digits, but the reference
 takes the same micro batches and rounds where the strategy does, so that the first gradient and the first update are
-equal in six digits: whoever sums in another precision, drops or doubles a micro batch, decays a bias or has another
-epsilon, is out of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to the other
-side changes the products of the next step, and after 20 steps loss and weights differ as if every product had been
-rounded once more.
+equal in six digits: a training that sums in another precision, drops or doubles a micro batch, decays a bias or has
+another epsilon is out of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to
+the other side changes the products of the next step, and after 20 steps loss and weights differ as if every product had
+been rounded once more.
 
 On a GPU nothing was measured yet: the bounds of 16-bit precisions there allow for every product rounded otherwise, in
 the first step too. A sum in another precision, or a bias that decays, is within them (``planted.Bug.visible_on``).
@@ -14,7 +14,7 @@ the first step too. A sum in another precision, or a bias that decays, is within
 
 from dataclasses import dataclass
 
-from dsgpt.benchmarks.parity.split import Split
+from dsgpt.benchmarks.parity.computation import Split
 
 RATE = 1e-12
 """On the learning rate, absolute: two formulas of one schedule differ in the last of 16 digits."""

@@ -1,4 +1,4 @@
-"""What a rank of the suite does, in a process forked for it; see ``dsgpt.benchmarks.harness.worker``."""
+"""One rank of one cell of the resume suite; see ``dsgpt.benchmarks.harness.worker``."""
 
 import contextlib
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.benchmarks.harness.measurement import rank_file
+from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader, write_training_state
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.config.request import parse_arguments
@@ -31,7 +31,7 @@ STATE_FILES = ("model.safetensors", MOMENTS, COUNTERS)
 
 
 def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
-    """Train as ``src/gpt2.py`` does with ``flags``; with a ``checkpoint``, go on from it.
+    """Train as ``src/gpt2.py`` does with ``flags``; with a ``checkpoint``, resume from it.
 
     Raises:
         UserError: the product refuses the combination.
@@ -45,13 +45,13 @@ def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
 
 
 def _leave_at(checkpoint: Path, run_dir: Path) -> None:
-    """Copy the run of ``checkpoint`` as a kill some time after it was saved would have left it."""
+    """Copy the run of ``checkpoint`` into the state in which a kill after that save would have left it."""
     others = [path.name for path in checkpoint.parent.glob("step-*") if path != checkpoint]
     shutil.copytree(checkpoint.parent, run_dir, ignore=shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others))
 
 
 def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
-    """Let the strategy of ``flags`` take up a checkpoint, write it again, and validate.
+    """Let the strategy of ``flags`` load a checkpoint, write it again, and validate.
 
     Raises:
         UserError: the product refuses the combination.
@@ -68,7 +68,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             shapes, writes = parameter_shapes(config.model), config.topology.is_main
             write_training_state(out, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=writes)
             wrong = _wrong_weights(strategy, reader)
-            stopping = Stopping(Interruption(speaks=False), HostGroup())  # which nobody asks for
+            stopping = Stopping(Interruption(speaks=False), HostGroup())  # nothing requests a stop
             val_loss, _ = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
             barrier()
         same = {name: sha256_of(out / name) == sha256_of(Path(checkpoint) / name) for name in STATE_FILES if writes}
@@ -77,12 +77,12 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
 
 
 def _wrong_weights(strategy: Strategy, reader: StateReader) -> list[str]:
-    """Of the weights that this rank holds whole, those that are not the checkpoint's, rounded."""
-    wrong = []
-    for name, value in strategy.replicated_weights():
-        if not torch.equal(value.cpu(), reader.state(name).weight.to(value.dtype)):
-            wrong.append(name)
-    return wrong
+    """The weights that this rank holds whole and that are not the checkpoint's, rounded to the precision."""
+    return [
+        name
+        for name, value in strategy.replicated_weights()
+        if not torch.equal(value.cpu(), reader.state(name).weight.to(value.dtype))
+    ]
 
 
 def _resolved(flags: list[str]) -> RunConfig:
