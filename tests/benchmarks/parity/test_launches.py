@@ -80,7 +80,7 @@ def test_every_end_is_a_result_and_the_next_training_goes_on(assignment, tmp_pat
 def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch):
     """As on GPUs: a rank that fails is not waited for half an hour, and the next training starts afresh."""
     (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(launching, "WORKER", "failing_worker")
     failing = replace(assignment("one fails", run_type="ddp"), call="failing_worker:fail_or_wait", arguments={})
     cells = [failing, assignment("done", run_type="ddp")]
@@ -95,7 +95,7 @@ def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monke
 
 def test_a_launch_that_does_nothing_is_ended(assignment, tmp_path, monkeypatch):
     (tmp_path / "idle_worker.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(launching, "WORKER", "idle_worker")
     monkeypatch.setattr(launching, "STUCK_SEC", 1)
     launch = Launch(launcher="python", ranks=1, cells=1)

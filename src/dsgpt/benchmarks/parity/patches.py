@@ -7,18 +7,16 @@ to find the bug in what it does to the training.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # DDP requires this annotation of its hook
 
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization import optimizer as optimization
 from dsgpt.runtime import process_group
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 Patch = contextlib.AbstractContextManager[None]
 
@@ -54,7 +52,7 @@ def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
 def sum_over_ranks() -> Patch:
     from dsgpt.strategies.pytorch.ddp import Ddp  # noqa: PLC0415 - the planted cell alone needs it, here and below
 
-    def add_up(_strategy: Ddp, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
+    def add_up(_strategy: Ddp, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
         summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return summed
@@ -172,7 +170,7 @@ def rounded_before_the_reduction() -> Patch:
     def round_and_reduce(flat: Tensor, **named: Any) -> Any:
         return reduce(flat.copy_(flat.bfloat16()), **named)
 
-    def average_rounded(masters: dict[nn.Parameter, nn.Parameter], bucket: "GradBucket") -> Any:
+    def average_rounded(masters: dict[nn.Parameter, nn.Parameter], bucket: GradBucket) -> Any:
         with _replaced(dist, "all_reduce", round_and_reduce):
             return average(masters, bucket)
 
