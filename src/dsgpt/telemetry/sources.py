@@ -56,6 +56,15 @@ def changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
 
 
+def require_sources_file(folder: Path) -> None:
+    """Refuse a ``SOURCES.json`` in ``folder`` that ``note_sources`` could not extend; there may be none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    _read(folder)
+
+
 def note_sources(folder: Path, record: Path, *, git_commit: str | None, sources: Hashes) -> None:
     """Enter ``record``, a file below ``folder``, into the ``SOURCES.json`` of ``folder``.
 

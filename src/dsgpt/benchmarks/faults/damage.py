@@ -90,7 +90,7 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
     resumed = runs.resume(RUN, run_dir)
     lines = [line for line in resumed.said.splitlines() if "is refused" in line or "resuming from" in line]
     wrong = all_wrong(
-        (resumed.resumed_from != plan.resumed_from, f"it went on from step {resumed.resumed_from}"),
+        (resumed.resumed_from != plan.resumed_from, f"it resumed from step {resumed.resumed_from}"),
         (plan.words not in resumed.said, f"it did not say: {plan.words}"),
         (bool(list(run_dir.glob(".partial-*"))), "temporary folders are left"),
         (bool(resumed.wrong), resumed.wrong),

@@ -137,7 +137,7 @@ def _wrong_lines(plan: DiskFault, lines: list[str]) -> list[tuple[bool, str]]:
     return [
         (not any(plan.words in line for line in lines), f"it did not say: {plan.words}"),
         (any(plan.not_words in line for line in lines), f"it said: {plan.not_words}"),
-        (plan.policy == "continue" and not any("going on" in line for line in lines), "it did not go on"),
+        (plan.policy == "continue" and not any("going on" in line for line in lines), "it did not continue"),
     ]
 
 
@@ -145,7 +145,7 @@ def _wrong_resume(plan: DiskFault, resumed: Resumed, *, whole: int) -> list[tupl
     """What is wrong with the resumed run; ``whole`` is the step of the newest whole checkpoint."""
     start = resumed.resumed_from
     return [
-        (whole != start or not whole, f"it went on from step {start}, whole is {whole}"),
+        (whole != start or not whole, f"it resumed from step {start}, whole is {whole}"),
         (plan.policy == "stop" and resumed.steps_lost > SAVE_EVERY, f"{resumed.steps_lost} steps are lost"),
         (bool(resumed.wrong), resumed.wrong),
     ]

@@ -29,7 +29,7 @@ def try_restart(runs: Runs) -> Outcome:
     difference = "" if code else runs.difference(run, run_dir)
     wrong = all_wrong(
         (code != 0, f"exit code {code}: {first_error(said)}"),
-        (not any("resuming from" in line for line in lines), "it did not go on from a checkpoint"),
+        (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
     return Outcome(

@@ -16,7 +16,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import finite
-from dsgpt.telemetry.sources import note_sources, unchanged
+from dsgpt.telemetry.sources import note_sources, require_sources_file, unchanged
 
 EXIT_FAILED = 1
 """A result is not as it should be; the page says which."""
@@ -85,9 +85,11 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
     """Run the suite, write its record and its page; 0 where everything is as it should be, else ``EXIT_FAILED``.
 
     Raises:
-        UserError: from ``plan`` or ``begin``; or the folder to keep exists.
+        UserError: from ``plan`` or ``begin``; the folder to keep exists; or the ``SOURCES.json`` beside the record
+            cannot be read.
     """
     console, name = Console(speaks=True), suite.page.name
+    require_sources_file(options.output.parent)
     before, total, started = source_hashes(repository, name), suite.plan(console), time.perf_counter()
     with ExitStack() as held:
         suite.begin(work_folder(options.keep, held, prefix=f"dsgpt-{name}-"), console)

@@ -85,7 +85,7 @@ def launch_command(launcher: str, ranks: int) -> list[str]:
 def environment_for(device: str) -> dict[str, str]:
     """This process's variables without those that would make its ranks part of other jobs.
 
-    On a CPU, DeepSpeed's launcher is told not to look for GPUs, and every rank is a process of one thread.
+    On a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs. Every rank has one thread.
     """
     ours = {
         key: value

@@ -62,7 +62,7 @@ CPU = {
     FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=1e-6, weights=2e-6),
     # The same roundings in the same places: only fp32 sums have another order, and a product of DeepSpeed's CPU Adam.
     BF16: Bounds(gradient=1e-6, update=1e-6, **_AFTER_20_STEPS),
-    # Gradients of more than two ranks are added up in bf16, in an order that nobody promises.
+    # Gradients of more than two ranks are added up in bf16, in no defined order.
     BF16_MANY: Bounds(gradient=1.6e-2, update=1.3e-2, **_AFTER_20_STEPS),
     # The tied embedding's two gradients are summed in fp32 over stages, where the reference's backward pass adds them
     # in bf16; clipping by the norm carries the difference to all others.

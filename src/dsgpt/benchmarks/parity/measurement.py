@@ -24,7 +24,7 @@ FIRST_CHANGE = 3
 
 
 def validated_after(total_steps: int) -> tuple[int, int]:
-    """The steps after which to validate: half of them, which shows that a validation leaves training alone; and all.
+    """The steps after which to validate: half of them, which shows that a validation does not change training; and all.
 
     Not before the first step: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an
     eighth more in every training step where that pass was a validation.

@@ -1,7 +1,7 @@
 """What optimizers step with, noted by PyTorch's hook in front of every optimizer step of the process.
 
 The hook sees torch's optimizers, DeepSpeed's CPU Adam, which is one of them, and those that an engine or a pipeline
-keeps to itself. What a strategy reports is not asked.
+keeps to itself. It does not depend on what a strategy reports.
 """
 
 from abc import ABC, abstractmethod
