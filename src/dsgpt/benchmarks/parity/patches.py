@@ -109,7 +109,7 @@ def positions_not_shifted() -> Patch:
     return _replaced(GPT2, "forward", forget_the_shift)
 
 
-def gradients_not_reduced_over_sequence_ranks() -> Patch:
+def not_reduced_over_sequence_ranks() -> Patch:
     from dsgpt.strategies.deepspeed.sequence import Sequence  # noqa: PLC0415
 
     def reduce_nothing(strategy: Any) -> None:
