@@ -71,9 +71,9 @@ saving: train the model `tiny` with --save_mode sync and async in turn, and comp
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
-and the pages and pictures of all. A record that is up to date is skipped, so that an interrupted run continues with the
-next record. A suite that fails leaves the committed record as it is. Exit code 0: all are up to date, or --check; else
-that of the command that failed.""",
+and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
+is skipped, so that an interrupted run continues with the record that it was at. Exit code 0: all are up to date, or
+--check; 1: a source changed meanwhile; else that of the command that failed.""",
 }
 EXAMPLES = {
     "parity": f"""\

@@ -184,6 +184,7 @@ def test_an_interrupted_remake_continues_with_the_record_that_it_was_at(reposito
     commands.interrupted = "resume"
     with pytest.raises(KeyboardInterrupt):
         remake_records(repository, run=commands)
+    assert not (repository / REFERENCE).exists()  # a changed file would make the commit of the next record dirty
     commands.interrupted = ""
     assert remake_records(repository, run=commands) == 0
     assert commands.made == ["demo", *SUITES]
@@ -197,18 +198,31 @@ def test_a_demo_that_was_interrupted_starts_afresh(repository, commands):
     assert not left.exists()
 
 
-def test_a_suite_that_fails_leaves_the_record_and_ends_the_remake(repository, commands, capsys):
+def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository, commands, capsys):
     remake_records(repository, run=commands)
     (repository / LOADER).write_text("other")
-    before = (repository / REFERENCE / "parity.json").read_text()
+    before = {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
     commands.exit_codes["parity"] = 1
     commands.made.clear()
     assert remake_records(repository, run=commands) == 1
     assert commands.made == ["demo", "parity"]
-    assert (repository / REFERENCE / "parity.json").read_text() == before
-    assert "[2/5] parity: failed with exit code 1; the committed record stays" in capsys.readouterr().out
-    lines = dict(line.split(": ", 1) for line in check_lines(repository))
-    assert [name for name, line in lines.items() if line == "made from the present sources"] == ["demo"]
+    assert before == {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
+    assert "[2/5] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
+    commands.exit_codes.clear()
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == ["demo", "parity", *SUITES]  # the demo is kept, the suite that failed is not
+    assert "[1/5] demo: remade before, skipped" in capsys.readouterr().out
+    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
+
+
+def test_a_record_whose_sources_changed_while_it_was_made_is_not_published(repository, commands, capsys):
+    def run(words):
+        (repository / LOADER).write_text(f"{words}")
+        return commands(words)
+
+    assert remake_records(repository, only=["saving"], run=run) == 1
+    assert not (repository / REFERENCE).exists()
+    assert "saving: not replaced, because 1 of 5 sources have changed since" in capsys.readouterr().out
 
 
 def test_only_what_is_named_is_remade(repository, commands):
