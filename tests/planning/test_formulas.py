@@ -1,4 +1,4 @@
-"""The formulas against figures worked out by hand; ``tests/parity/test_cost.py`` holds them against real trainings."""
+"""The formulas against figures worked out by hand; for real trainings see ``tests/benchmarks/parity/test_traffic.py``."""
 
 import json
 
