@@ -1,4 +1,4 @@
-"""The formulas against figures worked out by hand; for real trainings see ``tests/benchmarks/parity/test_traffic.py``."""
+"""The formulas against figures worked out by hand; ``benchmarks/parity/test_traffic.py`` holds real trainings."""
 
 import json
 
