@@ -1,9 +1,10 @@
 """The picture of the rooms in ``docs/ARCHITECTURE.md`` shows the import rule."""
 
+import ast
 import re
 
 from small_run import REPOSITORY
-from test_import_rule import ROOMS
+from test_import_rule import PACKAGE, ROOMS
 
 PAGE = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
 PICTURE = re.search(r"```mermaid\n(.*?)```", PAGE, flags=re.DOTALL).group(1)
@@ -27,10 +28,21 @@ def needed(allowed: set[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(source, target) for source, target in allowed if target not in below(source, allowed - {(source, target)})}
 
 
-def test_every_room_is_in_the_picture_and_in_the_table():
+def test_every_room_is_in_the_picture():
     assert {room for arrow in ARROWS for room in arrow} == ROOMS.keys()
-    table = PAGE.split("| room | contents |", 1)[1].split("\n\n", 1)[0]
-    assert set(re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE)))) == set(ROOMS)
+
+
+def test_the_table_says_of_each_room_what_its_docstring_says():
+    table = PAGE.split("| room | contents |\n", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    assert table == [f"| `{room}` | {summary(room)} |" for room in ROOMS]
+
+
+def summary(room: str) -> str:
+    """The first paragraph of the room's docstring, as a page writes it."""
+    place = PACKAGE.joinpath(*room.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n", 1)[0].split()).replace("``", "`")
 
 
 def test_the_arrows_are_those_of_the_import_rule():
