@@ -21,6 +21,7 @@ from pages import (
     links_of,
     name_of,
     paths_in_text,
+    text_of,
 )
 from small_run import REPOSITORY, random_ids, write_tokens
 
@@ -164,6 +165,14 @@ def test_paths_in_sentences_exist(page):
         elif not (files or path in FILES_OF_OTHERS | SIDECARS or is_written(path)):
             missing.append(path)
     assert not missing
+
+
+@each(PAGES)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_header(page):
+    for table in re.findall(r"(?:^\|.*\n)+", text_of(page), flags=re.MULTILINE):
+        rows = table.splitlines()
+        assert all(row.endswith("|") for row in rows), rows
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows
 
 
 def test_the_readme_is_a_landing_page():
