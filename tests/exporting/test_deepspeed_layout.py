@@ -17,12 +17,13 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
 from torch import Tensor
-from training_runs import finished, launcher
+from training_runs import finished
 
 from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
 from dsgpt.main import train
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.launcher import launcher_command
 
 STEP = "step-00000003"
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_train_steps=3,
         precision="bf16",
     )
-    command = [*launcher("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
+    command = [*launcher_command("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
     finished(subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder))
     for run in ("baseline", "zero3"):
         converted("--from", folder / run, "--to", "deepspeed", folder / f"as-deepspeed-{run}")

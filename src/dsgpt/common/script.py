@@ -32,6 +32,7 @@ def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
         kept: what the user should know if it is interrupted or the disk is full.
     """
     prepare_output(lose=False)
+    code: int | str | None
     try:
         code = exit_code_of(main, kept=kept)
     except SystemExit as end:  # of argparse, after --help

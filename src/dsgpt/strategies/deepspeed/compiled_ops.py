@@ -9,7 +9,6 @@ it may only be read: DeepSpeed asks the machine for seconds, in every process, w
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -25,6 +24,7 @@ import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.locks import Lock
 from dsgpt.runtime.machine_probe import compiler
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
@@ -119,8 +119,8 @@ def _processor() -> str:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".dsgpt-lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with Lock.of_file(folder / ".dsgpt-lock") as lock:
+        lock.take(wait=True)
         yield
 
 
