@@ -27,6 +27,7 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
     import deepspeed.ops  # noqa: PLC0415
 
+    _import_muon_uncompiled()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
@@ -35,6 +36,22 @@ def import_deepspeed(device: torch.device) -> Any:
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def _import_muon_uncompiled() -> None:
+    """Import Muon, which no recipe may name, without compiling it.
+
+    Every ZeRO engine imports it to ask whether its optimizer is Muon. Its kernels are decorated with ``torch.compile``,
+    which imports all of Inductor at that moment: 628 modules, about 2 s in every rank.
+    """
+    from deepspeed.runtime import compiler  # noqa: PLC0415
+
+    compiled = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, PLC0415
+    finally:
+        compiler.compile = compiled
 
 
 def quietly() -> contextlib.AbstractContextManager[Any]:
