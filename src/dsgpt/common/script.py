@@ -23,7 +23,7 @@ class OutputError(OSError):
 
 
 def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
-    """Run ``main`` and end this process with its exit code (the table is in README.md).
+    """Run ``main`` and end this process with its exit code (the table is in docs/exit-codes.md).
 
     As if SIGPIPE had ended it where the reader of its output had enough (``| head -1``): 141, without a word.
 
