@@ -25,15 +25,13 @@ from dsgpt.benchmarks.parity.used_rates import UsedRates
 from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.device import bring_up
-from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.process_group import HostGroup, barrier, joined
+from dsgpt.runtime.process_group import barrier, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult, Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.telemetry.console import Console
-from dsgpt.telemetry.step_traffic import CostMeter
-from dsgpt.training.loop import training_batches, validation_loss
-from dsgpt.training.stopping import Stopping
+from dsgpt.telemetry.step_traffic import TrafficMeter
+from dsgpt.training.batches import training_batches
+from dsgpt.training.trainer import validation_loss
 
 
 def run_cell(flags: list[str], folder: Path, *, bug: str = "", reference: Mapping[str, Any] | None = None) -> None:
@@ -71,14 +69,17 @@ def _train(config: RunConfig, device: torch.device) -> Measurement:
 def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
     measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
     batches = WatchedBatches(training_batches(config, first_step=0))
-    costs = CostMeter(
+    traffic = TrafficMeter(
         lambda: strategy.state_tensors()._asdict(),
         last_step=config.total_steps,
         report=lambda cost: measurement.cost(compared(cost, config)),
     )
-    stopping = Stopping(Interruption(speaks=False), HostGroup())  # which nobody asks for
     for step in range(1, config.total_steps + 1):
-        with costs.watch(step), UsedRates() as used, SgdGradients() if step == 1 else contextlib.nullcontext() as noted:
+        with (
+            traffic.watch(step),
+            UsedRates() as used,
+            SgdGradients() if step == 1 else contextlib.nullcontext() as noted,
+        ):
             result = strategy.train_step(batches, step)
         measurement.step(
             loss=float(result.loss),
@@ -94,7 +95,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
         if step == FIRST_CHANGE:
             _take_weights(config, strategy, measurement, after=CHANGED)
         if step in validated_after(config.total_steps):
-            _validate(config, strategy, stopping, measurement, after_step=step)
+            _validate(config, strategy, measurement, after_step=step)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     _take_weights(config, strategy, measurement, after=WEIGHT)
@@ -108,11 +109,9 @@ def _take_weights(config: RunConfig, strategy: Strategy, measurement: Measuremen
             measurement.weight(name, state.weight, after=after)
 
 
-def _validate(
-    config: RunConfig, strategy: Strategy, stopping: Stopping, measurement: Measurement, *, after_step: int
-) -> None:
+def _validate(config: RunConfig, strategy: Strategy, measurement: Measurement, *, after_step: int) -> None:
     """Validate as the training loop does, which is collective."""
-    loss, targets = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
+    loss, targets = validation_loss(config, strategy) or (math.nan, 0)
     measurement.validation(after_step=after_step, loss=loss, targets=targets)
 
 
