@@ -50,3 +50,12 @@ def test_the_arrows_are_those_of_the_import_rule():
     allowed = {(room, other) for room, others in ROOMS.items() for other in others if other != room}
     assert needed(allowed) == ARROWS
     assert len(PICTURE.splitlines()) == 1 + len(ARROWS)
+
+
+def test_the_way_of_a_run_names_modules_that_exist():
+    way = re.search(r"^    src/gpt2\.py\n((?:      .*\n)+)", PAGE, flags=re.MULTILINE).group(1)
+    modules = re.findall(r"(?:^ +|-> )([a-z_]+\.[a-z_]+)\b", way, flags=re.MULTILINE)
+    assert len(modules) >= 8
+    for module in modules:
+        place = PACKAGE.joinpath(*module.split("."))
+        assert place.with_suffix(".py").exists() or place.parent.with_suffix(".py").exists(), module
