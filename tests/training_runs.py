@@ -3,16 +3,15 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsgpt.runtime.launcher import launcher_command
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
-BIN = Path(sys.executable).parent
 SHAPE = ["--num_layers", "2", "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "64"]
 GLOBAL_BATCH = 8
 
@@ -46,22 +45,6 @@ def write_recipe(path: Path, *, optimizer: dict = ADAMW, clipping: float = 1.0, 
     return path
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launcher(name: str, ranks: int) -> list[str]:
-    """The command in front of the script."""
-    if name == "python":
-        return [sys.executable]
-    if name == "torchrun":
-        return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-    return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
-
-
 def train(
     run_dir: Path,
     corpus: Corpus,
@@ -84,7 +67,7 @@ def train(
     """
     by = by or ("deepspeed" if ranks and ranks > 1 else "python")
     run_type = run_type or ("baseline" if ranks is None else "optimized")
-    command = [*launcher(by, ranks or 1), SCRIPT, "--run_type", run_type]
+    command = [*launcher_command(by, ranks or 1), SCRIPT, "--run_type", run_type]
     command += [*corpus.flags(), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
     command += ["--checkpoint_path", str(run_dir), *flags]
     # Some machines set DS_ACCELERATOR or thread counts; a run must not depend on them.

@@ -17,12 +17,13 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
 from torch import Tensor
-from training_runs import finished, launcher
+from training_runs import finished
 
 from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
 from dsgpt.main import train
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.launcher import launcher_command
 
 STEP = "step-00000003"
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_train_steps=3,
         precision="bf16",
     )
-    command = [*launcher("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
+    command = [*launcher_command("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
     finished(subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder))
     for run in ("baseline", "zero3"):
         converted("--from", folder / run, "--to", "deepspeed", folder / f"as-deepspeed-{run}")
@@ -59,9 +60,9 @@ def by_deepspeed(tool: str, *words: object) -> None:
     finished(subprocess.run(command, capture_output=True, text=True, check=False, env=environment))
 
 
-def readme_flags(tool: str, places: dict[str, str]) -> list[str]:
-    """What the README gives to one of DeepSpeed's scripts, in other ``places``, each of which it must name."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+def page_flags(tool: str, places: dict[str, str]) -> list[str]:
+    """What the page gives to one of DeepSpeed's scripts, in other ``places``, each of which it must name."""
+    text = (REPOSITORY / "docs" / "exporting.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if f"python -m {tool}" in line]
     words = shlex.split(line.split(tool)[1], comments=True)
     assert places.keys() <= set(words)
@@ -110,7 +111,7 @@ def test_so_does_its_function_and_the_model_takes_them(folder, run):
 
 def test_the_universal_conversion_gives_the_moments(folder, tmp_path):
     places = {"exported/demo-ds/global_step200": f"{folder}/as-deepspeed-zero3/global_step3"}
-    words = readme_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
+    words = page_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
     by_deepspeed("deepspeed.checkpoint.ds_to_universal", *words, "--num_extract_workers", 1, "--num_merge_workers", 1)
     moments = load_file(folder / "zero3" / STEP / "optimizer.safetensors")
     assert moments["wte.weight.exp_avg"].abs().max() > 0

@@ -11,12 +11,13 @@ import torch
 from convert_script import converted
 from published import largest_difference, our_model, publish
 from safetensors.torch import load_file
-from training_runs import BIN, SCRIPT, Corpus, finished, free_port, write_recipe
+from training_runs import SCRIPT, Corpus, finished, write_recipe
 from transformers import AutoModelForCausalLM
 
 from dsgpt.formats.pretrained import PretrainedWeights
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.runtime.launcher import launcher_command
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 LAYOUTS = (*STAGES, "fsdp")
@@ -26,7 +27,7 @@ def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.C
     """Train published weights on over two ranks, three steps, every one saved."""
     recipe = write_recipe(folder / f"{layout}.json", stage=STAGES.get(layout, 1))
     run_type = "optimized" if layout in STAGES else layout
-    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
+    command = [*launcher_command("torchrun", 2), SCRIPT]
     command += ["--run_type", run_type, *corpus.flags(), "--init_from", str(folder / "hf"), "--seq_length", "32"]
     command += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(folder / layout)]
     command += ["--max_train_steps", "3", "--save_every", "1", "--keep_checkpoints", "9", "--max_val_steps", "1", *more]

@@ -21,7 +21,8 @@ from small_run import (
     write_tokens,
 )
 from stand_in_hub import hub
-from training_runs import free_port
+
+from dsgpt.runtime.topology import free_port
 
 
 @pytest.fixture

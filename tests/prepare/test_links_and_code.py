@@ -5,12 +5,12 @@ import os
 import shutil
 from pathlib import Path
 
-import preprocess
 import pytest
 from harmful_tokenizers import MALFORMED, bring_code
 from prep_helpers import errors, hashes, write_tokenizer
 
 from dsgpt.common.errors import UserError
+from dsgpt.prepare import command
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: object) -> str:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        preprocess.main([str(flag) for flag in flags])
+        command.main([str(flag) for flag in flags])
     (line,) = str(caught.value).splitlines()
     return line
 

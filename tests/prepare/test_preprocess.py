@@ -111,19 +111,19 @@ def kill_while_encoding(arguments: list[str], environment: dict, cwd: Path, part
     process.wait()
 
 
-def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, command, bytes_tokenizer: Path, tmp_path: Path):
+def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command, bytes_tokenizer: Path, tmp_path: Path):
     text = "".join(f"line {number} of a long text\n" for number in range(60_000))
     (tmp_path / "long.txt").write_text(text)
     flags = ["--input", "long.txt", "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
     out = tmp_path / "out"
     partial = out / ".train.bin.partial"
-    kill_while_encoding(*command("preprocess.py", *flags), tmp_path, partial)
+    kill_while_encoding(*script_command("preprocess.py", *flags), tmp_path, partial)
     assert not [path for path in out.iterdir() if not path.name.startswith(".")]
 
     prepare_here(*flags, cwd=tmp_path)
     before = hashes(out)
     assert not partial.exists()
-    kill_while_encoding(*command("preprocess.py", *flags, "--seed", 5, "--overwrite"), tmp_path, partial)
+    kill_while_encoding(*script_command("preprocess.py", *flags, "--seed", 5, "--overwrite"), tmp_path, partial)
     assert hashes(out) == before
     assert "already prepared" in run("preprocess.py", *flags, cwd=tmp_path).stdout
 

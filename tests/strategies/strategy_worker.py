@@ -34,8 +34,8 @@ from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.strategies.pytorch.master_weights import DTYPES
 from dsgpt.telemetry.model_state import state_bytes
-from dsgpt.training.loop import training_batches
-from dsgpt.training.run import _dropout_seed
+from dsgpt.training.batches import training_batches
+from dsgpt.training.run import dropout_seed
 
 STEPS = 2
 """Of an observed strategy; the first one changes weights."""
@@ -181,7 +181,7 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
         import_deepspeed(device)
         held = Held()
         _watch_the_model_being_made(held)
-        torch.manual_seed(_dropout_seed(config))
+        torch.manual_seed(dropout_seed(config))
         strategy = build_strategy(config, device)
         sizes = [shape.numel() for shape in parameter_shapes(config.model).values()]
         facts = {"place": place, "whole": sum(sizes), "largest": max(sizes), "most_while_built": held.most}

@@ -1,4 +1,4 @@
-"""What can go wrong for a user, and the exit code that says so (the table is in README.md)."""
+"""What can go wrong for a user, and the exit code that says so (the table is in docs/exit-codes.md)."""
 
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2

@@ -53,8 +53,8 @@ def undecodable(path: object) -> str:
     )
 
 
-def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """Of a file's bytes, as lower-case hex; ``progress`` is told the bytes read since its last call."""
+def sha256_of(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:
+    """The SHA-256 of a file, as lower-case hex; ``progress`` gets the number of bytes read since its last call."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -3,13 +3,15 @@
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from dsgpt.common.errors import DifferentRunError, UserError
 from dsgpt.common.json_files import clipped, clipped_text
 
 MOST_KEYS = 20
 """Unknown keys of one object that are named; to find the nearest known one takes a millisecond for each."""
+D = TypeVar("D")
+"""Type of a default: ``section.whole(key, None, low=1)`` is ``int | None``, ``section.whole(key, 1, low=1)`` an int."""
 LONGEST_WORD = 80
 """Characters that are compared with known words, and shown; a file may hold longer ones."""
 
@@ -20,7 +22,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a JSON value is a finite number; true and false are none, though Python counts with them."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -99,7 +101,7 @@ class Section:
                 if not fits(self.values[key]):
                     self.complain(key, f"must be {words}, not {clipped(self.values[key])}")
 
-    def number(self, key: str, default: float | None, *, low: float, high: float = math.inf) -> float | None:
+    def number(self, key: str, default: D, *, low: float, high: float = math.inf) -> float | D:
         """A finite number from ``low`` to ``high``."""
         value = self.values.get(key, default)
         if value is default:
@@ -110,7 +112,7 @@ class Section:
             return default
         return float(value)
 
-    def whole(self, key: str, default: int | None, *, low: int, high: int | None = None) -> int | None:
+    def whole(self, key: str, default: D, *, low: int, high: int | None = None) -> int | D:
         """A whole number of at least ``low``."""
         value = self.values.get(key, default)
         if value is default:
@@ -129,7 +131,7 @@ class Section:
             return default
         return value
 
-    def choice(self, key: str, default: str | None, allowed: Iterable[str]) -> str | None:
+    def choice(self, key: str, default: D, allowed: Iterable[str]) -> str | D:
         """One of ``allowed``."""
         value = self.values.get(key, default)
         if value is default:

@@ -23,7 +23,7 @@ class OutputError(OSError):
 
 
 def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
-    """Run ``main`` and end this process with its exit code (the table is in README.md).
+    """Run ``main`` and end this process with its exit code (the table is in docs/exit-codes.md).
 
     As if SIGPIPE had ended it where the reader of its output had enough (``| head -1``): 141, without a word.
 
@@ -32,6 +32,7 @@ def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
         kept: what the user should know if it is interrupted or the disk is full.
     """
     prepare_output(lose=False)
+    code: int | str | None
     try:
         code = exit_code_of(main, kept=kept)
     except SystemExit as end:  # of argparse, after --help

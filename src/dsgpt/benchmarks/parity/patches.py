@@ -5,7 +5,7 @@ to find the bug in what it does to the training.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -110,21 +110,21 @@ def positions_not_shifted() -> Patch:
 
 
 def not_reduced_over_sequence_ranks() -> Patch:
-    from dsgpt.strategies.deepspeed.sequence import Sequence  # noqa: PLC0415
+    from dsgpt.strategies.deepspeed.sequence import SequenceParallel  # noqa: PLC0415
 
     def reduce_nothing(strategy: Any) -> None:
         strategy._engine.allreduce_gradients = lambda *_arguments, **_named: None  # the one data rank is alone
 
-    return _after_building(Sequence, reduce_nothing)
+    return _after_building(SequenceParallel, reduce_nothing)
 
 
 def skipped_tied_gradient_sum() -> Patch:
-    from dsgpt.strategies.deepspeed.pipeline import Pipeline  # noqa: PLC0415
+    from dsgpt.strategies.deepspeed.pipeline import PipelineParallel  # noqa: PLC0415
 
     def tie_nothing(strategy: Any) -> None:
         strategy._module.get_tied_weights_and_groups = list
 
-    return _after_building(Pipeline, tie_nothing)
+    return _after_building(PipelineParallel, tie_nothing)
 
 
 def clipping_norm_of_one_stage() -> Patch:
@@ -170,7 +170,7 @@ def rounded_before_the_reduction() -> Patch:
     def round_and_reduce(flat: Tensor, **named: Any) -> Any:
         return reduce(flat.copy_(flat.bfloat16()), **named)
 
-    def average_rounded(masters: dict[nn.Parameter, nn.Parameter], bucket: GradBucket) -> Any:
+    def average_rounded(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) -> Any:
         with _replaced(dist, "all_reduce", round_and_reduce):
             return average(masters, bucket)
 
@@ -193,12 +193,12 @@ def scaled_after_the_norm() -> Patch:
 
 
 def second_group_keeps_its_rate() -> Patch:
-    from dsgpt.strategies.deepspeed import zero  # noqa: PLC0415
+    from dsgpt.strategies.deepspeed import engine  # noqa: PLC0415
 
     def set_the_first(optimizer: Any, lr: float) -> None:
         optimizer.param_groups[0]["lr"] = lr
 
-    return _replaced(zero, "set_learning_rate", set_the_first)
+    return _replaced(engine, "set_learning_rate", set_the_first)
 
 
 def biases_decay() -> Patch:

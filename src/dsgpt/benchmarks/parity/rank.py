@@ -25,16 +25,14 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.model_state import largest_model_state
 from dsgpt.runtime.device import bring_up
-from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.process_group import HostGroup, barrier, joined
+from dsgpt.runtime.process_group import barrier, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult, Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.telemetry.console import Console
-from dsgpt.telemetry.step_traffic import MODEL_STATE, CostMeter
-from dsgpt.training.loop import training_batches, validation_loss
+from dsgpt.telemetry.step_traffic import MODEL_STATE, TrafficMeter
+from dsgpt.training.batches import training_batches
 from dsgpt.training.run_description import setup_of
-from dsgpt.training.stopping import Stopping
+from dsgpt.training.trainer import validation_loss
 
 SENT = "sent"
 """Bytes that the busiest rank sends in a step, beside the categories of ``MODEL_STATE``."""
@@ -87,12 +85,11 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
     """Train from the first to the last step; every rank calls it, because parts of it are collective."""
     measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
     batches = WatchedBatches(training_batches(config, first_step=0))
-    meter = CostMeter(
+    meter = TrafficMeter(
         lambda: strategy.state_tensors()._asdict(),
         last_step=config.total_steps,
         report=lambda cost: measurement.bytes_per_rank(compared_bytes(cost, config)),
     )
-    stopping = Stopping(Interruption(speaks=False), HostGroup())  # nothing requests a stop
     sgd = SgdGradients()
     for step in range(1, config.total_steps + 1):
         with meter.watch(step), UsedRates() as used, sgd if step == 1 else contextlib.nullcontext():
@@ -111,7 +108,7 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
         if step == FIRST_CHANGE:
             _take_weights(config, strategy, measurement, after=CHANGED)
         if step in validated_after(config.total_steps):
-            _validate(config, strategy, stopping, measurement, after_step=step)
+            _validate(config, strategy, measurement, after_step=step)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     _take_weights(config, strategy, measurement, after=WEIGHT)
@@ -140,11 +137,9 @@ def _take_weights(config: RunConfig, strategy: Strategy, measurement: Measuremen
             measurement.weight(name, state.weight, after=after)
 
 
-def _validate(
-    config: RunConfig, strategy: Strategy, stopping: Stopping, measurement: Measurement, *, after_step: int
-) -> None:
+def _validate(config: RunConfig, strategy: Strategy, measurement: Measurement, *, after_step: int) -> None:
     """Validate as the training loop does, which is collective."""
-    loss, targets = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
+    loss, targets = validation_loss(config, strategy) or (math.nan, 0)
     measurement.validation(after_step=after_step, loss=loss, targets=targets)
 
 

@@ -17,15 +17,14 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.runtime.device import bring_up
 from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.process_group import HostGroup, barrier, joined
+from dsgpt.runtime.process_group import barrier, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.telemetry.console import Console
+from dsgpt.telemetry.console import logging_to_console
 from dsgpt.telemetry.record import COMPLETE_FILE
-from dsgpt.training.loop import validation_loss
 from dsgpt.training.run import run
-from dsgpt.training.stopping import Stopping
+from dsgpt.training.trainer import validation_loss
 
 STATE_FILES = ("model.safetensors", MOMENTS, COUNTERS)
 
@@ -39,8 +38,9 @@ def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
     config = _resolved(flags)
     if checkpoint and config.topology.is_main:
         _leave_at(Path(checkpoint), config.run_dir)
-    with Interruption(speaks=config.topology.is_main) as interruption:
-        run(config, Console(speaks=config.topology.is_main), interruption)
+    speaks = config.topology.is_main
+    with logging_to_console(speaks=speaks), Interruption(speaks=speaks) as interruption:
+        run(config, interruption)
     _done(folder, config)
 
 
@@ -68,8 +68,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             shapes, writes = parameter_shapes(config.model), config.topology.is_main
             write_training_state(out, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=writes)
             wrong = _wrong_weights(strategy, reader)
-            stopping = Stopping(Interruption(speaks=False), HostGroup())  # nothing requests a stop
-            val_loss, _ = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
+            val_loss, _ = validation_loss(config, strategy) or (math.nan, 0)
             barrier()
         same = {name: sha256_of(out / name) == sha256_of(Path(checkpoint) / name) for name in STATE_FILES if writes}
         _done(folder, config, same=same, wrong=wrong, val_loss=val_loss)

@@ -9,7 +9,6 @@ it may only be read: DeepSpeed asks the machine for seconds, in every process, w
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -19,12 +18,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.locks import Lock
 from dsgpt.runtime.machine_probe import compiler
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
@@ -58,7 +59,8 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
 
     compile_and_load = OpBuilder.jit_load
-    lock, alone = contextlib.ExitStack(), []  # taken when something has to be compiled, and kept until all is
+    lock = contextlib.ExitStack()  # taken when something has to be compiled, and kept until all is
+    alone: list[bool] = []
 
     def jit_load(builder: Any, verbose: bool = False) -> Any:
         """Stands in for the builder's own: load what is complete, compile what is not, one process at a time."""
@@ -89,9 +91,11 @@ def _is_complete(library: Path, marker: Path) -> bool:
     return not marker.exists() and library.exists()
 
 
-def _loaded(builder: Any, library: Path) -> Any:
+def _loaded(builder: Any, library: Path) -> ModuleType:
     """Load ``library`` where DeepSpeed will look for what ``builder`` makes."""
     spec = importlib.util.spec_from_file_location(builder.name, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library}: no loader for a library of this name")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     type(builder)._loaded_ops[builder.name] = module  # the one dictionary of all builders
@@ -119,8 +123,8 @@ def _processor() -> str:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".dsgpt-lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with Lock.of_file(folder / ".dsgpt-lock") as lock:
+        lock.take(wait=True)
         yield
 
 
