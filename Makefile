@@ -1,7 +1,9 @@
 # make demo    text to two trained models to charts, on this machine
-# make test    style and the whole test suite
+# make check   style, types, and every test that starts no other process: under two minutes
+# make test    style, types and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill, stop, damage and fill the disk: every run must go on
+# make records  remake the committed records whose sources have changed, and their pages
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
 # make charts  the README's pictures again, from the committed records
 #
@@ -18,7 +20,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help demo test test-pythons test-here parity faults charts
+.PHONY: help demo style check test test-pythons test-here parity faults records charts
 .DEFAULT_GOAL := help
 
 help:
@@ -51,10 +53,19 @@ $(BIN)/.installed-for-tests: $(BIN)/.installed
 demo: $(BIN)/.installed
 	@$(BIN)/python src/demo.py --steps $(STEPS)
 
-test: $(BIN)/.installed-for-tests
+style: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/mypy
+
+# A file of tests stays in one process, and so do those that share launches; see tests/conftest.py.
+pytest = $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+check: style
+	$(pytest) --without-processes --quiet
+
+test: style
+	$(pytest)
 
 # Each version has an environment of its own; `make --jobs 2 test-pythons` tests them side by side.
 test-pythons: $(OTHERS:%=test-python%)
@@ -81,6 +92,9 @@ parity: $(BIN)/.installed
 
 faults: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py faults
+
+records: $(BIN)/.installed
+	@$(BIN)/python src/benchmark.py records
 
 charts: $(BIN)/.installed
 	$(BIN)/python charts/generate_charts.py --output-dir docs/images \

@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if starts_workers:
+        return
     if config.getoption("--without-launchers") or config.getoption("--without-processes"):
         sys.addaudithook(partial(_skip_at_start, any_python=config.getoption("--without-processes")))
 

@@ -138,3 +138,12 @@ def test_baseline_trains_without_deepspeed(tmp_path):
     assert (tmp_path / "run" / "RUN_COMPLETE.txt").exists()
     assert "torch" in found
     assert "deepspeed" not in found
+
+
+def test_zero_starts_without_the_compiler(tmp_path):
+    """DeepSpeed would import Inductor to ask whether the optimizer is Muon, which takes each rank about 2 s."""
+    write_recipe(write_data(tmp_path) / "recipe.json", zero_optimization={"stage": 1})
+    found = imported_by(SOURCES / "gpt2.py", *command_line(tmp_path, run_type="optimized"), cwd=tmp_path)
+    assert (tmp_path / "run" / "RUN_COMPLETE.txt").exists()
+    assert "deepspeed" in found
+    assert not found & {"functorch", "jinja2", "networkx"}

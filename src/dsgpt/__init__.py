@@ -1,0 +1,1 @@
+"""Train GPT-2-class models from scratch with DeepSpeed or PyTorch, and compare parallel strategies on equal work."""

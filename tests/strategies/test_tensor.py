@@ -41,7 +41,7 @@ def test_sums_of_any_layout(peers, layout):
 
 def test_deepspeeds_own_lose_what_is_not_contiguous(peers):
     """If this fails, DeepSpeed has been mended, and ours can go."""
-    for total in sums(tensor_reduction._Column, tensor_reduction._Row, LAYOUTS["transposed"]):
+    for total in sums(tensor_reduction._COLUMN, tensor_reduction._ROW, LAYOUTS["transposed"]):
         assert (total == 1).all()
 
 

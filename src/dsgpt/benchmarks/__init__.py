@@ -1,0 +1,1 @@
+"""Proofs and measurements of the product, each run by ``src/benchmark.py``."""

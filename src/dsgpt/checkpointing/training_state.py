@@ -4,11 +4,11 @@
     optimizer.safetensors    every moment, as ``NAME.exp_avg``; absent before the first step, and where there are none
     training_state.json      what is no tensor: ``Counters``
 
-Whatever way a strategy splits a tensor, it writes it whole and takes its own part of it back, so that any strategy goes
-on from any other. Tensors pass one at a time: memory stays near the largest of them.
+A strategy gathers every tensor whole before it is written, and copies its own part when it loads, so that any strategy
+resumes from any other's checkpoint. Tensors are handled one at a time: memory use stays near the largest of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ COUNTERS = "training_state.json"
 
 
 class ParamState(NamedTuple):
-    """What one parameter is in training, whole and in fp32, whatever way it is split."""
+    """The weight and the moments of one parameter, in fp32."""
 
     weight: Tensor
     exp_avg: Tensor | None = None
@@ -44,6 +44,10 @@ class ParamState(NamedTuple):
     def moments(self) -> dict[str, Tensor]:
         """Those of ``STATE_NAMES`` that there are."""
         return {name: value for name in STATE_NAMES if (value := getattr(self, name)) is not None}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "ParamState":
+        """The same with ``change`` applied to every tensor: the weight first, then the moments by ``STATE_NAMES``."""
+        return ParamState(change(self.weight), **{name: change(value) for name, value in self.moments.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class Counters:
 
 
 class StateWriter:
-    """Writes the state of training into the folder of a checkpoint; a context, complete and durable when it is left.
+    """A context that writes the state of training into a checkpoint's folder; durable when the context ends.
 
     Args:
         folder: of the checkpoint, in which none of the three files exists.
@@ -89,14 +93,15 @@ class StateWriter:
         return self._files.enter_context(SafetensorsWriter(self._folder / name, announced))
 
     def put(self, name: str, state: ParamState) -> None:
-        """Write what one parameter is."""
+        """Write one parameter's weight and moments."""
         moments = state.moments
         if moments and self._moments is None:
             shapes = {_moment(name, key): shape for name, shape in self._shapes.items() for key in moments}
             self._moments = self._open(MOMENTS, shapes)
         self._weights.put(name, state.weight.to("cpu"))
-        for key, value in moments.items():
-            self._moments.put(_moment(name, key), value.to("cpu"))
+        if self._moments is not None:
+            for key, value in moments.items():
+                self._moments.put(_moment(name, key), value.to("cpu"))
 
     def __enter__(self) -> "StateWriter":
         return self
@@ -108,36 +113,37 @@ class StateWriter:
 
 
 class KeptState:
-    """The state of training as it was at one step, in the memory of the main rank; written while training goes on.
+    """A copy of the state of training at one step, in host memory of the main rank; written while training continues.
 
-    The memory is kept for the next time: to take it anew costs more than to fill it.
+    The memory is kept for the next copy, because allocating it costs more than filling it.
     """
 
     def __init__(self) -> None:
         self._states: dict[str, ParamState] = {}
 
     def keep(self, states: Iterator[tuple[str, ParamState]], *, keeps: bool) -> None:
-        """Copy what ``states`` gathers, or only take part; collective."""
+        """Copy what ``states`` gathers where this rank ``keeps`` it, and only take part elsewhere; collective."""
         states = _gathered(states)
         try:
             for name, state in states:
                 if keeps:
-                    before = self._states.get(name, ParamState(*(None,) * len(state)))
-                    self._states[name] = ParamState(*(_copied(*pair) for pair in zip(state, before, strict=True)))
+                    self._states[name] = _copied(state, into=self._states.get(name))
         finally:
             _take_part(states)
 
     def states(self) -> Iterator[tuple[str, ParamState]]:
-        """What was kept last."""
+        """The last copy."""
         return iter(self._states.items())
 
 
-def _copied(value: Tensor | None, into: Tensor | None) -> Tensor | None:
-    if value is None:
-        return None
-    if into is None:
-        into = torch.empty(value.shape, dtype=value.dtype)
-    return into.copy_(value)
+def _copied(state: ParamState, *, into: ParamState | None) -> ParamState:
+    """A copy of ``state`` in host memory: that of ``into`` where it has the same moments, else new memory."""
+    if into is None or into.moments.keys() != state.moments.keys():
+        into = state.mapped(lambda value: torch.empty(value.shape, dtype=value.dtype))
+    into.weight.copy_(state.weight)
+    for name, value in state.moments.items():
+        into.moments[name].copy_(value)
+    return into
 
 
 def write_training_state(
@@ -148,12 +154,12 @@ def write_training_state(
     shapes: Mapping[str, Sequence[int]],
     writes: bool,
 ) -> list[str]:
-    """Write what ``states`` gathers; collective.
+    """Write the state of training into a checkpoint; collective.
 
     Args:
         folder: of the checkpoint.
         states: ``iter_state`` of a strategy.
-        counters: of it.
+        counters: of the same strategy.
         shapes: every canonical name with its whole shape.
         writes: whether this rank writes, or only takes part.
 
@@ -161,7 +167,7 @@ def write_training_state(
         Where this rank ``writes``, the names of weights that hold a NaN or infinity.
 
     Raises:
-        OSError: the file system refuses; no other rank waits for this one any more.
+        OSError: the file system refuses; this rank has taken part to the end, and no other waits for it.
         GatheringError: a parameter could not be gathered.
     """
     spoiled, states = [], _gathered(states)
@@ -178,11 +184,11 @@ def write_training_state(
 
 
 class GatheringError(RuntimeError):
-    """A parameter could not be gathered: ranks that take part in it may be anywhere, and none can go on."""
+    """A parameter could not be gathered: other ranks may wait in any collective, so that none can continue."""
 
 
 def _gathered(states: Iterator[tuple[str, ParamState]]) -> Iterator[tuple[str, ParamState]]:
-    """``states``, whose own failures are told from those of whoever takes them."""
+    """``states``, whose own errors become a ``GatheringError``, unlike those of the code that consumes them."""
     try:
         yield from states
     except Exception as error:
@@ -190,7 +196,7 @@ def _gathered(states: Iterator[tuple[str, ParamState]]) -> Iterator[tuple[str, P
 
 
 def _take_part(states: Iterator[tuple[str, ParamState]]) -> None:
-    """Gather with the others to the end, whatever became of this rank's own work."""
+    """Gather with the other ranks to the end, also after an error in this rank's own work."""
     for _ in states:
         pass
 
@@ -203,7 +209,7 @@ class StateReader:
     """The state of training in a checkpoint; a tensor is read when it is asked for."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Look at what the files hold.
+        """Read the headers of the files.
 
         Raises:
             UserError: they are not those of a checkpoint of this version.
@@ -220,7 +226,7 @@ class StateReader:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the optimizer had stepped, and keeps anything."""
+        """Whether the optimizer had stepped, and has moments."""
         return bool(self._keys)
 
     def stored_moments(self) -> dict[str, dict[str, StoredTensor]]:
@@ -228,7 +234,7 @@ class StateReader:
         return {key: {name: self._moments[_moment(name, key)] for name in self._weights} for key in self._keys}
 
     def require_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Hold the tensors against a model.
+        """Compare the tensors with a model's.
 
         Raises:
             UserError: they are another model's.
@@ -240,7 +246,7 @@ class StateReader:
             raise UserError(f"{self.checkpoint}: its tensors are not those of this model")
 
     def state(self, name: str) -> ParamState:
-        """What one parameter was, whole, on the CPU."""
+        """One parameter's weight and moments, whole, on the CPU."""
         moments = {key: _fp32(self._moments[_moment(name, key)]) for key in self._keys}
         return ParamState(_fp32(self._weights[name]), **moments)
 

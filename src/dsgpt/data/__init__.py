@@ -1,0 +1,1 @@
+"""Token files as training reads them: format, order of the windows, loader."""

@@ -1,0 +1,1 @@
+"""Weights in the forms that other tools read: Hugging Face, portable, DeepSpeed."""

@@ -95,7 +95,7 @@ def write_deepspeed(
     skipped = 0 if optimizer_steps is None else step - optimizer_steps
     save_pickled(_model_states(tensors, masters, slices, step=step, skipped=skipped), inner / _MODEL_FILE)
     states = [{key: flat(values, names) for key, values in moments.items()} for names in groups]
-    if "exp_avg" in moments:  # Adam alone counts
+    if optimizer_steps is not None and "exp_avg" in moments:  # only Adam counts its steps
         states = [{"step": torch.tensor(float(optimizer_steps))} | state for state in states]
     save_pickled(_optimizer_states(masters, slices, states), inner / _OPTIMIZER_FILE)
     sync_directory(inner)
@@ -106,7 +106,7 @@ def _flattened(scratch: Path, tensors: Iterable[StoredTensor], progress: Callabl
     """One after the other, flat, mapped from a file that is gone with the tensor: memory holds one of them at most."""
     with scratch.open("xb") as file:
         for stored in tensors:
-            file.write(memoryview(stored.read().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            file.write(stored.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             progress(stored.bytes)
     size = scratch.stat().st_size // torch.float32.itemsize
     mapped = torch.from_file(str(scratch), shared=False, size=size, dtype=torch.float32)

@@ -159,6 +159,7 @@ def _open_hugging_face(folder: Path) -> Model:
     values = read_json(folder / "config.json")
     shape = published_shape(values, place=str(folder / "config.json"), problems=problems)
     problems.raise_if_any()
+    assert shape is not None  # ``published_shape`` returns None only where it reports a problem
     config = GPT2Config(**shape)
     weights = PretrainedWeights(folder, config)
     tokenizer, left_out = _tokenizer_of(folder, named=True)

@@ -1,0 +1,1 @@
+"""What other projects write: Hugging Face checkpoints, safetensors, tokenizers, hub folders."""

@@ -1,0 +1,1 @@
+"""Generation from a checkpoint, and its latency."""

@@ -1,0 +1,1 @@
+"""The network: its shape, its layers, its initial weights."""

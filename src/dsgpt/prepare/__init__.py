@@ -1,0 +1,1 @@
+"""From text to token files. The scripts of ``data_prep/`` call it."""

@@ -1,0 +1,1 @@
+"""Ways to execute an optimizer step. ``base.py`` is the contract, ``build.py`` chooses."""

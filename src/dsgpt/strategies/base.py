@@ -1,6 +1,6 @@
-"""The seam between the training loop and a way to execute it: one optimizer step.
+"""The contract between the training loop and the strategies that execute it: one optimizer step.
 
-Forward, backward and step apart cannot be the seam, because DeepSpeed's pipeline engine forbids them.
+Forward, backward and step apart cannot be the contract, because DeepSpeed's pipeline engine forbids them.
 """
 
 from collections.abc import Iterator
@@ -27,26 +27,27 @@ class StepResult(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """The tensors that hold this rank's model state at this moment, by what they are for.
+    """The tensors that hold this rank's model state now, by purpose.
 
-    A storage is counted once, where it comes first, as large as it is: views of a flat buffer may be listed instead of
-    the buffer, and padding counts. A DTensor is listed by its local tensor. What is None or not allocated is left out.
+    Whoever sums their sizes counts a storage once, in the first field that has it, with its whole size: views of a flat
+    buffer may be listed instead of the buffer, and padding counts. A DTensor is listed by its local tensor. Tensors
+    that are None or not allocated are left out.
     """
 
     parameters: list[Tensor]
-    """What the forward pass computes with, as it is kept between steps."""
+    """Weights that the forward pass uses, as they are kept between steps."""
     gradients: list[Tensor]
-    """While the optimizer steps: what it steps on, and other gradients that have not been freed."""
+    """While the optimizer steps: its gradients, and others that have not been freed."""
     optimizer: list[Tensor]
     """Moments and counters; see ``optimizer_tensors``."""
     master: list[Tensor]
     """fp32 weights beside ``parameters``; none where the optimizer changes the parameters themselves."""
     buffers: list[Tensor]
-    """What is kept from step to step only to move gradients or weights between ranks or devices: buckets, staging."""
+    """Memory kept between steps only to move gradients or weights between ranks or devices: buckets, staging."""
 
 
 class Strategy(Protocol):
-    """A way to execute the recipe. Methods are collective: every rank calls them, in the same order."""
+    """A way to execute the recipe. Methods are collective unless they say otherwise: every rank calls them in order."""
 
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """Take one optimizer step on the next ``gradient_accumulation_steps`` micro batches of this rank.
@@ -58,41 +59,41 @@ class Strategy(Protocol):
         ...
 
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
-        """Sum of losses (nats) and number of targets over one validation step of all ranks, 0-dim float64."""
+        """Sum of losses (nats) and number of targets over one validation step of all ranks; both 0-dim float64."""
         ...
 
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """Every parameter under its canonical name (the baseline's), one at a time, valid until the next one."""
+        """Every parameter under its canonical name (the baseline's), one at a time; valid until the next one."""
         ...
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight that this rank holds whole and computes with, under its canonical name; no communication.
 
-        Ranks that hold the same name must hold the same value at all times.
+        All ranks that yield a name must hold the same value, bit for bit.
         """
         ...
 
     def state_tensors(self) -> StateTensors:
         """The tensors that hold this rank's model state now; no communication.
 
-        Called after a step, and for the gradients when ``step`` of the torch optimizer begins.
+        Called after a step, and, to see the gradients, when ``step`` of the torch optimizer begins.
         """
         ...
 
     def counters(self) -> Counters:
-        """What belongs to the state besides the tensors of ``iter_state``; no communication."""
+        """The rest of the state besides the tensors of ``iter_state``; no communication."""
         ...
 
     def load_state(self, reader: StateReader) -> None:
-        """Take up the state of a checkpoint, whichever strategy on however many ranks wrote it.
+        """Continue from the state of a checkpoint, which any strategy on any number of ranks may have written.
 
-        Whole tensors are read one at a time, and each rank keeps its part. Settings, as betas and learning rate, stay
-        the recipe's. Call it before the first step.
+        Whole tensors are read one at a time, and each rank keeps its part. Settings such as betas and learning rate
+        stay the recipe's. Call it before the first step.
         """
         ...
 
     def close(self) -> None:
-        """Remove what this rank put outside of its memory. Not collective: an error may have come before."""
+        """Remove the files that this rank swapped to. Not collective: it may be called after an error."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From a run's configuration to the strategy that executes it; the one place that knows them all."""
+"""The strategy of a run; the one place that knows all of them."""
 
 import importlib
 
@@ -9,9 +9,13 @@ from dsgpt.strategies.base import Strategy
 
 
 def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
-    """The strategy of ``config``, its model initialised; imports only it: DeepSpeed takes seconds."""
+    """The strategy of ``config``, its model initialised.
+
+    Only its own module is imported, because DeepSpeed takes seconds.
+    """
     module, name = _place(config)
-    return getattr(importlib.import_module(f"dsgpt.strategies.{module}"), name)(config, device)
+    strategy: Strategy = getattr(importlib.import_module(f"dsgpt.strategies.{module}"), name)(config, device)
+    return strategy
 
 
 def _place(config: RunConfig) -> tuple[str, str]:
@@ -21,11 +25,11 @@ def _place(config: RunConfig) -> tuple[str, str]:
         return f"pytorch.{config.run_type}", names[config.run_type]
     sizes = config.topology.sizes
     if sizes.pipeline > 1:
-        return "deepspeed.pipeline", "Pipeline"
+        return "deepspeed.pipeline", "PipelineParallel"
     if sizes.sequence > 1:
-        return "deepspeed.sequence", "Sequence"
+        return "deepspeed.sequence", "SequenceParallel"
     if sizes.tensor > 1:
-        return "deepspeed.tensor", "Tensor"
+        return "deepspeed.tensor", "TensorParallel"
     if config.recipe.nvme_blocks:
-        return "deepspeed.zero_nvme", "ZeroNvme"
+        return "deepspeed.zero", "ZeroNvme"
     return "deepspeed.zero", "Zero"

@@ -1,0 +1,1 @@
+"""Kills, signals, damaged files and full disks: the next ``--resume`` succeeds."""

@@ -1,0 +1,1 @@
+"""Every strategy against plain PyTorch, step by step."""

@@ -1,0 +1,1 @@
+"""Every strategy resumes from the checkpoint of every other."""

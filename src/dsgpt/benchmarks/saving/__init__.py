@@ -1,0 +1,1 @@
+"""How long training waits for a checkpoint."""

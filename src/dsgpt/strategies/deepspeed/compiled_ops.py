@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
 
     compile_and_load = OpBuilder.jit_load
-    lock, alone = contextlib.ExitStack(), []  # taken when something has to be compiled, and kept until all is
+    lock = contextlib.ExitStack()  # taken when something has to be compiled, and kept until all is
+    alone: list[bool] = []
 
     def jit_load(builder: Any, verbose: bool = False) -> Any:
         """Stands in for the builder's own: load what is complete, compile what is not, one process at a time."""
@@ -89,9 +91,11 @@ def _is_complete(library: Path, marker: Path) -> bool:
     return not marker.exists() and library.exists()
 
 
-def _loaded(builder: Any, library: Path) -> Any:
+def _loaded(builder: Any, library: Path) -> ModuleType:
     """Load ``library`` where DeepSpeed will look for what ``builder`` makes."""
     spec = importlib.util.spec_from_file_location(builder.name, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library}: no loader for a library of this name")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     type(builder)._loaded_ops[builder.name] = module  # the one dictionary of all builders

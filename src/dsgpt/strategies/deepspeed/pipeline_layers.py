@@ -1,7 +1,7 @@
-"""GPT-2 as the sequence of layers that DeepSpeed's ``PipelineModule`` deals to stages.
+"""GPT-2 as the sequence of layers that DeepSpeed's ``PipelineModule`` assigns to stages.
 
 A rank builds the layers of its own stage and no others. This module imports DeepSpeed: import it after
-``deepspeed_setup.import_deepspeed`` has chosen the device.
+``setup.import_deepspeed`` has chosen the device.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2, Block
+from dsgpt.model.gpt2 import GPT2, Block, KeyValueCache
 from dsgpt.runtime.topology import Topology
 from dsgpt.strategies.deepspeed.tensor_layers import split_block
 from dsgpt.strategies.deepspeed.tensor_layout import take_part
@@ -40,7 +40,8 @@ class PositionEmbedding(nn.Embedding):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         positions = torch.arange(x.shape[1], device=x.device)  # (T,)
-        return self.dropout(x + super().forward(positions))
+        embedded: Tensor = self.dropout(x + super().forward(positions))
+        return embedded
 
 
 class StageBlock(Block):
@@ -61,11 +62,12 @@ class StageBlock(Block):
         if (group := tensor_group()) is not None:
             split_block(self, group)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C); a pipeline has no cache."""
         if self._recompute and self.training:
-            return checkpoint(super().forward, x, use_reentrant=False)
-        return super().forward(x)
+            recomputed: Tensor = checkpoint(super().forward, x, cache, use_reentrant=False)
+            return recomputed
+        return super().forward(x, cache)
 
 
 def _logits(vocab_size: int, embedding: nn.Embedding, x: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ def _logits(vocab_size: int, embedding: nn.Embedding, x: Tensor) -> Tensor:
     return F.linear(x, embedding.weight)[..., :vocab_size]
 
 
-class StageModule(PipelineModule):
+class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no types
     """This rank's stage of the model, at its initial values.
 
     Args:
@@ -112,11 +114,12 @@ class StageModule(PipelineModule):
     def _count_layer_params(self) -> list[int]:
         """Parameters of every layer, for the partition, without the memory that DeepSpeed would build them in."""
         with torch.device("meta"):
-            return super()._count_layer_params()
+            counts: list[int] = super()._count_layer_params()
+        return counts
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """As DeepSpeed does it, outside of autograd, which would warn of the broadcast in every backward pass."""
+        """As DeepSpeed does it, without autograd, which would warn of the broadcast in every backward pass."""
         super()._synchronize_tied_weights()
 
     @torch.no_grad()
@@ -143,7 +146,8 @@ class StageModule(PipelineModule):
     def owner(self, name: str) -> int:
         """The first stage that holds the parameter of this canonical name."""
         layer = next(i for i, prefix in enumerate(self._names) if name.startswith(f"{prefix}."))
-        return self.stage_owner(layer)
+        stage: int = self.stage_owner(layer)
+        return stage
 
 
 def _process_topology(topology: Topology) -> ProcessTopology:

@@ -1,22 +1,24 @@
 """Ulysses sequence parallelism x data parallelism at any ZeRO stage: the ranks of a group share every sequence.
 
 Written for DeepSpeed 0.19.8. Every rank of a group computes a slice of the positions through the whole model; only
-attention needs the others. All ranks hold the same parameters, so ZeRO divides its part among all of them.
+attention needs the others (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). All ranks hold the same parameters, so
+ZeRO divides its part among all of them.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.strategies.deepspeed.ulysses import ulysses_attention
+from dsgpt.model.gpt2 import GPT2, Attend, Attention, dense_attention
+from dsgpt.strategies.deepspeed.protocols import ShardingOptimizer
 from dsgpt.strategies.deepspeed.zero import Zero
 
 
-class Sequence(Zero):
+class SequenceParallel(Zero):
     """One DeepSpeed engine per rank, each with its slice of every sequence."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
@@ -34,8 +36,9 @@ class Sequence(Zero):
         # Not DeepSpeed's ``mesh_param``, with which gradients are reduced over data ranks alone.
         parallel_state_sp.initialize_sequence_parallel(config.topology.sizes.sequence)
         attend = ulysses_attention(parallel_state_sp.get_sequence_parallel_group())
-        for block in model.blocks:
-            block.attn.attend = attend
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.attend = attend
         return parallel_state_sp
 
     def _average_over_all_ranks(self, size: int) -> None:
@@ -45,7 +48,8 @@ class Sequence(Zero):
         ``__avg_scatter_contiguous_grads`` of stage 3, but ``reduce_scatter_coalesced``, which most gradients take,
         averages over all ranks.
         """
-        self._optimizer.sequence_parallel_size = 1
+        optimizer: ShardingOptimizer = self._optimizer
+        optimizer.sequence_parallel_size = 1
         self._loss_factor = size
 
     def _forget_model_parallelism(self) -> None:
@@ -55,7 +59,7 @@ class Sequence(Zero):
         nothing to the norm, and ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
         """
         for part in (self._optimizer, getattr(self._optimizer, "overflow_checker", None)):
-            if hasattr(part, "mpu"):
+            if part is not None and hasattr(part, "mpu"):
                 part.mpu = None
 
     def _micro_batch_loss(self, batch: Batch) -> Tensor:
@@ -67,3 +71,28 @@ class Sequence(Zero):
         inputs, targets = (part.narrow(1, self._first, self._length) for part in batch)
         loss_sum = self._engine(inputs, targets, reduction="sum", first_position=self._first)
         return loss_sum, (targets != IGNORED_TARGET).sum()
+
+
+def ulysses_attention(group: dist.ProcessGroup) -> Attend:
+    """Attention over positions that lie on the ranks of ``group``, each with its slice, in the order of the ranks.
+
+    Before attention, an all-to-all turns "some positions, all heads" into "all positions, some heads"; after it,
+    another one turns the result back. Queries, keys and values come as (B, nh, T of this rank, hs); the group's size
+    must divide nh.
+    """
+    from deepspeed.sequence.layer import DistributedAttention  # noqa: PLC0415
+
+    exchange = DistributedAttention(_attend_by_position, group, scatter_idx=2, gather_idx=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T of this rank, nh, hs)
+        attended: Tensor = exchange(q, k, v, 0, None, dropout, causal)
+        return attended.transpose(1, 2)
+
+    return attend
+
+
+def _attend_by_position(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
+    """All positions of this rank's heads: (B, T, nh of this rank, hs) each."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return dense_attention(q, k, v, dropout, causal).transpose(1, 2)

@@ -19,13 +19,14 @@ from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed, quiet, for ``device``, attached to the process group that exists."""
+    """Import DeepSpeed for ``device``, silence it, and attach it to the process group that exists."""
     os.environ["DS_ACCELERATOR"] = device.type
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # which DeepSpeed takes for the number of the GPU
     import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
     import deepspeed.ops  # noqa: PLC0415
 
+    _import_muon_uncompiled()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
@@ -36,8 +37,24 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+def _import_muon_uncompiled() -> None:
+    """Import Muon, which no recipe may name, without compiling it.
+
+    Every ZeRO engine imports it to ask whether its optimizer is Muon. Its kernels are decorated with ``torch.compile``,
+    which imports all of Inductor at that moment: 628 modules, about 2 s in every rank.
+    """
+    from deepspeed.runtime import compiler  # noqa: PLC0415
+
+    compiled = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, PLC0415
+    finally:
+        compiler.compile = compiled
+
+
 def quietly() -> contextlib.AbstractContextManager[Any]:
-    """Around what DeepSpeed prints past every logger: memory in use, layouts, names of keys that it loads."""
+    """A context that drops what DeepSpeed prints without a logger: memory in use, layouts, names of keys it loads."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
@@ -54,11 +71,11 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         steps_per_print=None,
     )
     if config.topology.sizes.pipeline > 1 and recipe.zero_stage == 0:
-        ours["gradient_clipping"] = 0.0  # ``Pipeline`` clips, by the norm of all stages
+        ours["gradient_clipping"] = 0.0  # ``PipelineParallel`` clips, by the norm of all stages
     if config.precision == "bf16":
         ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
     if config.precision == "fp16":
-        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # a fixed one, which ``Zero._set_loss_scale`` replaces
+        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # fixed; ``_set_loss_scale`` replaces it
     if config.precision != "fp32" and recipe.zero_stage > 0:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
@@ -73,7 +90,7 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
-    """What DeepSpeed cannot know of offload to nvme, or has a default for that does not fit this model."""
+    """Add what offload to nvme needs: this run's folder, and buffers of a size that fits this model."""
     for name, folder in nvme_paths(config.recipe, config.run_dir).items():
         block = ours["zero_optimization"][name]
         block["nvme_path"] = str(folder)
@@ -85,7 +102,7 @@ def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
 
 
 def _autotp_block(size: int) -> dict[str, Any]:
-    """The layers that DeepSpeed shall split over ``size`` tensor ranks, as ``strategies.tensor_layout`` describes."""
+    """The layers that DeepSpeed shall split over ``size`` tensor ranks, as ``tensor_layout`` describes."""
     layers = [
         {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
         {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},
@@ -103,17 +120,21 @@ def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recip
 
     load_ops("CPUAdamBuilder")
     optimizer = recipe.optimizer
-    return DeepSpeedCPUAdam(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True)
+    adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
+        groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, adamw_mode=True
+    )
+    return adam
 
 
 def repeat_counting(optimizer: Any, *, steps: int) -> None:
-    """Bring the counter of DeepSpeed's CPU Adam to where a loaded checkpoint left it; other optimizers have none.
+    """Bring the step counter of DeepSpeed's CPU Adam to that of a loaded checkpoint; other optimizers have none.
 
-    It keeps beta^t as a product that grows by one factor per step, in C++ (``cpu_adam.h``, ``IncrementStep``). A new
-    process would take the power instead, which rounds otherwise, and a resumed run would not be the same bit for bit.
+    It keeps beta^t as a product that it multiplies by beta in each step, in C++ (``cpu_adam.h``, ``IncrementStep``). A
+    new process would compute the power instead, which rounds differently: a resumed run would not be the same bit for
+    bit.
 
     Args:
-        optimizer: what ``deepspeed.initialize`` gave.
+        optimizer: from ``deepspeed.initialize``.
         steps: that it took before.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""A model split over the ranks while it is built (ZeRO-3's ``zero.Init``): none of them ever holds all of it."""
+"""A model that is split over the ranks while it is built (ZeRO-3's ``zero.Init``): no rank ever holds all of it."""
 
 import gc
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.strategies.deepspeed.protocols import attached
 from dsgpt.strategies.initial_weights import initial_values
 
 _INIT_KEYS = ("zero_optimization", "bf16", "fp16", "aio")
@@ -24,15 +25,16 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     """
     import deepspeed  # noqa: PLC0415 - takes seconds
 
-    # Of the batch, which the engine checks, only the micro batch: groups of ranks that the engine knows of are not
-    # known here.
+    # ``zero.Init`` checks the batch sizes too, but does not know the groups of ranks yet: any micro batch is fine here,
+    # and the engine checks the real sizes later.
     init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
     with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
         model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-    gc.collect()  # the head's own weight, given up for the embedding's, holds itself through DeepSpeed's closures
+    # The head's own weight, which the embedding's replaced, refers to itself through DeepSpeed's closures.
+    gc.collect()
     values = initial_values(config)
     for name, parameter in model.named_parameters():
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             if config.topology.is_main:
-                parameter.copy_(values(name, parameter.ds_shape))
+                parameter.copy_(values(name, attached(parameter, "ds_shape")))
     return model

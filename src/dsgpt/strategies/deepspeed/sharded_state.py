@@ -9,53 +9,70 @@ a sub-group's parameters lie end to end in one flat fp32 tensor.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dsgpt.checkpointing.training_state import ParamState, StateReader
 from dsgpt.optimization.optimizer import STATE_NAMES, begin_state
+from dsgpt.strategies.deepspeed.engine_state import Part
+from dsgpt.strategies.deepspeed.protocols import ShardedParameter, ShardingOptimizer, attached
 
 
-@contextmanager
-def _resident(optimizer: Any, index: int) -> Iterator[Tensor]:
-    """The flat fp32 part that this rank has of sub-group ``index``, in memory together with its moments."""
-    swapped = optimizer._swappable_optimizer_subgroup(index)
-    if swapped:
-        optimizer._optimizer_states_and_gradient_swap_in(index)
-    try:
-        yield optimizer.fp32_partitioned_groups_flat[index]
-    finally:
-        if swapped:
-            optimizer._release_swap_buffers(index)
+class ShardedState:
+    """The state of an engine at stage 3; see ``HeldState``.
 
-
-def iter_sharded_state(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, ParamState]]:
-    """Every parameter gathered whole, under its name in ``parameters``; collective.
-
-    In the order of the sub-groups, so that each is read from the drive once.
+    Args:
+        optimizer: from ``deepspeed.initialize``.
+        parameters: by canonical name.
     """
-    names = {parameter.ds_id: name for name, parameter in parameters.items()}
-    for index, group in enumerate(optimizer.fp16_groups):
-        with _resident(optimizer, index) as flat:
-            state = optimizer.optimizer.state.get(flat, {})
-            for parameter in group:
-                _, offset, length = optimizer.grad_position[parameter.ds_id]
-                parts = [flat.detach(), *(state.get(key) for key in STATE_NAMES)]
-                whole = (
-                    None if part is None else optimizer._fp32_state_allgather(parameter, part.narrow(0, offset, length))
-                    for part in parts
-                )
-                yield names[parameter.ds_id], ParamState(*whole)
 
+    def __init__(self, optimizer: ShardingOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._names: dict[int, str] = {attached(parameter, "ds_id"): name for name, parameter in parameters.items()}
 
-@torch.no_grad()
-def load_sharded_state(optimizer: Any, parameters: Mapping[str, nn.Parameter], reader: StateReader) -> None:
-    """Take up what ``reader`` reads, each rank its own part, on any number of ranks; collective."""
-    names = {parameter.ds_id: name for name, parameter in parameters.items()}
-    optimizer.checkpoint_event_prologue()
-    for index, group in enumerate(optimizer.fp16_groups):
+    def iterate(self) -> Iterator[tuple[str, ParamState]]:
+        """See ``HeldState``; in the order of the sub-groups, so that each is read from the drive once."""
+        optimizer = self._optimizer
+        for index, group in enumerate(optimizer.fp16_groups):
+            with self._in_memory(index) as flat:
+                state = optimizer.optimizer.state.get(flat, {})
+                moments = {key: moment for key in STATE_NAMES if (moment := state.get(key)) is not None}
+                held = ParamState(flat.detach(), **moments)
+                for parameter in group:
+                    yield self._names[parameter.ds_id], held.mapped(partial(self._gathered, parameter))
+
+    @contextmanager
+    def _in_memory(self, index: int) -> Iterator[Tensor]:
+        """The flat fp32 part that this rank has of sub-group ``index``, in memory together with its moments."""
+        swapped = self._optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            self._optimizer._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield self._optimizer.fp32_partitioned_groups_flat[index]
+        finally:
+            if swapped:
+                self._optimizer._release_swap_buffers(index)
+
+    def _gathered(self, parameter: ShardedParameter, flat: Tensor) -> Tensor:
+        """The whole of ``parameter`` from the part of it in each rank's ``flat``; collective."""
+        return self._optimizer._fp32_state_allgather(parameter, self._part_of(parameter, flat))
+
+    def _part_of(self, parameter: ShardedParameter, flat: Tensor) -> Tensor:
+        _, offset, length = self._optimizer.grad_position[parameter.ds_id]
+        return flat.narrow(0, offset, length)
+
+    @torch.no_grad()
+    def load(self, reader: StateReader, *, part: Part) -> None:
+        """See ``HeldState``."""
+        self._optimizer.checkpoint_event_prologue()
+        for index in range(len(self._optimizer.fp16_groups)):
+            self._load_group(index, reader, part=part)
+        self._optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
+
+    def _load_group(self, index: int, reader: StateReader, *, part: Part) -> None:
+        optimizer = self._optimizer
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
@@ -63,19 +80,18 @@ def load_sharded_state(optimizer: Any, parameters: Mapping[str, nn.Parameter], r
         moments = {}
         if reader.has_moments:
             moments = begin_state(optimizer.optimizer, flat, steps=reader.counters.optimizer_steps)
-        for parameter in group:
-            _, offset, length = optimizer.grad_position[parameter.ds_id]
-            rank, state = optimizer._get_param_partition_rank(parameter), reader.state(names[parameter.ds_id])
-            _copy_part(state.weight, flat.narrow(0, offset, length), rank=rank)
+        for parameter in optimizer.fp16_groups[index]:
+            rank, name = optimizer._get_param_partition_rank(parameter), self._names[parameter.ds_id]
+            state = reader.state(name).mapped(partial(part, name))
+            _copy_part(state.weight, self._part_of(parameter, flat), rank=rank)
             for key, moment in moments.items():
-                _copy_part(state.moments[key], moment.narrow(0, offset, length), rank=rank)
+                _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
-            optimizer._optimizer_states_and_gradient_swap_out(index)  # moments in memory are given files of their own
-    optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
+            optimizer._optimizer_states_and_gradient_swap_out(index)  # gives moments in memory files of their own
 
 
 def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
-    """Fill ``part``, the flat one of ``rank``; what of it is past the end of ``whole`` is padding, and stays."""
+    """Fill ``part``, the flat one of ``rank``; elements of it past the end of ``whole`` are padding, and stay."""
     own = whole.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
     part[: own.numel()].copy_(own)

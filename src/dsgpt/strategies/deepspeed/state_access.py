@@ -1,7 +1,7 @@
 """Where DeepSpeed 0.19.8 keeps a rank's model state; imports none of it.
 
-Its optimizers share no interface for this, so each is asked for the attributes that it has. A test compares the sum
-with every tensor alive in the process.
+Its optimizers share no interface for this: every attribute that one of them has is looked up on each. A test compares
+the sum with every tensor alive in the process.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,8 +17,8 @@ def deepspeed_state(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensor
     """The model state of a rank.
 
     Args:
-        optimizer: what ``deepspeed.initialize`` gave: DeepSpeed's own around a torch optimizer, or at stage 0 in fp32
-            that one itself.
+        optimizer: from ``deepspeed.initialize``: DeepSpeed's own around a torch optimizer, or at stage 0 in fp32 that
+            torch optimizer itself.
         parameters: of the model on this rank.
     """
     parameters = list(parameters)
@@ -38,7 +38,7 @@ def deepspeed_state(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensor
 def _stepped(optimizer: Any, inner: torch.optim.Optimizer) -> list[Tensor]:
     """What the torch optimizer changes: this rank's fp32 weights; at stage 0 in fp32 the model's own parameters.
 
-    Stages 1 to 3 show it one parameter group, or part of one, at a time.
+    While stages 1 to 3 step, ``param_groups`` holds one parameter group, or part of one, at a time.
     """
     shown = [parameter for group in inner.param_groups for parameter in group["params"]]
     return [*_present(optimizer, "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"), *shown]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsgpt.model.gpt2 import Block
+from dsgpt.strategies.deepspeed.protocols import attach
 from dsgpt.strategies.deepspeed.tensor_layout import SPLIT, attend_with_own_dropout
 
 
@@ -29,8 +30,8 @@ def split_block(block: Block, group: dist.ProcessGroup) -> None:
     mlp.fc = ColumnParallelLinear(mlp.fc.in_features, mlp.fc.out_features // size, group)
     mlp.proj = RowParallelLinear(mlp.proj.in_features // size, mlp.proj.out_features, group)
     for name, parameter in block.named_parameters():
-        # How DeepSpeed's gradient norms know that peers hold different values, of which none may be left out.
-        parameter.tensor_model_parallel = parameter.model_parallel = name in SPLIT
+        # DeepSpeed's gradient norms read these marks: peers hold different values, and each of them counts.
+        attach(parameter, tensor_model_parallel=name in SPLIT, model_parallel=name in SPLIT)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -42,7 +43,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features), equal on all peers, to (B, T, out_features) of this peer."""
-        return super().forward(_Copy.apply(x, self.group))
+        return super().forward(_applied(_Copy, x, self.group))
 
 
 class RowParallelLinear(nn.Linear):
@@ -55,26 +56,37 @@ class RowParallelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
         # The bias is whole on every peer: it is added once, after the sum.
-        return _Reduce.apply(F.linear(x, self.weight), self.group) + self.bias
+        return _applied(_Reduce, F.linear(x, self.weight), self.group) + self.bias
+
+
+def _applied(function: type[torch.autograd.Function], x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    result: Tensor = function.apply(x, group)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+    return result
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    """What ``_Copy`` keeps for its backward pass."""
+
+    group: dist.ProcessGroup
 
 
 class _Copy(torch.autograd.Function):
-    """Megatron's ``f``: the identity, whose gradient is the sum of what the peers' parts of the layer ask for."""
+    """Megatron's ``f``: the identity, whose gradient is the sum of the gradients of the peers' parts of the layer."""
 
     @staticmethod
-    def forward(context: torch.autograd.function.FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(context: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         context.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(context: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(context: _Context, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=context.group)
         return total, None
 
 
 class _Reduce(torch.autograd.Function):
-    """Megatron's ``g``: the sum over the peers, whose gradient every peer takes as it is."""
+    """Megatron's ``g``: the sum over the peers, whose gradient every peer uses unchanged."""
 
     @staticmethod
     def forward(_context: torch.autograd.function.FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -47,8 +47,15 @@ def take_part(name: str, whole: Tensor, *, rank: int, size: int) -> Tensor:
 
 
 def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole of a split parameter from every rank's part, by rank: undoes ``take_part``."""
-    fused, dimension = _rule(name)
+    """The whole of a split parameter from every rank's part, by rank: undoes ``take_part``.
+
+    Raises:
+        ValueError: the parameter is not split.
+    """
+    rule = _rule(name)
+    if rule is None:
+        raise ValueError(f"{name} is not split over tensor ranks: take any rank's copy")
+    fused, dimension = rule
     matrices = zip(*(part.chunk(fused) for part in parts), strict=True)
     return torch.cat([torch.cat(pieces, dimension) for pieces in matrices])
 

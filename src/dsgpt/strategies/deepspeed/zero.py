@@ -1,63 +1,45 @@
-"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload to the CPU.
+"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload to the CPU or to nvme.
 
-Written for DeepSpeed 0.19.8. The optimizer and the learning rate come from this package, not from DeepSpeed's JSON, so
-that they are the same objects as the baseline's; DeepSpeed shards, reduces, clips and steps.
+Written for DeepSpeed 0.19.8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.optimizer import global_norm, set_learning_rate
-from dsgpt.optimization.schedule import build_schedule
+from dsgpt.optimization.optimizer import global_norm
 from dsgpt.runtime.process_group import sum_over_ranks
-from dsgpt.strategies.base import StateTensors, StepResult, to_device
-from dsgpt.strategies.deepspeed.engine_state import EngineState
-from dsgpt.strategies.deepspeed.gradient_sum import GradientSum
-from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, engine_config, import_deepspeed, repeat_counting
+from dsgpt.strategies.base import to_device
+from dsgpt.strategies.deepspeed.compiled_ops import load_ops
+from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
+from dsgpt.strategies.deepspeed.protocols import UnfusedOptimizer
+from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.sharded_model import build_sharded
-from dsgpt.strategies.deepspeed.sharded_state import iter_sharded_state, load_sharded_state
-from dsgpt.strategies.deepspeed.state_access import deepspeed_state
+from dsgpt.strategies.deepspeed.swap_space import SwapSpace
 from dsgpt.strategies.initial_weights import initialize_whole
-from dsgpt.strategies.loss_scale import LossScale
 
 
-class Zero:
-    """One DeepSpeed engine per rank; strategies that also split the model over ranks add to its private steps."""
+class Zero(DeepSpeedStrategy):
+    """Data parallelism; subclasses that also split the model over ranks add to the private steps."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        deepspeed = import_deepspeed(device)
-        recipe = config.recipe
-        self._device = device
-        self._ranks = config.topology.data_parallel_size
+        super().__init__(config, device)
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
-        self._loss_factor = 1  # on what a rank backpropagates, where DeepSpeed averages over more than the data ranks
-        self._accumulation = config.batch.gradient_accumulation_steps
-        self._stage = recipe.zero_stage
+        self._loss_factor: float = 1  # on a rank's loss, where DeepSpeed averages over more than the data ranks
         self._precision = config.precision
-        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
         ours = self._engine_config(config)
         model = build_sharded(config, ours) if self._stage == 3 else _build_whole(config, device)
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=build_deepspeed_optimizer(self._parameters, recipe),
-            config=ours,
-            mpu=self._spread(model, config),
-        )
-        self._engine_state = None if self._stage == 3 else EngineState(self._optimizer, self._parameters)
-        self._optimizer_steps = 0
+        self._parameters = dict(model.named_parameters())
+        self._start(model, config, ours=ours, groups=self._spread(model, config))
         self._gradient_sum: GradientSum | None = None
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()
             self._sum_gradients_in_fp32()
-        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
         if config.options.compile:
             model.compile()
 
@@ -66,9 +48,9 @@ class Zero:
         return engine_config(config)
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:  # noqa: ARG002 - for subclasses
-        """Prepare ``model`` for the ranks that share it, and answer with the groups of ranks as DeepSpeed wants them.
+        """Prepare ``model`` for the ranks that share it, and return their groups in DeepSpeed's form.
 
-        DeepSpeed calls them ``mpu``; without, every rank is a data rank.
+        None here: every rank is a data rank.
         """
         return None
 
@@ -79,65 +61,42 @@ class Zero:
         ``FP16_UnfusedOptimizer.initialize_optimizer_states`` leaves Adam's counter at 1, so that every later bias
         correction is off, and decays the master weights once.
         """
-        self._optimizer.optimizer.state.clear()
-        for low_group, high_group in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
+        optimizer: UnfusedOptimizer = self._optimizer
+        optimizer.optimizer.state.clear()
+        for low_group, high_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for low, high in zip(low_group, high_group, strict=True):
                 high.copy_(low)
 
     def _sum_gradients_in_fp32(self) -> None:
-        """Stage 0 adds up the micro batches' gradients in bf16 or fp16, the other stages in fp32 as was asked."""
+        """Add up micro batches here: stage 0 does it in bf16 or fp16, the other stages in fp32 as was asked."""
         if self._accumulation > 1:
             self._gradient_sum = GradientSum(self._parameters.values())
             self._engine.enable_backward_allreduce = False
 
-    def _reduce_gradient_sum(self, *, last: bool) -> None:
-        self._gradient_sum.add()
-        if last:
-            self._gradient_sum.hand_over()
-            self._engine.allreduce_gradients()
-
-    def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
-        """See ``Strategy``."""
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+        """See ``DeepSpeedStrategy``."""
         self._engine.train()
-        lr = self._schedule(step)
-        set_learning_rate(self._optimizer, lr)
-        own_factor = self._set_loss_scale()
-        loss_sum = torch.zeros((), device=self._device)
+        loss_sum, own_norm = torch.zeros((), device=self._device), None
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
             loss = self._micro_batch_loss(batch)
-            self._engine.backward(
-                loss * self._loss_factor * own_factor
-            )  # divides by the accumulation steps, and reduces over ranks at the last
+            # Divides by the accumulation steps, and reduces over ranks at the last.
+            self._engine.backward(loss * self._loss_factor * own_factor)
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
-            if self._gradient_sum:
-                self._reduce_gradient_sum(last=last)
-            own_norm = self._before_step() if last else None
+            if self._gradient_sum is not None:
+                self._reduce_gradient_sum(self._gradient_sum, last=last)
+            if last:
+                own_norm = self._before_step()
             self._engine.step()
-        norm = torch.as_tensor(self._engine.get_global_grad_norm() if own_norm is None else own_norm).float()
-        loss_mean = sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies))
-        # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
-        overflow = self._scale.enabled and not self._engine.was_step_applied()
-        self._optimizer_steps += not overflow
-        self._scale.update(overflow=overflow)
-        return StepResult(loss=loss_mean, grad_norm=norm / own_factor, lr=lr, skipped=torch.tensor(overflow))
+        norm = self._gradient_norm(own_norm) / own_factor
+        return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), norm
 
-    def _set_loss_scale(self) -> float:
-        """Hand DeepSpeed the loss scale of this step; what it leaves to us to multiply the loss by comes back.
-
-        The factor is divided by the ranks: a rank's micro batch is divided by the accumulation steps alone and averaged
-        over ranks later, so that its fp16 gradients are as large as the baseline's only then. Stage 0 unscales
-        gradients but never scales the loss (``DeepSpeedEngine.backward`` asks for a ``ZeROOptimizer``).
-        """
-        if not self._scale.enabled:
-            return 1.0
-        factor = self._scale.factor / self._ranks
-        if self._stage > 0:
-            self._optimizer.override_loss_scale(factor)
-            return 1.0
-        self._optimizer.loss_scale_config.cur_scale = factor
-        return factor
+    def _reduce_gradient_sum(self, gradient_sum: "GradientSum", *, last: bool) -> None:
+        gradient_sum.add()
+        if last:
+            gradient_sum.hand_over()
+            self._engine.allreduce_gradients()
 
     def _micro_batch_loss(self, batch: Batch) -> Tensor:
         """What this rank adds to the mean loss of its micro batch; the whole of it, unless it reads a part."""
@@ -149,7 +108,7 @@ class Zero:
         return loss_sum, (batch.targets != IGNORED_TARGET).sum()
 
     def _before_step(self) -> Tensor | None:
-        """Look at the reduced gradients before DeepSpeed clips them; their norm, where DeepSpeed will not tell it."""
+        """Look at the reduced gradients before DeepSpeed clips them; return their norm where DeepSpeed reports none."""
         return self._reduced_gradient_norm() if self._reports_no_norm else None
 
     @property
@@ -173,52 +132,58 @@ class Zero:
         loss_sum, tokens = sum_over_ranks(sums) / self._copies  # exact for whole numbers
         return loss_sum, tokens
 
-    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``Strategy``; a parameter that is split over ranks is gathered, one at a time."""
-        if self._stage == 3:
-            yield from iter_sharded_state(self._optimizer, self._parameters)
-        else:
-            yield from self._engine_state.iterate()
-
-    @staticmethod
-    def _shape(parameter: nn.Parameter) -> torch.Size:
-        """The whole parameter's shape; ZeRO-3 leaves an empty tensor where the parameter was."""
-        return getattr(parameter, "ds_shape", parameter.shape)
-
-    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Strategy``; stage 3 leaves none whole but those too small to be worth splitting."""
-        for name, parameter in self._parameters.items():
-            if parameter.shape == self._shape(parameter):
-                yield name, parameter.detach()
-
-    def state_tensors(self) -> StateTensors:
-        """See ``Strategy``."""
-        return deepspeed_state(self._optimizer, self._parameters.values())
-
-    def counters(self) -> Counters:
-        """See ``Strategy``."""
-        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
-
-    def load_state(self, reader: StateReader) -> None:
-        """See ``Strategy``."""
-        self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.take_up(reader.counters.loss_scale)
-        if self._stage == 3:
-            load_sharded_state(self._optimizer, self._parameters, reader)
-        else:
-            self._engine_state.load(reader, part=self._part)
-        repeat_counting(self._optimizer, steps=self._optimizer_steps)
-
-    def _part(self, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
-        """What this rank's data group holds of a whole parameter, or of a moment of it."""
-        return whole
-
-    def close(self) -> None:
-        """See ``Strategy``."""
-
 
 def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
-    """GPT-2 with its initial weights on ``device``; for tensor ranks in host memory, see ``Tensor``."""
+    """GPT-2 with its initial weights on ``device``; for tensor ranks in host memory, see ``TensorParallel``."""
     model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
     initialize_whole(model, config)
     return model if config.topology.sizes.tensor > 1 else model.to(device)
+
+
+class GradientSum:
+    """fp32 sums of the low-precision gradients of ``parameters`` over micro batches, rounded once at the end."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+
+    def add(self) -> None:
+        """Add the gradients that a backward pass left, and clear them."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                so_far = self._sums[index]
+                self._sums[index] = parameter.grad.float() if so_far is None else so_far.add_(parameter.grad)
+                parameter.grad = None
+
+    def hand_over(self) -> None:
+        """Set each gradient to its sum, in the parameter's precision, and start anew."""
+        for index, parameter in enumerate(self._parameters):
+            so_far = self._sums[index]
+            parameter.grad = None if so_far is None else so_far.to(parameter.dtype)
+            self._sums[index] = None
+
+
+class ZeroNvme(Zero):
+    """ZeRO-3 with weights or optimizer state swapped to files on a local drive (ZeRO-Infinity).
+
+    The files are in folders of this run alone; see ``swap_space``.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self._swap_space: SwapSpace | None = None
+        try:
+            super().__init__(config, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _engine_config(self, config: RunConfig) -> dict[str, Any]:
+        ours = super()._engine_config(config)
+        load_ops("PinMemoryBuilder", "AsyncIOBuilder")
+        self._swap_space = SwapSpace(ours, config.recipe, config.topology)
+        return ours
+
+    def close(self) -> None:
+        """See ``Strategy``; remove the files."""
+        if self._swap_space is not None:
+            self._swap_space.close()

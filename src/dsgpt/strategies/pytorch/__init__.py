@@ -1,0 +1,1 @@
+"""Strategies of plain PyTorch: one device, DDP, FSDP. They never import DeepSpeed."""

@@ -1,15 +1,16 @@
 """PyTorch's DistributedDataParallel: every rank holds the whole model, and gradients are averaged over the ranks.
 
-Gradients travel in buckets, each as soon as the backward pass has filled it, in the last micro batch of a step only.
-In bf16 and fp16 they are added up over micro batches and over ranks in fp32, as the baseline adds up its own.
+Gradients are reduced in buckets, each as soon as the backward pass has filled it, in the last micro batch of a step
+only. In bf16 and fp16 they are summed over micro batches and ranks in fp32, as the baseline sums its own.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # ``torch.distributed`` re-exports it, but not to type checkers
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -35,8 +36,8 @@ class Ddp(TorchStrategy):
         self._masters = weights.by_low_parameter() if weights.separate else {}
         self._buckets: list[Tensor] = []
         if config.options.compile:
-            # PyTorch would cut each block's graph into pieces of a bucket, and fails on buckets under 1 MiB; between
-            # compiled blocks a bucket leaves soon enough.
+            # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
+            # under 1 MiB. Between compiled blocks buckets are reduced early enough.
             torch._dynamo.config.optimize_ddp = False
             compile_blocks(model)
         self._ddp = DistributedDataParallel(
@@ -48,13 +49,16 @@ class Ddp(TorchStrategy):
         )
         self._ddp.register_comm_hook(self, Ddp._average)
 
-    def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def _average(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: called with every bucket as soon as it is full, in a step's last micro batch."""
         self._buckets.append(bucket.buffer())
-        return average_in_fp32(self._masters, bucket) if self._masters else allreduce_hook(None, bucket)
+        if self._masters:
+            return average_in_fp32(self._masters, bucket)
+        return allreduce_hook(self._ddp.process_group, bucket)
 
     def _training_loss(self, batch: Batch) -> Tensor:
-        return self._ddp(batch.inputs, batch.targets)
+        loss: Tensor = self._ddp(batch.inputs, batch.targets)
+        return loss
 
     @contextlib.contextmanager
     def _micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -71,14 +75,15 @@ class Ddp(TorchStrategy):
         self._order_buckets()
 
     def _order_buckets(self) -> None:
-        """Let DDP put its buckets in the order that they have from the second step of a process on.
+        """Let DDP arrange its buckets as it has them from the second step of a process on.
 
-        It does so after the first backward pass. Where an element lies in a bucket decides in which order three or more
-        ranks add it up, so that the first step of a resumed run would differ from an undisturbed one in the last bit.
+        DDP rearranges them after the first backward pass. The position of an element in its bucket decides in which
+        order three or more ranks add it up: without this, the first step of a resumed run would differ from that of an
+        uninterrupted one in the last bit.
         """
         tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
-            self._training_loss(Batch(inputs=tokens, targets=tokens)).backward()
+            torch.autograd.backward(self._training_loss(Batch(inputs=tokens, targets=tokens)))
         self._optimizer.zero_grad()
 
     def state_tensors(self) -> StateTensors:
@@ -86,11 +91,11 @@ class Ddp(TorchStrategy):
         return super().state_tensors()._replace(buffers=list(self._buckets))
 
 
-def average_in_fp32(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.GradBucket) -> Future[Tensor]:
+def average_in_fp32(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) -> Future[Tensor]:
     """Leave the mean over ranks of a bucket's gradients in the masters, in fp32.
 
-    A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. What the hook answers
-    with, DDP writes into the low-precision gradients, which nobody reads.
+    A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. DDP writes the hook's
+    result into the low-precision gradients, which nobody reads.
 
     Args:
         masters: from the model's low-precision parameters to the fp32 ones.
@@ -99,11 +104,12 @@ def average_in_fp32(masters: dict[nn.Parameter, nn.Parameter], bucket: dist.Grad
     low = bucket.buffer()
     flat = low.float()
     parameters = bucket.parameters()
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         master = masters[parameter]
         gradient = part.view_as(master)
         if master.grad is not None:
             gradient += master.grad
         master.grad = gradient  # a part of what is reduced below, in place
     flat /= dist.get_world_size()
-    return dist.all_reduce(flat, async_op=True).get_future().then(lambda _: low)
+    reduced: Future[Tensor] = dist.all_reduce(flat, async_op=True).get_future().then(lambda _: low)
+    return reduced

@@ -1,12 +1,13 @@
 """PyTorch's FSDP2 (``fully_shard``): weights, gradients and optimizer state are cut into a shard per rank.
 
 Every parameter is cut along its first dimension. A block's weights are gathered before it computes and freed after it;
-gradients are averaged over the ranks and handed out as shards. The shards are fp32 in every precision: they are the
-master weights, and what is gathered of them is in the precision of the computation.
+gradients are averaged over the ranks and scattered as shards. The shards are fp32 in every precision: they are the
+master weights, and they are gathered in the precision of the computation.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +29,27 @@ class Fsdp(TorchStrategy):
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         model = sharded_model(config, device)
-        super().__init__(config, device, model=model, weights=ShardedWeights(model))
+        self._shards = ShardedWeights(model)
+        super().__init__(config, device, model=model, weights=self._shards)
+        assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
+        self._fully_sharded: FSDPModule = model
         self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
         self._rank = config.topology.rank
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Until the ``last`` micro batch, whole gradients add up on every rank; then they are reduced to shards.
+        """Until the ``last`` micro batch, every rank sums whole gradients; then they are reduced to shards.
 
-        Weights that stay gathered between forward and backward pass stay until the next micro batch too: the room for
-        them is taken anyway, and they need not travel again. The root's always stay, those of the blocks as asked.
+        Weights that stay gathered between forward and backward pass stay until the next micro batch too: their memory
+        is needed anyway, and they need not be gathered again. The root's weights always stay, those of the blocks where
+        the recipe says so.
         """
-        self.model.set_requires_gradient_sync(last)
-        self.model.set_reshard_after_backward(last or self._reshard_after_forward)
-        self.model.set_reshard_after_backward(last, recurse=False)
+        self._fully_sharded.set_requires_gradient_sync(last)
+        self._fully_sharded.set_reshard_after_backward(last or self._reshard_after_forward)
+        self._fully_sharded.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Over all ranks: no two of them hold the same element, so that their squares add up."""
+        """Over all ranks; no two of them hold the same element, so that the norm's square is the sum of theirs."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         squares = torch.stack(norms).square().sum()
         return self._sum_over_ranks(squares.to(self._device)).sqrt().float()
@@ -54,11 +59,11 @@ class Fsdp(TorchStrategy):
         sums = super().eval_step(batches)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a backward pass, which would, does not follow
+                module.reshard()  # in training the backward pass does
         return sums
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
-        return self._weights.whole(name, part)
+        return self._shards.whole(name, part)
 
     def _part(self, whole: Tensor) -> Tensor:
         return _own_rows(whole, self._rank, self._ranks)
@@ -70,7 +75,7 @@ class Fsdp(TorchStrategy):
                 yield name, parameter.detach()
 
     def state_tensors(self) -> StateTensors:
-        """See ``Strategy``; the fp32 shards are both what is gathered and what the optimizer changes."""
+        """See ``Strategy``; the optimizer changes the fp32 shards that are gathered."""
         shards = list(self._weights.parameters.values())
         return StateTensors(
             parameters=[shard.detach() for shard in shards],
@@ -84,22 +89,21 @@ class Fsdp(TorchStrategy):
 class ShardedWeights:
     """The shards of a model under ``fully_shard`` as plain tensors, which share their memory.
 
-    Plain, because an optimizer takes its fast path on plain tensors alone, and because no operation on them can hide a
-    collective.
+    Optimizers take their fast path on plain tensors only, and no operation on plain tensors can hide a collective.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._sharded = dict(model.named_parameters())
+        self._sharded = {name: _dtensor(parameter) for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.parameters = {name: nn.Parameter(sharded.to_local()) for name, sharded in self._sharded.items()}
         """Canonical name to this rank's shard, fp32; empty where a parameter has fewer rows than there are ranks."""
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Take over the gradients' shards; there are none before the last micro batch of a step."""
+        """Move the gradients' shards to ``parameters``; there are none before the last micro batch of a step."""
         for name, sharded in self._sharded.items():
             if sharded.grad is not None:
-                self.parameters[name].grad = sharded.grad.to_local()
+                self.parameters[name].grad = _dtensor(sharded.grad).to_local()
                 sharded.grad = None
 
     def publish(self) -> None:
@@ -111,10 +115,16 @@ class ShardedWeights:
         self.parameters[name].copy_(value)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """Gather a tensor that is cut like the parameter ``name``, of which ``part`` is here; collective."""
+        """Gather a tensor that is cut like the parameter ``name`` from each rank's ``part``; collective."""
         like = self._sharded[name]
         mesh, cut = like.device_mesh, like.placements
         return DTensor.from_local(part, mesh, cut, shape=like.shape, stride=like.stride()).full_tensor()
+
+
+def _dtensor(value: Tensor) -> DTensor:
+    """``value`` itself: ``fully_shard`` turned the parameters, and so their gradients, into DTensors."""
+    assert isinstance(value, DTensor)
+    return value
 
 
 def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
@@ -129,14 +139,15 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
         compile_blocks(model)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if recipe.cpu_offload else OffloadPolicy()
     reduce_dtype = torch.float32 if recipe.reduce_dtype == "fp32" else low
-    ways = {
-        "mesh": init_device_mesh(device.type, (config.topology.world_size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
-        "offload_policy": offload,
-    }
+    shard = partial(
+        fully_shard,
+        mesh=init_device_mesh(device.type, (config.topology.world_size,)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
+        offload_policy=offload,
+    )
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=recipe.reshard_after_forward, **ways)
-    fully_shard(model, reshard_after_forward=False, **ways)  # the backward pass begins with what the forward ended with
+        shard(block, reshard_after_forward=recipe.reshard_after_forward)
+    shard(model, reshard_after_forward=False)  # the backward pass needs first the weights that the forward used last
     _fill(model, config, torch.device("cpu") if recipe.cpu_offload else device)
     return model
 
@@ -152,7 +163,8 @@ def _fill(model: GPT2, config: RunConfig, home: torch.device) -> None:
             whole = values(name, parameter.shape)
             rows = _own_rows(whole, config.topology.rank, config.topology.world_size)
             shard = torch.empty_like(parameter, device=home)
-            shard.to_local().copy_(rows.to(DTYPES[config.precision]))  # master weights start rounded, as everywhere
+            # Master weights start rounded to the precision of the computation, as under every strategy.
+            _dtensor(shard).to_local().copy_(rows.to(DTYPES[config.precision]))
             filled[parameter] = nn.Parameter(shard)
         shards[name] = filled[parameter]
     model.load_state_dict(shards, assign=True)

@@ -14,17 +14,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainedWeights(Protocol):
-    """The fp32 weights that an optimizer changes, beside whatever the model computes with."""
+    """The fp32 weights that an optimizer changes, and their link to the weights that the model computes with."""
 
     parameters: dict[str, nn.Parameter]
     """Canonical name to plain fp32 tensor: a whole weight, or this rank's shard of it."""
 
     def gather_gradients(self) -> None:
-        """Bring the gradients that a backward pass left to ``parameters``; call it after every one."""
+        """Add the gradients of a backward pass to those of ``parameters``; call it after every backward pass."""
         ...
 
     def publish(self) -> None:
-        """Bring the changed weights to the model; call it after every optimizer step."""
+        """Copy the changed weights to the model; call it after every optimizer step."""
         ...
 
     def replace(self, name: str, value: Tensor) -> None:
@@ -33,7 +33,7 @@ class TrainedWeights(Protocol):
 
 
 class MasterWeights:
-    """Keeps the fp32 weights beside ``model``, which is converted to ``dtype`` in place. In fp32 they are one."""
+    """fp32 weights beside ``model``, which is converted to ``dtype`` in place; in fp32, the model's own weights."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         model.to(dtype)
@@ -47,8 +47,8 @@ class MasterWeights:
         )
         """Canonical name to the parameter that the optimizer changes."""
 
-    def by_low_parameter(self) -> dict[nn.Parameter, nn.Parameter]:
-        """The model's parameters, each with its master."""
+    def by_low_parameter(self) -> dict[Tensor, nn.Parameter]:
+        """Each parameter of the model to its master."""
         return {low: self.parameters[name] for name, low in self._low.items()}
 
     def gather_gradients(self) -> None:

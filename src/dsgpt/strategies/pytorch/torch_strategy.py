@@ -1,14 +1,14 @@
 """What the plain-PyTorch strategies do alike: the optimizer step, validation, and a state that can be saved.
 
-Baseline, DDP and FSDP differ in who holds which weights and in how gradients meet, and in nothing else: the same
-optimizer, schedule, clipping, accumulation and loss scale act on them.
+Baseline, DDP and FSDP differ only in which rank holds which weights and in how gradients are reduced. Optimizer,
+schedule, clipping, accumulation and loss scale are the same.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
@@ -24,19 +24,19 @@ from dsgpt.optimization.optimizer import (
 )
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.runtime.process_group import sum_over_ranks
-from dsgpt.strategies.base import StateTensors, StepResult, optimizer_tensors, to_device
+from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.pytorch.master_weights import TrainedWeights
 
 
-class TorchStrategy:
-    """One optimizer step in plain PyTorch; a subclass builds the model and says how its gradients are reduced.
+class TorchStrategy(Strategy):
+    """One optimizer step in plain PyTorch; a subclass builds the model and reduces its gradients.
 
     Args:
         config: the run.
         device: of this rank.
-        model: answers with the loss of a micro batch.
-        weights: what the optimizer changes, all of it or this rank's part.
+        model: computes the loss of a micro batch.
+        weights: the fp32 weights that the optimizer changes, all or this rank's part.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: TrainedWeights) -> None:
@@ -63,7 +63,7 @@ class TorchStrategy:
             batch = to_device(next(batches), self._device)
             with self._micro_batch(last=micro == self._accumulation - 1):
                 loss = self._training_loss(batch) / self._accumulation
-                (loss * self._scale.factor).backward()
+                torch.autograd.backward(loss * self._scale.factor)
             self._weights.gather_gradients()
             loss_sum += loss.detach()
         norm = self._unscale_and_clip()
@@ -77,19 +77,21 @@ class TorchStrategy:
         return StepResult(loss=loss_mean, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
-        """Around one forward and backward pass; the gradients meet those of the other ranks in the ``last`` one."""
+        """Around one forward and backward pass; gradients are reduced over the ranks in the ``last`` one only."""
         return contextlib.nullcontext()
 
     def _training_loss(self, batch: Batch) -> Tensor:
-        return self.model(batch.inputs, batch.targets)
+        loss: Tensor = self.model(batch.inputs, batch.targets)
+        return loss
 
     def _unscale_and_clip(self) -> Tensor:
-        """Undo the loss scale, clip, and answer with the whole model's gradient norm, the same on every rank."""
-        parameters = [p for p in self._weights.parameters.values() if p.grad is not None]
+        """Undo the loss scale and clip; return the whole model's gradient norm before clipping, equal on all ranks."""
+        parameters = self._weights.parameters.values()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._scale.factor != 1:
-            for parameter in parameters:
-                parameter.grad /= self._scale.factor
-        norm = self._global_norm(p.grad for p in parameters)
+            for gradient in gradients:
+                gradient.div_(self._scale.factor)
+        norm = self._global_norm(gradients)
         if self._clipping > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
         return norm
@@ -120,7 +122,7 @@ class TorchStrategy:
             yield name, ParamState(self._whole(name, parameter.detach()), **whole)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
-        """From what this rank holds of the parameter ``name``, or of a moment of it, to the whole; collective."""
+        """The whole of the parameter ``name``, or of a moment of it, from each rank's ``part``; collective."""
         return part
 
     def _part(self, whole: Tensor) -> Tensor:
@@ -160,14 +162,14 @@ class TorchStrategy:
                     moment.copy_(self._part(state.moments[key]))
 
     def close(self) -> None:
-        """See ``Strategy``."""
+        """See ``Strategy``; plain PyTorch swaps to no file."""
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each transformer block for itself, in place.
+def compile_blocks(model: GPT2) -> None:
+    """Compile each transformer block alone, in place.
 
-    All blocks share one compiled graph, and what a strategy does between blocks (reduce a bucket, gather the next
-    weights) still happens between blocks instead of around one graph of the whole model.
+    All blocks share one compiled graph. What a strategy does between blocks (reduce a bucket, gather the next weights)
+    still happens there, and not before or after one graph of the whole model.
     """
     for block in model.blocks:
         block.compile()

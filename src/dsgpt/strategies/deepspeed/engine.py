@@ -1,0 +1,159 @@
+"""What all DeepSpeed strategies do alike: the optimizer step around the micro batches, and a state that can be saved.
+
+Written for DeepSpeed 0.19.8. Optimizer, learning rate and loss scale are this package's, not those of DeepSpeed's JSON,
+so that they are the same as under the baseline; DeepSpeed shards, reduces, clips and steps.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
+from dsgpt.config.run_config import RunConfig
+from dsgpt.data.loader import Batch
+from dsgpt.optimization.optimizer import set_learning_rate
+from dsgpt.optimization.schedule import build_schedule
+from dsgpt.strategies.base import StateTensors, StepResult, Strategy
+from dsgpt.strategies.deepspeed.engine_state import HeldState, PartitionedState, WholeState
+from dsgpt.strategies.deepspeed.protocols import Engine
+from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
+from dsgpt.strategies.deepspeed.sharded_state import ShardedState
+from dsgpt.strategies.deepspeed.state_access import deepspeed_state
+from dsgpt.strategies.deepspeed.tensor_layout import is_split, join_parts, take_part
+from dsgpt.strategies.loss_scale import LossScale
+
+
+class DeepSpeedStrategy(Strategy):
+    """One DeepSpeed engine per rank.
+
+    A subclass builds the model, calls ``_start`` and executes the micro batches of a step.
+    """
+
+    _engine: Engine
+    _state: HeldState
+    _parameters: dict[str, nn.Parameter]
+    """This rank's parameters, or its parts of them, by canonical name."""
+    _tensor_group: dist.ProcessGroup
+    """The ranks that share this rank's layers; exists where tensor parallelism does."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        recipe = config.recipe
+        self._deepspeed = import_deepspeed(device)
+        self._device = device
+        self._topology = config.topology
+        self._ranks = config.topology.data_parallel_size
+        self._accumulation = config.batch.gradient_accumulation_steps
+        self._stage = recipe.zero_stage
+        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
+        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
+        self._optimizer_steps = 0
+
+    def _start(self, model: nn.Module, config: RunConfig, *, ours: dict[str, Any], groups: Any = None) -> None:
+        """Make the engine around ``model``.
+
+        Args:
+            model: whose parameters ``self._parameters`` are.
+            config: the run.
+            ours: the JSON as DeepSpeed shall see it.
+            groups: of ranks that share the model, which DeepSpeed calls ``mpu``; None where every rank is a data rank.
+        """
+        optimizer = build_deepspeed_optimizer(self._parameters, config.recipe)
+        self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
+            model=model, optimizer=optimizer, config=ours, mpu=groups
+        )
+        kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
+        self._state = kinds[self._stage](self._optimizer, self._parameters)
+
+    def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
+        """See ``Strategy``."""
+        lr = self._schedule(step)
+        set_learning_rate(self._optimizer, lr)
+        loss, norm = self._execute(batches, own_factor=self._set_loss_scale())
+        # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
+        overflow = self._scale.enabled and not self._engine.was_step_applied()
+        self._optimizer_steps += not overflow
+        self._scale.update(overflow=overflow)
+        return StepResult(loss=loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+
+    @abstractmethod
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+        """Compute a step's micro batches and let DeepSpeed step.
+
+        Args:
+            batches: this rank's micro batches.
+            own_factor: on the loss, and to be taken out of the norm.
+
+        Returns:
+            Mean loss over the global batch and gradient norm before clipping, both 0-dim fp32.
+        """
+
+    def _set_loss_scale(self) -> float:
+        """Hand DeepSpeed the loss scale of this step; return the factor that is left to multiply the loss by.
+
+        The scale is divided by the data ranks: DeepSpeed divides a rank's micro batch by the accumulation steps alone
+        and averages over ranks later, so that its fp16 gradients are as large as the baseline's only then. Stage 0
+        unscales gradients but never scales the loss (``DeepSpeedEngine.backward`` asks for a ``ZeROOptimizer``).
+        """
+        if not self._scale.enabled:
+            return 1.0
+        factor = self._scale.factor / self._ranks
+        if self._stage > 0:
+            self._optimizer.override_loss_scale(factor)
+            return 1.0
+        self._optimizer.loss_scale_config.cur_scale = factor
+        return factor
+
+    def _gradient_norm(self, own: Tensor | None) -> Tensor:
+        """The norm that DeepSpeed clipped by, or ``own`` where DeepSpeed reports none; 0-dim fp32."""
+        return torch.as_tensor(self._engine.get_global_grad_norm() if own is None else own).float()
+
+    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
+        """See ``Strategy``; a parameter that is split over data ranks and tensor ranks is gathered from both."""
+        for name, state in self._state.iterate():
+            yield name, state.mapped(partial(self._joined, name))
+
+    def _joined(self, name: str, part: Tensor) -> Tensor:
+        """The parameter ``name``, or a moment of it, from the parts of all tensor ranks; collective among them."""
+        if self._topology.sizes.tensor == 1 or not is_split(name):
+            return part
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._topology.sizes.tensor)]
+        dist.all_gather(parts, part, group=self._tensor_group)
+        return join_parts(name, parts)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank's data group holds of a whole parameter, or of a moment of it."""
+        return take_part(name, whole, rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Strategy``; not the matrices that tensor ranks share, nor what ZeRO-3 splits.
+
+        ZeRO-3 leaves an empty tensor where a parameter was; parameters that are too small to be worth splitting stay.
+        """
+        for name, parameter in self._parameters.items():
+            shared = self._topology.sizes.tensor > 1 and is_split(name)
+            if not shared and parameter.shape == getattr(parameter, "ds_shape", parameter.shape):
+                yield name, parameter.detach()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        return deepspeed_state(self._optimizer, self._parameters.values())
+
+    def counters(self) -> Counters:
+        """See ``Strategy``."""
+        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
+
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        self._optimizer_steps = reader.counters.optimizer_steps
+        self._scale.take_up(reader.counters.loss_scale)
+        self._state.load(reader, part=self._part)
+        repeat_counting(self._optimizer, steps=self._optimizer_steps)
+
+    def close(self) -> None:
+        """See ``Strategy``; an engine keeps everything in memory."""
