@@ -81,6 +81,11 @@ MISTAKES = [
     (("optimizer", "type"), ["AdamW"], "optimizer: type must be one of AdamW, SGD, not ['AdamW']"),
     (("optimizer", "type"), {}, "optimizer: type must be one of AdamW, SGD, not {}"),
     (("optimizer", "params"), {}, "optimizer: params: lr is missing"),
+    (("optimizer",), {}, "optimizer: type is missing; one of AdamW, SGD"),
+    (("optimizer", "type"), None, "optimizer: type must be one of AdamW, SGD, not None"),
+    ((*ADAM, "lr"), None, f"optimizer: params: lr {NUMBER} of at least 0, not None"),
+    (("scheduler",), None, "scheduler is null: write the value, or leave the key out for its default"),
+    (("bf16",), {"check_grad_overflow": 1}, "bf16: check_grad_overflow must be true or false, not 1"),
     (("optimizer", "params"), [], "optimizer: params must be an object in braces, not []"),
     ((*ADAM, "lr"), -0.1, f"optimizer: params: lr {NUMBER} of at least 0, not -0.1"),
     ((*ADAM, "lr"), "1e-4", f"optimizer: params: lr {NUMBER} of at least 0, not '1e-4'"),
@@ -234,8 +239,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("place", "value", "line"), MISTAKES)
 def test_each_mistake_is_one_line_with_its_place(file, place, value, line):
-    (found,) = problems_of(write_recipe(file, changed(*place, to=value)))
+    (found, *others) = problems_of(write_recipe(file, changed(*place, to=value)))
     assert found.startswith(line)
+    assert not others or value == {}  # what else is missing
 
 
 @pytest.mark.parametrize(
