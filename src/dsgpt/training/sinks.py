@@ -47,7 +47,7 @@ class Sink:
         """The ``cost`` block of the record: model state and traffic of one step."""
 
     def record(self, record: RunRecord) -> None:
-        """The record as it is now; its ``status`` says whether the run goes on."""
+        """The record as it is now; its ``status`` is ``running`` until the run ends."""
 
     def sync(self) -> None:
         """A checkpoint follows: make durable what was received."""
