@@ -65,7 +65,7 @@ class Manifest:
     device: str | None = None
     """``cpu`` or ``cuda``."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """Settings that a resumed run must match; see ``training.run_description.settings_to_match``."""
+    """What a run that goes on must not change, as ``training.facts.fixed_facts`` names it."""
 
     @property
     def size(self) -> int:

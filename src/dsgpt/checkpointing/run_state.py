@@ -42,7 +42,7 @@ class Change:
     step: Count
     """That the checkpoint was of."""
     name: str
-    """That of one of ``settings_to_match``, or ``executed by``."""
+    """Of ``fixed_facts``, or ``executed by``."""
     before: Any
     after: Any
 
