@@ -15,7 +15,7 @@ import torch
 from convert_script import SCRIPT, converted, refusal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
-from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from small_run import REPOSITORY, command_line, write_inputs, write_recipe
 from torch import Tensor
 from training_runs import finished
 
@@ -33,9 +33,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``baseline`` and ``zero3``, three steps each, the latter on two ranks, and each ``as-deepspeed-``; only read."""
-    folder = write_data(tmp_path_factory.mktemp("runs"))
-    write_tokens(folder / "train.bin", random_ids(700), tokenizer=write_tokenizer(folder / "tokenizer"))
-    write_recipe(folder / "recipe.json")
+    folder = write_inputs(tmp_path_factory.mktemp("runs"))
     assert train(command_line(folder, checkpoint_path=folder / "baseline", max_train_steps=3)) == 0
     stage_3 = write_recipe(folder / "zero3.json", zero_optimization=STAGE_3)
     words = command_line(

@@ -13,7 +13,7 @@ import torch
 from convert_script import SCRIPT, converted, refusal
 from published import largest_difference, our_model, publish
 from safetensors.torch import load_file
-from small_run import command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from small_run import command_line, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsgpt.inference.sample import sample
@@ -24,10 +24,7 @@ from dsgpt.model.config import GPT2Config
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A baseline of three steps, each kept, on data with a tokenizer; tests only read it."""
-    folder = write_data(tmp_path_factory.mktemp("run"))
-    write_recipe(folder / "recipe.json")
-    tokenizer = write_tokenizer(folder / "tokenizer")
-    write_tokens(folder / "train.bin", random_ids(700), tokenizer=tokenizer)
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
     assert train(command_line(folder, save_every=1, keep_checkpoints=9, max_train_steps=3, eval_every=1)) == 0
     return folder / "run"
 

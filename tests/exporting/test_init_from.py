@@ -1,4 +1,4 @@
-"""``--init_from``: published weights are taken up exactly, or refused with the reason."""
+"""``--init_from``: published weights are loaded exactly, or refused with the reason."""
 
 import json
 import pickle
@@ -10,16 +10,7 @@ import torch
 from convert_script import converted
 from published import largest_difference, our_model, publish, published
 from safetensors.torch import load_file, save_file
-from small_run import (
-    TOKENS,
-    VOCABULARY,
-    command_line,
-    random_ids,
-    write_data,
-    write_recipe,
-    write_tokenizer,
-    write_tokens,
-)
+from small_run import VOCABULARY, command_line, write_inputs, write_tokenizer
 from transformers import GPT2Model
 
 from dsgpt.common.errors import UserError
@@ -138,7 +129,7 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
         "h.1.mlp.c_fc.bias has the shape [7], by config.json it must be [128]"
     ]
     assert refusal(weights | {name: torch.ones(128, dtype=torch.int8)}) == [
-        "h.1.mlp.c_fc.bias holds no floating-point numbers: quantized weights cannot be taken up"
+        "h.1.mlp.c_fc.bias holds no floating-point numbers: quantized weights cannot be loaded"
     ]
     assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == [
         "lm_head.weight differs from wte.weight: a GPT-2 with an untied head is no GPT-2"
@@ -159,10 +150,7 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Data in the vocabulary of a small tokenizer, a recipe, and a model published with that tokenizer."""
-    write_data(tmp_path)
-    write_recipe(tmp_path / "recipe.json")
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    write_tokens(tmp_path / "train.bin", random_ids(TOKENS), tokenizer=tokenizer)
+    write_inputs(tmp_path)
     publish(tmp_path / "hf", vocab_size=VOCABULARY)
     write_tokenizer(tmp_path / "with-tokenizer")
     for path in (tmp_path / "with-tokenizer").iterdir():

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prep_helpers import CORPUS, SCRIPTS, write_tokenizer
+from prep_helpers import CORPUS, SCRIPTS
+from small_run import write_tokenizer
 
 from dsgpt.prepare import command
 
@@ -36,7 +37,7 @@ def run(script_command) -> Run:
     def execute(script: str, *flags: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
         arguments, environment = script_command(script, *flags, **variables)
         done = subprocess.run(
-            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == code, f"{flags} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
         if code:
@@ -61,7 +62,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local tokenizer of 257 ids."""
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizers") / "bytes", size=257)
+    folder = tmp_path_factory.mktemp("tokenizers") / "bytes"
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

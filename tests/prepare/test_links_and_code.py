@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from harmful_tokenizers import MALFORMED, bring_code
-from prep_helpers import errors, hashes, write_tokenizer
+from prep_helpers import errors, hashes
+from small_run import write_tokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.prepare import command
@@ -179,7 +180,8 @@ def test_a_prepared_tokenizer_that_is_damaged_is_one_line(
 
 
 def test_a_tokenizer_without_an_end_is_refused(monkeypatch, text, tmp_path):
-    folder = write_tokenizer(tmp_path / "endless", size=257)
+    folder = tmp_path / "endless"
+    write_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", folder)
     assert "has no end-of-text token (eos_token)" in line

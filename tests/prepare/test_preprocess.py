@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from prep_helpers import CORPUS, OUTPUTS, REPOSITORY, documents_of, errors, hashes, write_tokenizer
+from prep_helpers import CORPUS, OUTPUTS, documents_of, errors, hashes
 from pyarrow import parquet
+from small_run import REPOSITORY, write_tokenizer
 from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
@@ -140,7 +141,9 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
     """The real GPT-2 tokenizer lies beside the checkout where there is one; elsewhere a stand-in with its last id."""
     shared = REPOSITORY.parent / "shared" / "data" / "gpt2-tokenizer"
     real = (shared / "vocab.json").exists()
-    folder = shared if real else write_tokenizer(tmp_path / "gpt2-like", size=50257)
+    folder = shared if real else tmp_path / "gpt2-like"
+    if not real:
+        write_tokenizer(folder, size=50257)
     (tmp_path / "long.txt").write_text("Hello world" + " and more" * 3000)
     prepare_here("--input", corpus, "long.txt", "--tokenizer", folder, "--output_dir", "out", cwd=tmp_path)
     assert "longer than" not in capfd.readouterr().err
@@ -156,8 +159,8 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
 
 
 def test_large_vocabulary_takes_four_bytes(prepare_here, corpus: Path, tmp_path: Path):
-    folder = write_tokenizer(tmp_path / "large", size=70_000)
-    prepare_here("--input", corpus, "--tokenizer", folder, "--output_dir", "out", cwd=tmp_path)
+    write_tokenizer(tmp_path / "large", size=70_000)
+    prepare_here("--input", corpus, "--tokenizer", "large", "--output_dir", "out", cwd=tmp_path)
     said = open_token_file(tmp_path / "out" / "val.bin").sidecar
     assert (said.dtype, said.vocab_size, said.eot_id) == ("uint32", 70_000, 69_999)
     assert set(documents_of(tmp_path / "out", "val")) <= set(CORPUS.values())

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from chart_records import flat_record, record, step_lines, write_run
+from small_run import REPOSITORY
 
 from dsgpt.common.script import exit_code_of
 from dsgpt.reports import command
 
-SCRIPT = Path(__file__).parents[2] / "charts" / "generate_charts.py"
+SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
 BARS = {"training_time.png", "throughput.png", "inference_latency.png", "inference_throughput.png", "peak_memory.png"}
 PICTURES = BARS | {"loss_vs_step.png", "loss_vs_time.png", "overview.png"}
 

@@ -7,7 +7,18 @@ import subprocess
 import time
 
 import pytest
-from training_runs import ADAMW, SCRIPT, SHAPE, finished, read_lines, read_record, roll_back, train, write_recipe
+from training_runs import (
+    ADAMW,
+    SCRIPT,
+    SHAPE,
+    data_flags,
+    finished,
+    read_lines,
+    read_record,
+    roll_back,
+    train,
+    write_recipe,
+)
 
 from dsgpt.runtime.launcher import launcher_command
 
@@ -50,7 +61,7 @@ def test_a_killed_run_is_continued(undisturbed, corpus, tmp_path):
     """A real kill -9 at some instant after the first save."""
     run, recipe = undisturbed
     killed = tmp_path / "killed"
-    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "baseline", *corpus.flags()]
+    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "baseline", *data_flags(corpus)]
     command += [*SHAPE, "--seq_length", "32"]
     command += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(killed)]
     command += [*STEPS, "--dropout", "0.1"]

@@ -47,10 +47,10 @@ class Reader:
         self.problems = Problems()
 
     def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
-        """A reader of whole numbers of at least ``low``; thousands may be grouped by ``_`` or ``,``."""
+        """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
 
         def read(word: str) -> int | None:
-            """The number, or None with a note of the mistake."""
+            """The number, or None after noting the mistake."""
             try:
                 value = int(word.replace("_", "").replace(",", ""))
             except ValueError:
@@ -66,7 +66,7 @@ class Reader:
         """A reader of numbers of at least 0 and below 1."""
 
         def read(word: str) -> float | None:
-            """The number, or None with a note of the mistake."""
+            """The number, or None after noting the mistake."""
             try:
                 value = float(word)
             except ValueError:
@@ -82,7 +82,7 @@ class Reader:
         """A reader of numbers above 0 and below 1."""
 
         def read(word: str) -> float | None:
-            """The number, or None with a note of the mistake."""
+            """The number, or None after noting the mistake."""
             try:
                 value = float(word)
             except ValueError:
@@ -98,7 +98,7 @@ class Reader:
         """A reader of the ``allowed`` words; any other word becomes ``default``."""
 
         def read(word: str) -> str | D:
-            """The word, or ``default`` with a note of the mistake."""
+            """The word, or ``default`` after noting the mistake."""
             if word not in allowed:
                 self.problems.add(
                     f"{flag} must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}"
@@ -109,10 +109,10 @@ class Reader:
         return read
 
     def choices(self, flag: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...] | None]:
-        """A reader of one or several of the ``allowed`` words, with commas between them."""
+        """A reader of one or more of the ``allowed`` words, separated by commas."""
 
         def read(text: str) -> tuple[str, ...] | None:
-            """The words, or None with a note of the mistake."""
+            """The words, or None after noting the mistake."""
             words = tuple(text.split(","))
             for word in words:
                 if word not in allowed:
@@ -161,7 +161,7 @@ def read_words(
 
 
 def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> list[str]:
-    """A line for each path that tokenizers and safetensors cannot open, because its name is not valid UTF-8."""
+    """A line for each path whose name is not valid UTF-8: tokenizers and safetensors cannot open it."""
     return [
         f"{action.option_strings[0] if action.option_strings else action.metavar} {undecodable(value)}"
         for action in parser._actions
