@@ -101,3 +101,11 @@ def write_tokenizer(folder: Path) -> dict[str, str | None]:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     return {"name": "tokenizer", "sha256": sha256}
+
+
+def write_data_with_tokenizer(folder: Path) -> Path:
+    """``train.bin`` in the vocabulary of the tokenizer in ``tokenizer``, ``val.bin``, and ``recipe.json``."""
+    write_data(folder)
+    write_recipe(folder / "recipe.json")
+    write_tokens(folder / "train.bin", random_ids(TOKENS), tokenizer=write_tokenizer(folder / "tokenizer"))
+    return folder

@@ -12,16 +12,15 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from convert_script import SCRIPT, converted, refusal
+from convert_script import SCRIPT, config_of, converted, damage, refusal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
-from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from small_run import REPOSITORY, command_line, write_data_with_tokenizer, write_recipe
 from torch import Tensor
 from training_runs import finished, launcher
 
 from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
 from dsgpt.main import train
-from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 
 STEP = "step-00000003"
@@ -32,9 +31,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``baseline`` and ``zero3``, three steps each, the latter on two ranks, and each ``as-deepspeed-``; only read."""
-    folder = write_data(tmp_path_factory.mktemp("runs"))
-    write_tokens(folder / "train.bin", random_ids(700), tokenizer=write_tokenizer(folder / "tokenizer"))
-    write_recipe(folder / "recipe.json")
+    folder = write_data_with_tokenizer(tmp_path_factory.mktemp("runs"))
     assert train(command_line(folder, checkpoint_path=folder / "baseline", max_train_steps=3)) == 0
     stage_3 = write_recipe(folder / "zero3.json", zero_optimization=STAGE_3)
     words = command_line(
@@ -101,7 +98,7 @@ def test_so_does_its_function_and_the_model_takes_them(folder, run):
     out = folder / f"as-deepspeed-{run}"
     weights = get_fp32_state_dict_from_zero_checkpoint(out)
     assert_same(weights, folder / run / STEP)
-    model = GPT2(GPT2Config(**json.loads((out / "model.json").read_text())))
+    model = GPT2(config_of(out))
     model.load_state_dict(weights)
     whole = torch.load(out / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
     model.load_state_dict(whole["module"])
@@ -168,9 +165,7 @@ def test_it_is_fp32_alone(folder, tmp_path):
 def test_damage_is_found(folder, tmp_path, name):
     copy = tmp_path / STEP
     shutil.copytree(folder / "baseline" / STEP, copy)
-    data = bytearray((copy / name).read_bytes())
-    data[-3] ^= 1
-    (copy / name).write_bytes(data)
+    damage(copy / name)
     (line,) = refusal("--from", copy, "--to", "deepspeed", tmp_path / "out")
     assert line.startswith(f"{copy}/{name}: is damaged")
     assert not (tmp_path / "out").exists()

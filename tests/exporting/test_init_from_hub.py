@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 from published import publish
-from small_run import (
-    REPOSITORY,
-    TOKENS,
-    VOCABULARY,
-    command_line,
-    random_ids,
-    write_data,
-    write_recipe,
-    write_tokenizer,
-    write_tokens,
-)
+from small_run import REPOSITORY, VOCABULARY, command_line, write_data_with_tokenizer, write_tokenizer
 from stand_in_hub import hub
 from training_runs import free_port
 
@@ -27,10 +17,7 @@ from training_runs import free_port
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Data with its tokenizer, a recipe, and what a hub holds of ``gpt2`` and ``somebody/parts``."""
-    write_data(tmp_path)
-    write_recipe(tmp_path / "recipe.json")
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    write_tokens(tmp_path / "train.bin", random_ids(TOKENS), tokenizer=tokenizer)
+    write_data_with_tokenizer(tmp_path)
     model = publish(tmp_path / "hub" / "gpt2", vocab_size=VOCABULARY)
     write_tokenizer(tmp_path / "hub" / "tokenizer")
     (tmp_path / "hub" / "tokenizer" / "tokenizer.json").rename(tmp_path / "hub" / "gpt2" / "tokenizer.json")

@@ -8,25 +8,14 @@ import pytest
 from convert_script import converted, refusal
 from harmful_tokenizers import DEEP, bring_code, seal
 from published import publish
-from small_run import (
-    VOCABULARY,
-    command_line,
-    random_ids,
-    write_data,
-    write_recipe,
-    write_tokenizer,
-    write_tokens,
-)
+from small_run import VOCABULARY, command_line, write_data_with_tokenizer, write_tokenizer
 
 from dsgpt.main import train
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_data(tmp_path_factory.mktemp("run"))
-    write_recipe(folder / "recipe.json")
-    tokenizer = write_tokenizer(folder / "tokenizer")
-    write_tokens(folder / "train.bin", random_ids(641), tokenizer=tokenizer)
+    folder = write_data_with_tokenizer(tmp_path_factory.mktemp("run"))
     assert train(command_line(folder, max_train_steps=1)) == 0
     return folder / "run" / "step-00000001"
 
