@@ -151,7 +151,7 @@ class DeepSpeedStrategy(Strategy):
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
         self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.take_up(reader.counters.loss_scale)
+        self._scale.restore(reader.counters.loss_scale)
         self._state.load(reader, part=self._part)
         repeat_counting(self._optimizer, steps=self._optimizer_steps)
 
