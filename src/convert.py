@@ -1,12 +1,10 @@
 """Weights that others can use: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.script import exit_code_of, run_script
+from dsgpt.common.script import run_script
 from dsgpt.config.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
 DESCRIPTION = """\
@@ -41,12 +39,8 @@ In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, s
 KEPT = "nothing was written"
 
 
-def main(words: Sequence[str]) -> int:
-    """Read the flags, convert, say what was done; the exit code comes back."""
-    return exit_code_of(lambda: _convert(words), kept=KEPT)
-
-
-def _convert(words: Sequence[str]) -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    """Read the flags, convert, say what was done."""
     reader = Reader()
     options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
     for flag, value, what in (
@@ -70,14 +64,8 @@ def _convert(words: Sequence[str]) -> None:
     )
 
 
-def _build_parser(reader: Reader) -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="convert.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _build_parser(reader: Reader) -> Parser:
+    parser = Parser(prog="convert.py", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument(
         "out", nargs="?", type=Path, metavar="OUT", help="the folder to make; must not exist, or be empty"
     )
@@ -117,4 +105,4 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1:]))
+    run_script(main, kept=KEPT)

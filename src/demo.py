@@ -15,7 +15,7 @@ from pathlib import Path
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import DifferentRunError, UserError
 from dsgpt.common.script import complain, run_script
-from dsgpt.runtime.topology import free_port
+from dsgpt.runtime.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GLOBAL_BATCH_SIZE = 32  # the recipe's; a number of GPUs must divide it
@@ -63,7 +63,7 @@ class Demo:
 
 def main() -> int:
     """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
-    flags = _read_flags(sys.argv[1:])
+    flags = _read_flags()
     from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     os.chdir(REPOSITORY)
@@ -81,8 +81,8 @@ def main() -> int:
     return 0
 
 
-def _read_flags(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description="Train the demo's two models, and compare them.", allow_abbrev=False)
+def _read_flags() -> argparse.Namespace:
+    parser = Parser(description="Train the demo's two models, and compare them.")
     reader = Reader()
     parser.add_argument(
         "--steps",
@@ -98,7 +98,7 @@ def _read_flags(words: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="receives data/, checkpoint/ and charts/ (default: the repository)",
     )
-    flags = read_words(parser, reader, words, elsewhere={})
+    flags = read_words(parser, reader)
     reader.problems.raise_if_any()
     return flags
 
@@ -130,8 +130,7 @@ def _train_baseline(demo: Demo) -> int:
 
 def _train_zero1(demo: Demo) -> int:
     words = demo.training("optimized", "zero1")
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--quiet", "--num_gpus", str(demo.devices)]
-    return _run([*launcher, "--master_port", str(free_port()), "src/gpt2.py", *words, _go_on_or_anew(words)])
+    return _run([*launcher_command("deepspeed", demo.devices), "src/gpt2.py", *words, _go_on_or_anew(words)])
 
 
 def _compare(demo: Demo) -> int:

@@ -41,7 +41,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         description="Continue a prompt with the model of a run, whichever strategy trained it.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=True,
     )
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="run folder, or one checkpoint in it"

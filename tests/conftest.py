@@ -1,22 +1,38 @@
 """Real text, prepared by the real script, and small real runs over it; and which tests share a process."""
 
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import REPOSITORY, Corpus
+from small_run import REPOSITORY, command_line, write_inputs
 
-from dsgpt.benchmarks.harness.corpus import prepare_corpus
+from dsgpt.benchmarks.harness.corpus import Corpus, prepare_corpus
+from dsgpt.main import train
 from dsgpt.runtime.launcher import starts_launcher
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
     """The parity suite's: a few of the standard library's files, with a tokenizer of 300 ids trained on them."""
-    return Corpus(folder=prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus")).train.parent)
+    return prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run of one step; tests only read it."""
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
+    assert train(command_line(folder, max_train_steps=1)) == 0
+    return folder / "run" / "step-00000001"
+
+
+@pytest.fixture
+def checkpoint(checkpoint_with_tokenizer: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be harmed."""
+    return shutil.copytree(checkpoint_with_tokenizer, tmp_path / "step-00000001")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -88,10 +88,14 @@ def command_line(folder: Path, **changes: Any) -> list[str]:
     return words
 
 
-def write_tokenizer(folder: Path) -> dict[str, str | None]:
-    """A byte-level tokenizer of ``VOCABULARY`` ids without merges; returns what a sidecar says of it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(alphabet)}, merges=[]))
+def write_tokenizer(folder: Path, *, size: int = VOCABULARY) -> dict[str, str | None]:
+    """A byte-level tokenizer of ``size`` ids without merges, its end-of-text id the last.
+
+    Returns:
+        What a sidecar beside ``folder`` says of it.
+    """
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"unused{number}" for number in range(size - VOCABULARY))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -100,12 +104,12 @@ def write_tokenizer(folder: Path) -> dict[str, str | None]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    return {"name": "tokenizer", "sha256": sha256}
+    return {"name": folder.name, "sha256": sha256}
 
 
-def write_data_with_tokenizer(folder: Path) -> Path:
-    """``train.bin`` in the vocabulary of the tokenizer in ``tokenizer``, ``val.bin``, and ``recipe.json``."""
+def write_inputs(folder: Path) -> Path:
+    """What ``command_line`` names: token files, with the tokenizer that made them, and a recipe."""
     write_data(folder)
-    write_recipe(folder / "recipe.json")
     write_tokens(folder / "train.bin", random_ids(TOKENS), tokenizer=write_tokenizer(folder / "tokenizer"))
+    write_recipe(folder / "recipe.json")
     return folder

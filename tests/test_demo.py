@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 from small_run import REPOSITORY
-from training_runs import Corpus
 
+from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.main import train
 from dsgpt.training import run
 
@@ -25,7 +25,7 @@ def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mod
     module = importlib.util.module_from_spec(specification)
     monkeypatch.setitem(sys.modules, "demo", module)
     specification.loader.exec_module(module)
-    shutil.copytree(corpus.folder, tmp_path / "data" / "python-stdlib")
+    shutil.copytree(corpus.train.parent, tmp_path / "data" / "python-stdlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_configs").mkdir()
     shutil.copy(REPOSITORY / "ds_configs" / "zero1.json", tmp_path / "ds_configs")

@@ -10,16 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_run import (
-    REPOSITORY,
-    VOCABULARY,
-    command_line,
-    random_ids,
-    write_data,
-    write_recipe,
-    write_tokenizer,
-    write_tokens,
-)
+from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs
 
 from dsgpt.common.command_line import Reader, read_words
 from dsgpt.common.errors import UserError
@@ -64,9 +55,7 @@ def nobody() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, tokenizer and recipe, and a run of two steps in ``run``; only read."""
-    folder = write_data(tmp_path_factory.mktemp("scripts"))
-    write_tokens(folder / "train.bin", random_ids(700), tokenizer=write_tokenizer(folder / "tokenizer"))
-    write_recipe(folder / "recipe.json")
+    folder = write_inputs(tmp_path_factory.mktemp("scripts"))
     assert train(command_line(folder)) == 0
     return folder
 

@@ -3,16 +3,17 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+import small_run
+from small_run import REPOSITORY
+
+from dsgpt.benchmarks.harness.corpus import Corpus
+from dsgpt.runtime.launcher import launcher_command
+
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
-BIN = Path(sys.executable).parent
 SHAPE = ["--num_layers", "2", "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "64"]
 GLOBAL_BATCH = 8
 
@@ -21,18 +22,14 @@ SGD = {"type": "SGD", "params": {"lr": 1.0}}
 WARM_UP_2 = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Prepared token files."""
-
-    folder: Path
-
-    def flags(self) -> list[str]:
-        """The two data flags."""
-        return ["--train_data_path", str(self.folder / "train.bin"), "--val_data_path", str(self.folder / "val.bin")]
+def data_flags(corpus: Corpus) -> list[str]:
+    """The two flags that name the data."""
+    return ["--train_data_path", str(corpus.train), "--val_data_path", str(corpus.val)]
 
 
-def write_recipe(path: Path, *, optimizer: dict = ADAMW, clipping: float = 1.0, stage: int = 1, **more: Any) -> Path:
+def write_recipe(
+    path: Path, *, optimizer: dict[str, Any] = ADAMW, clipping: float = 1.0, stage: int = 1, **more: Any
+) -> Path:
     """A recipe of the small global batch; ``more`` replaces or adds top-level keys."""
     recipe = {
         "train_batch_size": GLOBAL_BATCH,
@@ -40,26 +37,8 @@ def write_recipe(path: Path, *, optimizer: dict = ADAMW, clipping: float = 1.0, 
         "scheduler": WARM_UP_2,
         "gradient_clipping": clipping,
         "zero_optimization": {"stage": stage},
-        **more,
     }
-    path.write_text(json.dumps(recipe), encoding="utf-8")
-    return path
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launcher(name: str, ranks: int) -> list[str]:
-    """The command in front of the script."""
-    if name == "python":
-        return [sys.executable]
-    if name == "torchrun":
-        return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-    return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return small_run.write_recipe(path, recipe, **more)
 
 
 def train(
@@ -84,8 +63,8 @@ def train(
     """
     by = by or ("deepspeed" if ranks and ranks > 1 else "python")
     run_type = run_type or ("baseline" if ranks is None else "optimized")
-    command = [*launcher(by, ranks or 1), SCRIPT, "--run_type", run_type]
-    command += [*corpus.flags(), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
+    command = [*launcher_command(by, ranks or 1), SCRIPT, "--run_type", run_type]
+    command += [*data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
     command += ["--checkpoint_path", str(run_dir), *flags]
     # Some machines set DS_ACCELERATOR or thread counts; a run must not depend on them.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}

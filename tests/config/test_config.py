@@ -379,7 +379,7 @@ def test_the_command_itself(here):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "error: --batch is no known flag",
+        "error: --batch is no known flag; see --help",
         "error: --num_heads 5 does not divide --embedding_size 16: take 4 or 8 heads",
         "error: --device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi",
     ]

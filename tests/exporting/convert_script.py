@@ -8,6 +8,7 @@ from pathlib import Path
 
 from small_run import REPOSITORY
 
+from dsgpt.common.script import exit_code_of
 from dsgpt.model.config import GPT2Config
 
 SCRIPT = REPOSITORY / "src" / "convert.py"
@@ -20,7 +21,7 @@ def convert(*words: object) -> tuple[int, str, str]:
     specification.loader.exec_module(script)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = script.main([str(word) for word in words])
+        code = exit_code_of(lambda: script.main([str(word) for word in words]), kept=script.KEPT)
     assert "Traceback" not in err.getvalue(), err.getvalue()
     return code, out.getvalue(), err.getvalue()
 

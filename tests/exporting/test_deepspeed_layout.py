@@ -15,13 +15,14 @@ import torch
 from convert_script import SCRIPT, config_of, converted, damage, refusal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
-from small_run import REPOSITORY, command_line, write_data_with_tokenizer, write_recipe
+from small_run import REPOSITORY, command_line, write_inputs, write_recipe
 from torch import Tensor
-from training_runs import finished, launcher
+from training_runs import finished
 
 from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
 from dsgpt.main import train
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.launcher import launcher_command
 
 STEP = "step-00000003"
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -31,7 +32,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``baseline`` and ``zero3``, three steps each, the latter on two ranks, and each ``as-deepspeed-``; only read."""
-    folder = write_data_with_tokenizer(tmp_path_factory.mktemp("runs"))
+    folder = write_inputs(tmp_path_factory.mktemp("runs"))
     assert train(command_line(folder, checkpoint_path=folder / "baseline", max_train_steps=3)) == 0
     stage_3 = write_recipe(folder / "zero3.json", zero_optimization=STAGE_3)
     words = command_line(
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_train_steps=3,
         precision="bf16",
     )
-    command = [*launcher("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
+    command = [*launcher_command("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
     finished(subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder))
     for run in ("baseline", "zero3"):
         converted("--from", folder / run, "--to", "deepspeed", folder / f"as-deepspeed-{run}")

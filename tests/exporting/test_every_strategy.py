@@ -11,11 +11,13 @@ import torch
 from convert_script import config_of, converted
 from published import RunsCode, largest_difference, our_model, publish
 from safetensors.torch import load_file
-from training_runs import SCRIPT, Corpus, finished, launcher, write_recipe
+from training_runs import SCRIPT, data_flags, finished, write_recipe
 from transformers import AutoModelForCausalLM
 
+from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.formats.pretrained import PretrainedWeights
 from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.runtime.launcher import launcher_command
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 LAYOUTS = (*STAGES, "fsdp")
@@ -26,8 +28,8 @@ def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.C
     """Train published weights on over two ranks, three steps, every one saved."""
     recipe = write_recipe(folder / f"{layout}.json", stage=STAGES.get(layout, 1))
     run_type = "optimized" if layout in STAGES else layout
-    command = [*launcher("torchrun", 2), SCRIPT, "--run_type", run_type, *corpus.flags()]
-    command += ["--init_from", str(folder / "hf"), "--seq_length", "32"]
+    command = [*launcher_command("torchrun", 2), SCRIPT]
+    command += ["--run_type", run_type, *data_flags(corpus), "--init_from", str(folder / "hf"), "--seq_length", "32"]
     command += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(folder / layout)]
     command += ["--max_train_steps", "3", "--save_every", "1", "--keep_checkpoints", "9", "--max_val_steps", "1", *more]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
@@ -37,7 +39,7 @@ def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.C
 def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus) -> Path:
     """One run of every layout, from the model in ``hf``."""
     folder = tmp_path_factory.mktemp("layouts")
-    vocabulary = json.loads((corpus.folder / "train.json").read_text())["vocab_size"]
+    vocabulary = json.loads((corpus.train.parent / "train.json").read_text())["vocab_size"]
     publish(folder / "hf", vocab_size=vocabulary)
     for layout in LAYOUTS:
         finished(start(folder, corpus, layout))

@@ -13,7 +13,7 @@ import torch
 from convert_script import SCRIPT, config_of, converted, damage, refusal
 from published import largest_difference, our_model, publish
 from safetensors.torch import load_file
-from small_run import command_line, write_data_with_tokenizer
+from small_run import command_line, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsgpt.inference.sample import sample
@@ -23,7 +23,7 @@ from dsgpt.main import train
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A baseline of three steps, each kept, on data with a tokenizer; tests only read it."""
-    folder = write_data_with_tokenizer(tmp_path_factory.mktemp("run"))
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
     assert train(command_line(folder, save_every=1, keep_checkpoints=9, max_train_steps=3, eval_every=1)) == 0
     return folder / "run"
 
@@ -145,7 +145,7 @@ def test_mistakes_are_told_together(run_dir, tmp_path):
         "--dtype must be one of fp32, bf16, fp16, not int8",
         "--which must be one of latest, best, not worst",
         "--checkpoint is no known flag: give --from",
-        "--quantize is no known flag",
+        "--quantize is no known flag; see --help",
         "--from is missing: give a run folder such as checkpoint/demo-zero1",
     ]
     (tmp_path / "full").mkdir()

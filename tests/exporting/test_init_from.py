@@ -10,7 +10,7 @@ import torch
 from convert_script import converted
 from published import RunsCode, largest_difference, our_model, publish, published
 from safetensors.torch import load_file, save_file
-from small_run import VOCABULARY, command_line, write_data_with_tokenizer, write_tokenizer
+from small_run import VOCABULARY, command_line, write_inputs, write_tokenizer
 from transformers import GPT2Model
 
 from dsgpt.common.errors import UserError
@@ -140,7 +140,7 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Data in the vocabulary of a small tokenizer, a recipe, and a model published with that tokenizer."""
-    write_data_with_tokenizer(tmp_path)
+    write_inputs(tmp_path)
     publish(tmp_path / "hf", vocab_size=VOCABULARY)
     write_tokenizer(tmp_path / "with-tokenizer")
     for path in (tmp_path / "with-tokenizer").iterdir():

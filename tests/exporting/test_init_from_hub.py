@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 from published import publish
-from small_run import REPOSITORY, VOCABULARY, command_line, write_data_with_tokenizer, write_tokenizer
+from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs, write_tokenizer
 from stand_in_hub import hub
-from training_runs import free_port
+
+from dsgpt.runtime.topology import free_port
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Data with its tokenizer, a recipe, and what a hub holds of ``gpt2`` and ``somebody/parts``."""
-    write_data_with_tokenizer(tmp_path)
+    write_inputs(tmp_path)
     model = publish(tmp_path / "hub" / "gpt2", vocab_size=VOCABULARY)
     write_tokenizer(tmp_path / "hub" / "tokenizer")
     (tmp_path / "hub" / "tokenizer" / "tokenizer.json").rename(tmp_path / "hub" / "gpt2" / "tokenizer.json")

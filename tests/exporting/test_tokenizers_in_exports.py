@@ -1,28 +1,13 @@
 """An exported folder goes to others: no code, no request for code and no link's contents go with it."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from convert_script import converted, refusal
 from harmful_tokenizers import DEEP, bring_code, seal
 from published import publish
-from small_run import VOCABULARY, command_line, write_data_with_tokenizer, write_tokenizer
-
-from dsgpt.main import train
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_data_with_tokenizer(tmp_path_factory.mktemp("run"))
-    assert train(command_line(folder, max_train_steps=1)) == 0
-    return folder / "run" / "step-00000001"
-
-
-@pytest.fixture
-def checkpoint(trained: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(trained, tmp_path / "step-00000001")
+from small_run import VOCABULARY, write_tokenizer
 
 
 def names(folder: Path) -> set[str]:

@@ -15,6 +15,7 @@ from small_run import (
     command_line,
     random_ids,
     write_data,
+    write_inputs,
     write_recipe,
     write_tokenizer,
     write_tokens,
@@ -30,10 +31,7 @@ SCRIPT = REPOSITORY / "src" / "generate.py"
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps on data with a tokenizer, two checkpoints kept; tests only read it."""
-    folder = write_data(tmp_path_factory.mktemp("run"))
-    write_recipe(folder / "recipe.json")
-    tokenizer = write_tokenizer(folder / "tokenizer")
-    write_tokens(folder / "train.bin", random_ids(TOKENS), tokenizer=tokenizer)
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
     assert train(command_line(folder, save_every=1)) == 0
     return folder / "run"
 

@@ -2,34 +2,16 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from harmful_tokenizers import MALFORMED, bring_code, seal
-from small_run import REPOSITORY, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.inference.sample import sample
-from dsgpt.main import train
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer; tests copy it."""
-    folder = write_data(tmp_path_factory.mktemp("run"))
-    write_recipe(folder / "recipe.json")
-    tokenizer = write_tokenizer(folder / "tokenizer")
-    write_tokens(folder / "train.bin", random_ids(641), tokenizer=tokenizer)
-    assert train(command_line(folder, max_train_steps=1)) == 0
-    return folder / "run" / "step-00000001"
-
-
-@pytest.fixture
-def checkpoint(trained: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(trained, tmp_path / "step-00000001")
 
 
 def refusal(checkpoint: Path) -> str:

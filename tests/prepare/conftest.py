@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import preprocess
 import pytest
-from prep_helpers import CORPUS, SCRIPTS, write_tokenizer
+from prep_helpers import CORPUS, SCRIPTS
+from small_run import write_tokenizer
+
+from dsgpt.prepare import command
 
 CLOSED_PORT = "http://127.0.0.1:9"
 
@@ -16,7 +18,7 @@ Run = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[str], dict]]:
+def script_command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[str], dict]]:
     """The arguments and environment of a script without a network: the hub is a closed port, its cache empty."""
     home = tmp_path_factory.mktemp("hub-cache")
 
@@ -29,13 +31,13 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[lis
 
 
 @pytest.fixture(scope="session")
-def run(command) -> Run:
+def run(script_command) -> Run:
     """Run a script in a folder and return what came of it."""
 
     def execute(script: str, *flags: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
-        arguments, environment = command(script, *flags, **variables)
+        arguments, environment = script_command(script, *flags, **variables)
         done = subprocess.run(
-            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == code, f"{flags} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
         if code:
@@ -60,7 +62,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local tokenizer of 257 ids."""
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizers") / "bytes", size=257)
+    folder = tmp_path_factory.mktemp("tokenizers") / "bytes"
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +81,6 @@ def prepare_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def execute(*flags: object, cwd: Path) -> None:
         monkeypatch.chdir(cwd)
-        preprocess.main([str(flag) for flag in flags])
+        command.main([str(flag) for flag in flags])
 
     return execute

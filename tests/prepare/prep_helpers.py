@@ -6,10 +6,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from small_run import REPOSITORY
 from transformers import AutoTokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "data_prep"
 
 OUTPUTS = ["train.bin", "val.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
@@ -31,20 +30,6 @@ CORPUS = {
 def errors(done: subprocess.CompletedProcess) -> list[str]:
     """The error lines of a run."""
     return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-
-
-def write_tokenizer(folder: Path, *, size: int) -> Path:
-    """A byte-level tokenizer of ``size`` ids without merges, its end-of-text id the last: a local tokenizer folder."""
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"unused{number}" for number in range(size - 257))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def documents_of(folder: Path, split: str, suffix: str = "") -> list[str]:

@@ -5,12 +5,13 @@ import os
 import shutil
 from pathlib import Path
 
-import preprocess
 import pytest
 from harmful_tokenizers import MALFORMED, bring_code
-from prep_helpers import errors, hashes, write_tokenizer
+from prep_helpers import errors, hashes
+from small_run import write_tokenizer
 
 from dsgpt.common.errors import UserError
+from dsgpt.prepare import command
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def text(tmp_path: Path) -> Path:
 def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: object) -> str:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        preprocess.main([str(flag) for flag in flags])
+        command.main([str(flag) for flag in flags])
     (line,) = str(caught.value).splitlines()
     return line
 
@@ -179,7 +180,8 @@ def test_a_prepared_tokenizer_that_is_damaged_is_one_line(
 
 
 def test_a_tokenizer_without_an_end_is_refused(monkeypatch, text, tmp_path):
-    folder = write_tokenizer(tmp_path / "endless", size=257)
+    folder = tmp_path / "endless"
+    write_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", folder)
     assert "has no end-of-text token (eos_token)" in line

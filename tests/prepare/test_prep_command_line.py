@@ -8,19 +8,27 @@ from pathlib import Path
 import pytest
 from prep_helpers import SCRIPTS, errors
 
+from dsgpt.prepare.options import DATASETS
+
 
 def test_all_mistakes_are_reported_together(run, tmp_path: Path):
     done = run(
-        "preprocess.py", "--inpt", "x", "stray", "--dataset", "tinystoris", "--vocab_size", "12", "--seed", "x",
+        "preprocess.py", "stray", "--inpt", "x", "--dataset", "tinystoris", "--vocab_size", "12", "--seed", "x",
         "--val_fraction", "2", "--text_key", "t", "--tokenizer", "train", cwd=tmp_path, code=2,
     )  # fmt: skip
     lines = errors(done)
-    starts = ["--inpt", "stray", "--dataset tinystoris", "--text_key", "--vocab_size 12", "--val_fraction 2"]
-    starts.append("--seed x")
-    assert len(lines) == len(starts)
-    assert all(any(line.startswith(f"error: {start}:") for line in lines) for start in starts), lines
-    assert "did you mean --input?" in done.stderr
-    assert "did you mean tinystories?" in done.stderr
+    assert sorted(lines) == sorted(
+        f"error: {line}"
+        for line in (
+            "--inpt is no known flag (did you mean --input?)",
+            "'stray' belongs to no flag",
+            f"--dataset must be one of {', '.join(DATASETS)}, not tinystoris (did you mean tinystories?)",
+            "--vocab_size must be a whole number of at least 257, not 12",
+            "--seed must be a whole number of at least 0, not x",
+            "--val_fraction must be a number above 0 and below 1, such as 0.05, not 2",
+            "--text_key: only the files of --input have keys to choose from; leave it out",
+        )
+    )
     assert not (tmp_path / "data").exists()
 
 
@@ -35,7 +43,8 @@ def test_all_mistakes_are_reported_together(run, tmp_path: Path):
         (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere: there is no such folder"),
         (["--tokenizer", "folder", "--vocab_size", "300"], "--vocab_size: the tokenizer folder has its own"),
         (["--dataset", "tinystories", "--tokenizer", "train"], "download_data.py tinystories"),
-        (["--seed"], "--seed: expected one argument"),
+        (["--seed"], "--seed needs a value"),
+        (["--input"], "--input needs a value"),
     ],
 )
 def test_one_mistake_is_one_line(run, tmp_path: Path, flags: list[str], said: str):
@@ -84,10 +93,8 @@ def test_folder_that_is_no_tokenizer(run, tmp_path: Path):
 
 
 @pytest.mark.parametrize("script", ["preprocess.py", "preprocess_small.py", "download_data.py"])
-def test_help_teaches_and_starts_fast(run, tmp_path: Path, script: str):
-    started = time.monotonic()
+def test_help_teaches(run, tmp_path: Path, script: str):
     text = run(script, "--help", cwd=tmp_path).stdout
-    assert time.monotonic() - started < 5
     assert f"python data_prep/{script}" in text
     assert "python-stdlib" in text
 

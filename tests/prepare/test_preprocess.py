@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from prep_helpers import CORPUS, OUTPUTS, REPOSITORY, documents_of, errors, hashes, write_tokenizer
+from prep_helpers import CORPUS, OUTPUTS, documents_of, errors, hashes
 from pyarrow import parquet
+from small_run import REPOSITORY, write_tokenizer
 from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
@@ -111,19 +112,19 @@ def kill_while_encoding(arguments: list[str], environment: dict, cwd: Path, part
     process.wait()
 
 
-def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, command, bytes_tokenizer: Path, tmp_path: Path):
+def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command, bytes_tokenizer: Path, tmp_path: Path):
     text = "".join(f"line {number} of a long text\n" for number in range(60_000))
     (tmp_path / "long.txt").write_text(text)
     flags = ["--input", "long.txt", "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
     out = tmp_path / "out"
     partial = out / ".train.bin.partial"
-    kill_while_encoding(*command("preprocess.py", *flags), tmp_path, partial)
+    kill_while_encoding(*script_command("preprocess.py", *flags), tmp_path, partial)
     assert not [path for path in out.iterdir() if not path.name.startswith(".")]
 
     prepare_here(*flags, cwd=tmp_path)
     before = hashes(out)
     assert not partial.exists()
-    kill_while_encoding(*command("preprocess.py", *flags, "--seed", 5, "--overwrite"), tmp_path, partial)
+    kill_while_encoding(*script_command("preprocess.py", *flags, "--seed", 5, "--overwrite"), tmp_path, partial)
     assert hashes(out) == before
     assert "already prepared" in run("preprocess.py", *flags, cwd=tmp_path).stdout
 
@@ -140,7 +141,9 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
     """The real GPT-2 tokenizer lies beside the checkout where there is one; elsewhere a stand-in with its last id."""
     shared = REPOSITORY.parent / "shared" / "data" / "gpt2-tokenizer"
     real = (shared / "vocab.json").exists()
-    folder = shared if real else write_tokenizer(tmp_path / "gpt2-like", size=50257)
+    folder = shared if real else tmp_path / "gpt2-like"
+    if not real:
+        write_tokenizer(folder, size=50257)
     (tmp_path / "long.txt").write_text("Hello world" + " and more" * 3000)
     prepare_here("--input", corpus, "long.txt", "--tokenizer", folder, "--output_dir", "out", cwd=tmp_path)
     assert "longer than" not in capfd.readouterr().err
@@ -156,8 +159,8 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
 
 
 def test_large_vocabulary_takes_four_bytes(prepare_here, corpus: Path, tmp_path: Path):
-    folder = write_tokenizer(tmp_path / "large", size=70_000)
-    prepare_here("--input", corpus, "--tokenizer", folder, "--output_dir", "out", cwd=tmp_path)
+    write_tokenizer(tmp_path / "large", size=70_000)
+    prepare_here("--input", corpus, "--tokenizer", "large", "--output_dir", "out", cwd=tmp_path)
     said = open_token_file(tmp_path / "out" / "val.bin").sidecar
     assert (said.dtype, said.vocab_size, said.eot_id) == ("uint32", 70_000, 69_999)
     assert set(documents_of(tmp_path / "out", "val")) <= set(CORPUS.values())

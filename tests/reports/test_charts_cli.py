@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from chart_records import flat_record, record, step_lines, write_run
+from small_run import REPOSITORY
 
+from dsgpt.common.script import exit_code_of
 from dsgpt.reports import command
-from dsgpt.reports.command import main
 
-SCRIPT = Path(__file__).parents[2] / "charts" / "generate_charts.py"
+SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
 BARS = {"training_time.png", "throughput.png", "inference_latency.png", "inference_throughput.png", "peak_memory.png"}
 PICTURES = BARS | {"loss_vs_step.png", "loss_vs_time.png", "overview.png"}
 
@@ -18,6 +19,11 @@ PICTURES = BARS | {"loss_vs_step.png", "loss_vs_time.png", "overview.png"}
 def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of the command, after its error lines."""
+    return exit_code_of(lambda: command.main(arguments))
 
 
 @pytest.fixture
@@ -68,7 +74,7 @@ def test_all_mistakes_are_told_together_one_line_each(tmp_path, two_runs, capsys
     lines = output.err.splitlines()
     for part in (
         "--optimized-json needs a value",
-        "unknown argument '--optimised-json=x'; did you mean --optimized-json?",
+        "--optimised-json is no known flag (did you mean --optimized-json?)",
         "--run 'zero1': expected NAME=PATH",
         "two runs are called 'twice'",
         f"{torn} is a file, not a folder",
@@ -89,7 +95,9 @@ def test_all_mistakes_are_told_together_one_line_each(tmp_path, two_runs, capsys
         (["--run", "=x"], "expected NAME=PATH"),
         (["--run", "a="], "expected NAME=PATH"),
         (["--run", "a\nb=x"], "expected NAME=PATH"),
-        (["surplus"], "unknown argument 'surplus'"),
+        (["--nonsense"], "--nonsense is no known flag; see --help"),
+        (["--output-dir", "-x"], "--output-dir needs a value"),
+        (["surplus"], "'surplus' belongs to no flag"),
         (["--baseline-json", "a", "--baseline-json", "b"], "--baseline-json is given 2 times"),
     ],
 )

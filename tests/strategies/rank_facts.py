@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import SHAPE, Corpus, finished, launcher, write_recipe
+from training_runs import SHAPE, data_flags, finished, write_recipe
+
+from dsgpt.benchmarks.harness.corpus import Corpus
+from dsgpt.runtime.launcher import launcher_command
 
 RANKS, ACCUMULATION, LAYERS = 2, 3, 2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -18,10 +21,10 @@ def facts_on_ranks(run_type: str, corpus: Corpus, folder: Path) -> dict[str, Any
     The 63 positions cannot be cut into two equal shards.
     """
     recipe = write_recipe(folder / "recipe.json", clipping=0, train_batch_size=12, fp16={"initial_scale_power": 12})
-    flags = [*corpus.flags(), *SHAPE, "--max_position_embeddings", "63", "--seq_length", "32", "--device", "cpu"]
+    flags = [*data_flags(corpus), *SHAPE, "--max_position_embeddings", "63", "--seq_length", "32", "--device", "cpu"]
     flags += ["--deepspeed_config", str(recipe), "--precision", "fp32", "--micro_batch_size_per_gpu", "2"]
     script = str(Path(__file__).with_name("torch_on_ranks.py"))
-    command = [*launcher("torchrun", RANKS), script, run_type, *flags]
+    command = [*launcher_command("torchrun", RANKS), script, run_type, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     finished(done)
     return json.loads(done.stdout.splitlines()[-1])

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from small_run import REPOSITORY
-from training_runs import Corpus
+from training_runs import data_flags
 
 from dsgpt.benchmarks.harness import launch
+from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.benchmarks.harness.launch import Assignment, Launch, run_job
 from dsgpt.benchmarks.harness.measurement import read_rank
 from dsgpt.benchmarks.harness.work import write_recipe
@@ -45,7 +46,7 @@ class Observation:
 
     def words(self, corpus: Corpus, recipe: Path, run: Path) -> list[str]:
         """The flags of ``src/gpt2.py`` but for the run type."""
-        words = [*corpus.flags(), "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "32"]
+        words = [*data_flags(corpus), "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "32"]
         words += [*self.flags, *([] if "--num_layers" in self.flags else ["--num_layers", "2"]), "--device", "cpu"]
         return [*words, "--grad_accum_steps", "2", "--deepspeed_config", str(recipe), "--checkpoint_path", str(run)]
 

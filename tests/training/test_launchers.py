@@ -4,7 +4,9 @@ import os
 import subprocess
 
 import pytest
-from training_runs import BIN, SCRIPT, assert_same_training, finished, launcher, read_record, train, write_recipe
+from training_runs import SCRIPT, assert_same_training, data_flags, finished, read_record, train, write_recipe
+
+from dsgpt.runtime.launcher import launcher_command
 
 STEPS = ("--max_train_steps", "4", "--max_val_steps", "2")
 
@@ -31,7 +33,7 @@ def test_data_workers_do_not_change_the_training(corpus, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
 def test_a_mistake_is_said_once(corpus, tmp_path, name):
-    command = [*launcher(name, 2), SCRIPT, "--run_type", "optimized", *corpus.flags(), "--epochs", "0"]
+    command = [*launcher_command(name, 2), SCRIPT, "--run_type", "optimized", *data_flags(corpus), "--epochs", "0"]
     command += ["--deepspeed_config", str(tmp_path / "missing.json"), "--checkpoint_path", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == (2 if name == "deepspeed" else 1)
@@ -43,7 +45,7 @@ def test_a_mistake_is_said_once(corpus, tmp_path, name):
 
 def test_baseline_under_a_launcher_is_refused(corpus, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.json")
-    command = [*launcher("deepspeed", 2), SCRIPT, "--run_type", "baseline", *corpus.flags()]
+    command = [*launcher_command("deepspeed", 2), SCRIPT, "--run_type", "baseline", *data_flags(corpus)]
     command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
@@ -72,8 +74,8 @@ def test_nothing_needs_a_compiler_or_an_activated_environment(corpus, tmp_path):
         for folder in ("/bin", "/usr/bin"):
             if os.path.exists(f"{folder}/{name}") and not (tools / name).exists():  # noqa: PTH110
                 (tools / name).symlink_to(f"{folder}/{name}")
-    command = [str(BIN / "deepspeed"), "--num_gpus", "2", *launcher("deepspeed", 2)[3:], SCRIPT]
-    command += ["--run_type", "optimized", *corpus.flags(), *STEPS, "--num_layers", "1", "--num_heads", "2"]
+    command = [*launcher_command("deepspeed", 2), SCRIPT]
+    command += ["--run_type", "optimized", *data_flags(corpus), *STEPS, "--num_layers", "1", "--num_heads", "2"]
     command += ["--embedding_size", "16", "--max_position_embeddings", "32", "--deepspeed_config", str(recipe)]
     command += ["--checkpoint_path", str(tmp_path / "run")]
     kept = {key: value for key, value in os.environ.items() if key in {"HOME", "TMPDIR", "LANG"}}
@@ -86,7 +88,7 @@ def test_nothing_needs_a_compiler_or_an_activated_environment(corpus, tmp_path):
 def test_offload_without_a_compiler_is_refused(corpus, tmp_path):
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     recipe = write_recipe(tmp_path / "recipe.json", zero_optimization=offload)
-    command = [*launcher("python", 1), SCRIPT, "--run_type", "optimized", *corpus.flags()]
+    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "optimized", *data_flags(corpus)]
     command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
     done = subprocess.run(
         command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False, timeout=120

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harmful_tokenizers import bring_code
 from run_folders import checkpoints, errors, go_on
-from small_run import command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from small_run import command_line, write_inputs
 
 from dsgpt.main import train
 
@@ -15,11 +15,7 @@ from dsgpt.main import train
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Data with its tokenizer, and a recipe."""
-    write_data(tmp_path)
-    write_recipe(tmp_path / "recipe.json")
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    write_tokens(tmp_path / "train.bin", random_ids(641), tokenizer=tokenizer)
-    return tmp_path
+    return write_inputs(tmp_path)
 
 
 def kept(folder: Path) -> set[str]:

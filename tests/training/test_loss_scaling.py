@@ -9,12 +9,13 @@ from random import Random
 
 import pytest
 import torch
-from training_runs import SHAPE, finished, launcher, write_recipe
+from training_runs import SHAPE, data_flags, finished, write_recipe
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.recipe import LossScaling
 from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.runtime.launcher import launcher_command
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
 from dsgpt.strategies.pytorch.baseline import Baseline
@@ -27,7 +28,7 @@ SMALL_SGD = {"type": "SGD", "params": {"lr": 0.3}}
 
 def configured(corpus, tmp_path, *, precision: str, scaling: LossScaling = DYNAMIC) -> RunConfig:
     recipe = write_recipe(tmp_path / "recipe.json")
-    flags = ["--run_type", "baseline", *corpus.flags(), *SHAPE, "--seq_length", "32", "--max_train_steps", "12"]
+    flags = ["--run_type", "baseline", *data_flags(corpus), *SHAPE, "--seq_length", "32", "--max_train_steps", "12"]
     options, problems = parse_arguments([*flags, "--deepspeed_config", str(recipe), "--device", "cpu"])
     config = resolve(options, topology=read_topology({}), problems=problems)
     return replace(config, precision=precision, recipe=replace(config.recipe, loss_scaling=scaling))
@@ -112,7 +113,8 @@ def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
     scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
     recipe = write_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
     script = str(Path(__file__).with_name("fp16_on_cpu.py"))
-    command = [*launcher("torchrun", ranks), script, *corpus.flags(), *SHAPE, "--seq_length", "32", "--device", "cpu"]
+    command = [*launcher_command("torchrun", ranks), script, *data_flags(corpus)]
+    command += [*SHAPE, "--seq_length", "32", "--device", "cpu"]
     command += [
         "--deepspeed_config",
         str(recipe),

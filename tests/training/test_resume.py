@@ -11,14 +11,16 @@ from training_runs import (
     ADAMW,
     SCRIPT,
     SHAPE,
+    data_flags,
     finished,
-    launcher,
     read_lines,
     read_record,
     roll_back,
     train,
     write_recipe,
 )
+
+from dsgpt.runtime.launcher import launcher_command
 
 # 12 steps over epochs of fewer: the interruption at step 5 falls inside an epoch.
 STEPS = ("--max_train_steps", "12", "--save_every", "5", "--max_val_steps", "2", "--steps_per_print", "3")
@@ -59,7 +61,8 @@ def test_a_killed_run_is_continued(undisturbed, corpus, tmp_path):
     """A real kill -9 at some instant after the first save."""
     run, recipe = undisturbed
     killed = tmp_path / "killed"
-    command = [*launcher("python", 1), SCRIPT, "--run_type", "baseline", *corpus.flags(), *SHAPE, "--seq_length", "32"]
+    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "baseline", *data_flags(corpus)]
+    command += [*SHAPE, "--seq_length", "32"]
     command += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(killed)]
     command += [*STEPS, "--dropout", "0.1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from run_folders import Killed, errors, go_on
-from small_run import command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+from small_run import command_line, write_inputs
 
 from dsgpt.main import train
 from dsgpt.training import run
@@ -103,9 +103,7 @@ def test_nothing_is_written_before_the_strategy_accepts(finished_run, tmp_path, 
 
 
 def test_the_tokenizer_that_made_the_data_is_kept(tmp_path):
-    folder = write_data(tmp_path)
-    write_recipe(folder / "recipe.json")
-    write_tokens(folder / "train.bin", random_ids(641), tokenizer=write_tokenizer(folder / "tokenizer"))
+    folder = write_inputs(tmp_path)
     assert train(command_line(folder)) == 0
     kept = folder / "run" / "step-00000002" / "tokenizer"
     assert (kept / "tokenizer.json").read_bytes() == (folder / "tokenizer" / "tokenizer.json").read_bytes()

@@ -1,34 +1,56 @@
-"""Reads words of a command line without stopping at the first mistake. Imports no torch."""
+"""The command line of every script: reads all of it and reports all of its mistakes together. Imports no torch."""
 
 import argparse
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_utf8, undecodable
 from dsgpt.common.problems import Problems, did_you_mean
 
+D = TypeVar("D")
+"""Type of a default."""
+
 
 class Parser(argparse.ArgumentParser):
-    """Raises ``UserError`` instead of printing usage and leaving."""
+    """Raises ``UserError`` instead of printing the usage and exiting; ``--help`` keeps the line breaks of its texts."""
+
+    def __init__(
+        self,
+        *,
+        description: str,
+        epilog: str = "",
+        prog: str | None = None,
+        formatter_class: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
+        allow_abbrev: bool = False,
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=formatter_class,
+            allow_abbrev=allow_abbrev,
+        )
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        """Raise what argparse cannot read as a ``UserError``."""
+        raise UserError(f"{message}; see --help")
 
 
 class Reader:
-    """Turns words into values; a word that is no value is noted, and the flag counts as not given."""
+    """Converts words to values. Collects what cannot be converted in ``problems``; the flag then has no value."""
 
     def __init__(self) -> None:
         self.problems = Problems()
 
     def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
-        """A reader of whole numbers of at least ``low``; thousands may be grouped by ``_`` or ``,``."""
+        """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
 
         def read(word: str) -> int | None:
-            """The number, or None with a note of the mistake."""
+            """The number, or None after noting the mistake."""
             try:
                 value = int(word.replace("_", "").replace(",", ""))
             except ValueError:
@@ -44,7 +66,7 @@ class Reader:
         """A reader of numbers of at least 0 and below 1."""
 
         def read(word: str) -> float | None:
-            """The number, or None with a note of the mistake."""
+            """The number, or None after noting the mistake."""
             try:
                 value = float(word)
             except ValueError:
@@ -56,11 +78,27 @@ class Reader:
 
         return read
 
-    def choice(self, flag: str, allowed: Sequence[str], default: str | None) -> Callable[[str], str | None]:
-        """A reader of the ``allowed`` words; ``default`` stands in for any other."""
+    def share(self, flag: str) -> Callable[[str], float | None]:
+        """A reader of numbers above 0 and below 1."""
 
-        def read(word: str) -> str | None:
-            """The word, or ``default`` with a note of the mistake."""
+        def read(word: str) -> float | None:
+            """The number, or None after noting the mistake."""
+            try:
+                value = float(word)
+            except ValueError:
+                value = 0.0
+            if not 0 < value < 1:
+                self.problems.add(f"{flag} must be a number above 0 and below 1, such as 0.05, not {word}")
+                return None
+            return value
+
+        return read
+
+    def choice(self, flag: str, allowed: Sequence[str], default: D) -> Callable[[str], str | D]:
+        """A reader of the ``allowed`` words; any other word becomes ``default``."""
+
+        def read(word: str) -> str | D:
+            """The word, or ``default`` after noting the mistake."""
             if word not in allowed:
                 self.problems.add(
                     f"{flag} must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}"
@@ -71,10 +109,10 @@ class Reader:
         return read
 
     def choices(self, flag: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...] | None]:
-        """A reader of one or several of the ``allowed`` words, with commas between them."""
+        """A reader of one or more of the ``allowed`` words, separated by commas."""
 
         def read(text: str) -> tuple[str, ...] | None:
-            """The words, or None with a note of the mistake."""
+            """The words, or None after noting the mistake."""
             words = tuple(text.split(","))
             for word in words:
                 if word not in allowed:
@@ -89,36 +127,41 @@ class Reader:
 
 
 def read_words(
-    parser: argparse.ArgumentParser, reader: Reader, words: Sequence[str], *, elsewhere: Mapping[str, str]
+    parser: argparse.ArgumentParser,
+    reader: Reader,
+    words: Sequence[str] | None = None,
+    *,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """Read a command line to its end; what is wrong goes to ``reader``.
+    """Read a whole command line; ``reader.problems`` then holds all of its mistakes.
 
     Args:
         parser: knows the flags.
-        reader: the one that its types note mistakes in.
-        words: the command line.
-        elsewhere: flags that ``parser`` does not know, and where to say the same.
+        reader: the one whose methods are the types of ``parser``'s flags.
+        words: the command line; by default that of this process.
+        elsewhere: for flags of other programs, where to set the same here.
 
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
-    namespace, unknown = parser.parse_known_args(_with_values(words, parser, reader))
+    given = sys.argv[1:] if words is None else words
+    namespace, unknown = parser.parse_known_args(_with_values(given, parser, reader))
     reader.problems.add(*path_problems(parser, namespace))
     known = [flag for action in parser._actions for flag in action.option_strings]
     previous_unknown = False
     for word in unknown:
         name = word.split("=")[0]
-        if word.startswith("--"):
-            hint = f": {elsewhere[name]}" if name in elsewhere else did_you_mean(name, known)
-            reader.problems.add(f"{name} is no known flag{hint}")
-        elif not previous_unknown:
+        if _is_flag(word, parser):
+            hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
+            reader.problems.add(f"{name} is no known flag{hint or '; see --help'}")
+        elif not previous_unknown:  # otherwise it is the value of the unknown flag
             reader.problems.add(f"{word!r} belongs to no flag")
-        previous_unknown = word.startswith("--")
+        previous_unknown = _is_flag(word, parser)
     return namespace
 
 
 def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> list[str]:
-    """A line for each path that tokenizers and safetensors cannot open, because its name is not valid UTF-8."""
+    """A line for each path whose name is not valid UTF-8: tokenizers and safetensors cannot open it."""
     return [
         f"{action.option_strings[0] if action.option_strings else action.metavar} {undecodable(value)}"
         for action in parser._actions
@@ -127,12 +170,19 @@ def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace
 
 
 def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:
-    """``words`` less the flags whose value is missing, which are noted: argparse would stop at the first."""
-    takers = {flag for action in parser._actions if action.nargs is None for flag in action.option_strings}
+    """``words`` without the flags whose value is missing, which are noted: argparse would stop at the first."""
+    takers = {flag for action in parser._actions if action.nargs in (None, "+") for flag in action.option_strings}
     kept = []
     for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
-        if word in takers and following.startswith("--"):
+        if word in takers and _is_flag(following, parser):
             reader.problems.add(f"{word} needs a value")
         else:
             kept.append(word)
     return kept
+
+
+def _is_flag(word: str, parser: argparse.ArgumentParser) -> bool:
+    """Whether argparse reads ``word`` as a flag; ``-``, negative numbers and words with spaces are values to it."""
+    if word.startswith("--"):
+        return True
+    return word.startswith("-") and word != "-" and " " not in word and not parser._negative_number_matcher.match(word)

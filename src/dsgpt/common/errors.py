@@ -1,22 +1,22 @@
-"""What can go wrong for a user, and the exit code that says so (the table is in README.md)."""
+"""Errors that scripts turn into an exit code, and the exit codes (the table is in README.md)."""
 
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
 EXIT_NOT_SAVED = 4
 EXIT_STOPPED = 75
-"""Asked to stop and stopped in order: nothing is lost, ``--resume`` goes on. What sysexits.h calls a temporary
-failure, after which the same request may be repeated."""
+"""The run was asked to stop and saved before it did: ``--resume`` continues it and loses nothing. The number is that of
+a temporary failure in sysexits.h, after which a scheduler may repeat the command."""
 EXIT_INTERRUPTED = 130
-"""Ended at once: what was done since the last checkpoint is lost."""
+"""The process ended at once: the steps since the last checkpoint are lost."""
 EXIT_READER_GONE = 141
-"""The reader of the output had enough. What a shell says of a program that SIGPIPE ended."""
+"""The reader of the output closed it. The number is what a shell reports for a program that SIGPIPE ended."""
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; shown without a traceback, exit code 2.
+    """A mistake that the user can correct; printed without a traceback, exit code 2.
 
-    ``problems`` holds one line each: the file, value or flag at fault, what is allowed, and what to do.
+    ``problems`` holds one line for each mistake: the file, value or flag at fault, what is allowed, and what to do.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -25,25 +25,25 @@ class UserError(ValueError):
 
 
 class DifferentRunError(UserError):
-    """All that is wrong: the run in the folder is sound, and was made with other settings or data than this one."""
+    """The run in the folder is sound, but was made with other settings or data. Nothing else is wrong."""
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm became NaN or infinite; nothing of it was saved, exit code 3."""
+    """The loss or the gradient norm became NaN or infinite; that step was not saved, exit code 3."""
 
     exit_code = EXIT_NON_FINITE
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, which all ranks know; exit code 4."""
+    """A checkpoint could not be written, and every rank knows it; exit code 4."""
 
     exit_code = EXIT_NOT_SAVED
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, by a signal or by the end of its launcher; exit code 75.
+    """The run was asked to stop, by a signal or because its launcher ended; exit code 75.
 
-    A ``KeyboardInterrupt``, because libraries know not to catch one. ``together`` where all ranks agreed to it.
+    It is a ``KeyboardInterrupt`` because libraries do not catch those. ``together``: all ranks agreed to stop.
     """
 
     def __init__(self, message: str, *, together: bool = False) -> None:

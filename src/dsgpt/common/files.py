@@ -1,4 +1,4 @@
-"""Write beside, then rename: a reader sees the old file or the new one, never half of one."""
+"""Files: written whole or not at all, hashed, and named in valid Unicode."""
 
 import codecs
 import contextlib
@@ -15,9 +15,8 @@ from typing import Any
 
 _BLOCK = 1 << 22
 
-
 PRINTABLE = "dsgpt.printable"
-"""For ``encode``: a byte of a path that is no UTF-8, or a character that an encoding lacks, is ``\\xe9``."""
+"""Error handler for ``encode``: writes ``\\xe9`` for a byte that is not UTF-8 or a character that the encoding lacks."""
 
 
 def _spelt_out(error: UnicodeError) -> tuple[str, int]:
@@ -28,7 +27,7 @@ def _spelt_out(error: UnicodeError) -> tuple[str, int]:
 
 
 def _escape(character: str) -> str:
-    byte = ord(character) - 0xDC00  # what os.fsdecode makes of a byte that it cannot decode
+    byte = ord(character) - 0xDC00  # os.fsdecode maps a byte that it cannot decode to U+DC00 plus the byte
     return f"\\x{byte:02x}" if 0x80 <= byte <= 0xFF else character.encode("ascii", "backslashreplace").decode()
 
 
@@ -36,25 +35,25 @@ codecs.register_error(PRINTABLE, _spelt_out)
 
 
 def printable(path: object) -> str:
-    """A path, or a text that holds one, as valid Unicode, for files and for people."""
+    """A path, or a text that contains one, as valid Unicode that can be printed and written."""
     return str(path).encode("utf-8", PRINTABLE).decode("utf-8")
 
 
 def is_utf8(path: object) -> bool:
-    """Whether every byte of a path is of valid UTF-8."""
+    """Whether the name of a path is valid UTF-8."""
     return printable(path) == str(path)
 
 
 def undecodable(path: object) -> str:
-    """What to say of a path that is not, and that a library must open."""
+    """The message about a path that is not UTF-8 and that a library must open."""
     return (
         f"{printable(path)}: is not valid UTF-8, and the libraries that read tokenizers and weights open no such path: "
         "rename it"
     )
 
 
-def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """Of a file's bytes, as lower-case hex; ``progress`` is told the bytes read since its last call."""
+def sha256_of(path: Path, progress: Callable[[int], object] = lambda _: None) -> str:
+    """The SHA-256 of a file, as lower-case hex; ``progress`` gets the number of bytes read since its last call."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -64,22 +63,22 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
 
 
 def is_regular_file(path: Path) -> bool:
-    """Whether a file lies at ``path`` itself, as far as can be seen; a link to one is none."""
+    """Whether ``path`` is a regular file and not a link; False where that cannot be found out."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
-    except (OSError, ValueError):  # none, no permission, a name that is none
+    except (OSError, ValueError):  # no such file, no permission, or not a valid name
         return False
 
 
 def link_between(folder: Path, path: Path) -> Path | None:
-    """The first link on the way from ``folder``, which may be one, down to ``path`` inside it; None without any."""
+    """The first link on the path from ``folder`` (included) down to ``path``; None if there is none."""
     inside = [path, *path.parents]
     below = inside[: inside.index(folder)]
     return next((part for part in reversed(below) if part.is_symlink()), None)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one; of a link the link alone, never what it points to."""
+    """Remove a file or a folder if it exists; of a link only the link, never its target."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -87,17 +86,17 @@ def remove(path: Path) -> None:
 
 
 def append_to(path: Path) -> FileIO:
-    """Open a file for appending, unbuffered, and make it if need be.
+    """Open a file for appending, unbuffered; create it if needed.
 
     Raises:
-        OSError: the system refuses, or a link is in its place: what it points to must not be written.
+        OSError: the system refuses, or ``path`` is a link: its target must not be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     return FileIO(os.open(path, flags, 0o666), "ab")
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names inside ``path`` durable; a rename is only safe from a power cut after this."""
+    """Make the names inside ``path`` durable: only after this does a rename survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,11 +105,14 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` in one step, durable on return; a failure leaves no partial file behind."""
+    """Replace the contents of ``path`` by ``data``: a reader sees the old file or the new one, never a part of one.
+
+    The file is durable on return. A failure leaves no partial file behind.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:  # never through a link in its place
+        with beside.open("xb") as file:  # never through a link of that name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -121,11 +123,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write ``value`` as JSON. NaN and infinity are refused: they are not JSON and other readers choke on them."""
+    """Write ``value`` as JSON. NaN and infinity raise ``ValueError``: they are not JSON."""
     write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def print_traceback() -> None:
-    """Show the error that is being handled, if anybody still reads; the program goes on."""
+    """Print the exception being handled, if standard error is still open, and continue."""
     with contextlib.suppress(OSError):
         traceback.print_exc()

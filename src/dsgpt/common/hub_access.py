@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: asked once, in seconds, before a library retries for minutes."""
+"""Whether the Hugging Face hub can be reached: found out in seconds, before a library retries for minutes."""
 
 import os
 import ssl
@@ -11,10 +11,14 @@ _PATIENCE_SECONDS = 10
 
 
 def explain_offline(what: str, *, cure: str) -> None:
-    """Return where the hub answers.
+    """Return if the hub answers.
+
+    Args:
+        what: needs the hub; begins the message.
+        cure: what the user can do without it; ends the message.
 
     Raises:
-        UserError: it does not, or the environment forbids asking; one line that says so, for whom and the cure.
+        UserError: it does not answer, or the environment forbids network access.
     """
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -23,9 +27,9 @@ def explain_offline(what: str, *, cure: str) -> None:
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # an answer, though not a friendly one; the library will say what it makes of it
-    except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is no address
+        return  # it answers; what the code means is for the library to report
+    except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is not an address
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
-            return  # the library brings its own certificates
+            return  # the library has its own certificates, so it may still connect
         raise UserError(f"{what}: no network, {endpoint} does not answer ({reason}); {cure}") from error

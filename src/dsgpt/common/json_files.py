@@ -1,12 +1,11 @@
-"""JSON from files that another program or person may have written: strict, limited in size and depth, and typed.
+"""Reads JSON files that others may have written: strict, with limits on size and depth, and typed.
 
-Python's own reader takes NaN, keeps the last of two equal keys, and answers a deep nesting with ``RecursionError``.
-Here all of these are one line of a ``JsonError``. ``read_as`` also checks every value against the type of its field,
+Python's own parser accepts NaN, keeps the last of two equal keys, and raises ``RecursionError`` on deep nesting. Here
+each of these raises a ``JsonError`` of one line. ``read_as`` also checks every value against the type of its field,
 with pydantic. Imports no torch.
 """
 
 import codecs
-import functools
 import json
 import math
 import re
@@ -16,34 +15,39 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 MAX_BYTES = 16 << 20
-"""Larger than any record, manifest or recipe; a vocabulary may ask for more."""
+"""The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have a limit of
+their own."""
 MAX_DEPTH = 40
-"""Objects and arrays inside each other; our own files have at most 8."""
+"""How deep objects and arrays may be nested; our own files use at most 8 levels."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""As lower-case hex. The pattern is one of Rust, where ``$`` is the end of the text, and no line break before it."""
+"""As lower-case hex. pydantic matches the pattern in Rust, where ``$`` is only the end of the text: a final line break
+does not match."""
 
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""Strings, and brackets outside of them. The closing quote is optional, so that no text is searched twice."""
+"""Strings, and brackets outside of them. The closing quote is optional: otherwise an unclosed string would make the
+search quadratic."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 3
-"""Faults of one file that its message names."""
+"""Faults of one file that its message shows."""
 T = TypeVar("T")
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+"""pydantic's validators, by the type that they validate: each takes a millisecond to build."""
 
 
 class JsonError(ValueError):
-    """A file or text is not the JSON that was expected; the message is one line and does not name the file."""
+    """A file or text is not the expected JSON. The message is one line and does not name the file."""
 
 
 def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     """Parse UTF-8 text as RFC 8259 defines JSON: every number finite, every key once.
 
     Raises:
-        JsonError: it is something else, or nested deeper than ``max_depth``.
+        JsonError: it is not such JSON, or is nested deeper than ``max_depth``.
     """
     check_depth(data, max_depth)
     try:
@@ -51,7 +55,7 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
             data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
         )
         if _SURROGATE.search(data):
-            json.dumps(value, ensure_ascii=False).encode()  # an escape can spell half a character, UTF-8 cannot
+            json.dumps(value, ensure_ascii=False).encode()  # an escape can write half of a surrogate pair, UTF-8 cannot
         return value
     except JsonError:
         raise
@@ -59,7 +63,7 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise JsonError("a text in it is not valid Unicode (half of a surrogate pair)") from error
     except UnicodeDecodeError as error:
         raise JsonError(f"it is not UTF-8 text (byte {error.start:,})") from error
-    except ValueError as error:  # with the place in the text; or a whole number of thousands of digits
+    except ValueError as error:  # the message has the position; or a whole number has thousands of digits
         raise JsonError(str(error)) from error
 
 
@@ -108,7 +112,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         JsonError: it cannot be read, is no regular file, or is larger.
     """
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would wait for its writer
+        if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would block
             raise JsonError("it is no regular file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -134,7 +138,7 @@ def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """A JSON object in a file, its values unchecked.
 
     Raises:
-        JsonError: as ``read_json``, or it holds something else than an object.
+        JsonError: as ``read_json``, or the value is not an object.
     """
     value = read_json(path, max_bytes=max_bytes)
     if not isinstance(value, dict):
@@ -149,7 +153,7 @@ def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes:
         path: the file.
         kind: a dataclass, or anything else that pydantic validates.
         unknown_keys: whether to ignore keys that ``kind`` does not have, instead of refusing the file.
-        max_bytes: what a larger file is refused for.
+        max_bytes: larger files are refused.
 
     Raises:
         JsonError: as ``read_json``; or a value is missing or of another type. The message names the first faults.
@@ -158,17 +162,19 @@ def read_as(path: Path, kind: type[T], *, unknown_keys: bool = False, max_bytes:
 
 
 def parse_as(data: bytes, kind: type[T], *, unknown_keys: bool = False) -> T:
-    """As ``read_as``, of the contents of a file."""
-    parse_json(data)  # pydantic's own parser would take NaN, and the last of two equal keys
+    """As ``read_as``, for the contents of a file."""
+    parse_json(data)  # pydantic's own parser accepts NaN, and keeps the last of two equal keys
     try:
         return _adapter(kind).validate_json(data, strict=True, extra="ignore" if unknown_keys else "forbid")
     except ValidationError as error:
         raise JsonError(_in_one_line(error)) from error
 
 
-@functools.cache
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    adapter: TypeAdapter[T] = _ADAPTERS[kind]
+    return adapter
 
 
 def _in_one_line(error: ValidationError) -> str:
@@ -191,6 +197,6 @@ def clipped_text(text: str, *, width: int = 80) -> str:
 
 
 def clipped(value: Any, *, width: int = 60) -> str:
-    """``value`` as Python writes it, cut at ``width`` characters: what a file holds may be long."""
+    """The ``repr`` of ``value``, cut at ``width`` characters: a value in a file may be long."""
     text = repr(value)
     return text if len(text) <= width else f"{text[: width - 1]}…"

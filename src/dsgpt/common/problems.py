@@ -3,28 +3,30 @@
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from dsgpt.common.errors import DifferentRunError, UserError
 from dsgpt.common.json_files import clipped, clipped_text
 
 MOST_KEYS = 20
-"""Unknown keys of one object that are named; to find the nearest known one takes a millisecond for each."""
+"""How many unknown keys of one object are named: finding the nearest known key takes a millisecond for each."""
+D = TypeVar("D")
+"""Type of a default: ``section.whole(key, None, low=1)`` is ``int | None``, ``section.whole(key, 1, low=1)`` an int."""
 LONGEST_WORD = 80
-"""Characters that are compared with known words, and shown; a file may hold longer ones."""
+"""How many characters of a word are compared with known words: words in a file may be longer."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean X?)`` for the nearest known word, or nothing."""
+    """`` (did you mean X?)`` with the nearest known word; empty if none is near."""
     near = difflib.get_close_matches(word[:LONGEST_WORD], sorted(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number; true and false are none, though Python counts with them."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a JSON value is a finite number; true and false are not, though they are ``int`` in Python."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond the range of floats
+    except OverflowError:  # a whole number outside the range of floats
         return False
 
 
@@ -36,39 +38,39 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", lambda value: isinstance(value, str)),
     "object": ("an object in braces", lambda value: isinstance(value, dict)),
 }
-"""Kinds of values, by what they are called in ``Section.check_kinds``; DeepSpeed takes 5e8 for a count, too."""
+"""Kinds of values by their names in ``Section.check_kinds``. A count may be written 5e8, as DeepSpeed allows."""
 
 
 class Problems:
-    """A list of one-line mistakes, each with its cure."""
+    """A list of mistakes, one line each, with what to do."""
 
     def __init__(self) -> None:
         self._only_differs = True
-        self._lines: dict[str, None] = {}  # in their order; a dictionary, because a bad file may have thousands
+        self._lines: dict[str, None] = {}  # an ordered set: a bad file may have thousands
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def add(self, *lines: str, differs: bool = False) -> None:
-        """Note mistakes; a line said before is not repeated.
+        """Note mistakes; a line that was noted before is not repeated.
 
-        ``differs`` where they say that the run in the folder is another one, and nothing worse.
+        ``differs``: they only say that the run in the folder has other settings or data.
         """
         self._only_differs &= differs or not lines
         self._lines |= dict.fromkeys(lines)
 
     def mention(self, word: str) -> bool:
-        """Whether a mistake was already found about ``word``, or something that was probably meant to be it."""
+        """Whether a mistake about ``word``, or about a misspelling of it, was already noted."""
         return any(line.startswith(f"{word} ") or f"did you mean {word}?" in line for line in self._lines)
 
     def raise_if_any(self) -> None:
-        """Raise one ``UserError`` with all of them; a ``DifferentRunError`` where each of them ``differs``."""
+        """Raise one ``UserError`` with all mistakes; a ``DifferentRunError`` if all were noted with ``differs``."""
         if self._lines:
             raise (DifferentRunError if self._only_differs else UserError)(*self._lines)
 
 
 class Section:
-    """One object of a JSON file, read key by key; what is wrong with a value goes to ``problems`` with its place."""
+    """One object of a JSON file, read key by key. A wrong value is noted in ``problems`` with its place."""
 
     def __init__(self, values: dict[str, Any], *, place: str, problems: Problems) -> None:
         self.place = place
@@ -76,7 +78,7 @@ class Section:
         self.values = values
 
     def complain(self, key: str, what: str) -> None:
-        """Note that the value of ``key`` is wrong."""
+        """Note that the value of ``key`` is wrong; with an empty ``key``, that the object is."""
         where = f"{self.place}: {key}" if key else self.place
         self._problems.add(f"{where} {what}")
 
@@ -92,14 +94,14 @@ class Section:
             self.complain("", f"has {len(unknown) - MOST_KEYS:,} more keys that are not known")
 
     def check_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Complain about values that are not of their kind, of keys that someone else will read."""
+        """Complain about values that are not of their kind, for keys that DeepSpeed will read."""
         for key, kind in kinds.items():
             if kind and key in self.values:
                 words, fits = _KINDS[kind]
                 if not fits(self.values[key]):
                     self.complain(key, f"must be {words}, not {clipped(self.values[key])}")
 
-    def number(self, key: str, default: float | None, *, low: float, high: float = math.inf) -> float | None:
+    def number(self, key: str, default: D, *, low: float, high: float = math.inf) -> float | D:
         """A finite number from ``low`` to ``high``."""
         value = self.values.get(key, default)
         if value is default:
@@ -110,7 +112,7 @@ class Section:
             return default
         return float(value)
 
-    def whole(self, key: str, default: int | None, *, low: int, high: int | None = None) -> int | None:
+    def whole(self, key: str, default: D, *, low: int, high: int | None = None) -> int | D:
         """A whole number of at least ``low``."""
         value = self.values.get(key, default)
         if value is default:
@@ -129,7 +131,7 @@ class Section:
             return default
         return value
 
-    def choice(self, key: str, default: str | None, allowed: Iterable[str]) -> str | None:
+    def choice(self, key: str, default: D, allowed: Iterable[str]) -> str | D:
         """One of ``allowed``."""
         value = self.values.get(key, default)
         if value is default:
@@ -142,7 +144,7 @@ class Section:
         return value
 
     def section(self, key: str) -> "Section | None":
-        """The object under ``key``; None where there is nothing, or something else, which is complained about."""
+        """The object under ``key``; None if there is none. Anything else than an object is complained about."""
         if key not in self.values:
             return None
         if not isinstance(self.values[key], dict):

@@ -1,6 +1,6 @@
-"""How every script starts and ends: its exit code, its error lines, and what its output can take. Imports no torch.
+"""How every script starts and ends: its exit code, its error lines, and its output streams. Imports no torch.
 
-A path may hold bytes that are no UTF-8, and an output may have no ``é``: both are printed as ``\\xe9``.
+A path may contain bytes that are not UTF-8, and an output may have no ``é``: both are printed as ``\xe9``.
 """
 
 import contextlib
@@ -15,23 +15,25 @@ from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_READER_GONE, E
 from dsgpt.common.files import PRINTABLE, printable, undecodable
 
 _REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
-"""Of the file system: for the user to mend."""
+"""Errors of the file system that the user can correct."""
 
 
 class OutputError(OSError):
-    """Standard output or standard error took no more."""
+    """Standard output or standard error refused what was written."""
 
 
 def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
     """Run ``main`` and end this process with its exit code (the table is in README.md).
 
-    As if SIGPIPE had ended it where the reader of its output had enough (``| head -1``): 141, without a word.
+    If the reader of its output closed it (``| head -1``), the exit code is 141 and nothing is printed, as if SIGPIPE
+    had ended the process.
 
     Args:
         main: does the work; returns its exit code, or None for 0.
-        kept: what the user should know if it is interrupted or the disk is full.
+        kept: what is left if the script is interrupted or the disk is full; ends the error line.
     """
     prepare_output(lose=False)
+    code: int | str | None
     try:
         code = exit_code_of(main, kept=kept)
     except SystemExit as end:  # of argparse, after --help
@@ -44,7 +46,7 @@ def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
 
 
 def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
-    """Run ``main``; its exit code, or that of what ended it early, after a line for each mistake of the user."""
+    """Run ``main`` and return the exit code. Mistakes of the user are printed, one line each; other errors are raised."""
     try:
         return main() or EXIT_DONE
     except UserError as error:
@@ -56,7 +58,7 @@ def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
             raise
         return complain([_with(kept, f"{error.filename or 'the output'}: {error.strerror}")], EXIT_USER_ERROR)
     except UnicodeEncodeError as error:
-        if error.reason != "surrogates not allowed":  # no path that a library refused
+        if error.reason != "surrogates not allowed":  # not a path that a library refused
             raise
         return complain([undecodable(error.object)], EXIT_USER_ERROR)
     except KeyboardInterrupt:
@@ -64,27 +66,27 @@ def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
 
 
 def complain(lines: Sequence[str], code: int) -> int:
-    """Print each line as an error; ``code`` comes back."""
+    """Print each line as an error, and return ``code``."""
     for line in "\n".join(lines).splitlines():
-        with contextlib.suppress(OSError):  # of a terminal that is gone; the exit code is left
+        with contextlib.suppress(OSError):  # the terminal is gone; the exit code still tells
             print(f"error: {printable(line)}", file=sys.stderr, flush=True)
     return code
 
 
 def prepare_output(*, lose: bool) -> None:
-    """Let standard output and standard error take any text; one that is closed becomes /dev/null.
+    """Let standard output and standard error accept any text; a closed stream becomes /dev/null.
 
     Args:
-        lose: output that the system refuses is lost, and the program goes on; otherwise the first refusal of standard
-            output raises ``OutputError``. Errors and progress that nobody can read never end a program.
+        lose: discard output that the system refuses, and continue; otherwise the first refusal by standard output
+            raises ``OutputError``. A refusal by standard error never ends a program.
     """
     sys.stdout = _stream(1, sys.stdout, lose=lose)
     sys.stderr = _stream(2, sys.stderr, lose=True)
 
 
 def _stream(number: int, old: Any, *, lose: bool) -> io.TextIOWrapper:
-    """A stream to the descriptor ``number`` that is buffered as ``old`` is; ``old`` is None where it is closed."""
-    if old is None:  # `>&-`: the next file that is opened would get the number, and be printed into
+    """A stream to the descriptor ``number``, buffered like ``old``, which is None if the descriptor is closed."""
+    if old is None:  # `>&-`: the next file that is opened would get the number, and the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return io.TextIOWrapper(io.BufferedWriter(_Output(number, lose=True)), encoding="utf-8", errors=PRINTABLE)
     raw = _Output(number, lose=lose)
@@ -98,7 +100,7 @@ def _stream(number: int, old: Any, *, lose: bool) -> io.TextIOWrapper:
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error; after a first failure, all that is written is lost in silence."""
+    """Standard output or standard error. After the first failure, everything written is discarded."""
 
     def __init__(self, number: int, *, lose: bool) -> None:
         super().__init__(number, "w", closefd=False)
@@ -106,7 +108,7 @@ class _Output(io.FileIO):
         self._failed = False
 
     def write(self, data: Any) -> int:
-        """Write all of it, or lose it."""
+        """Write all of ``data``, or discard it."""
         size = memoryview(data).nbytes
         if self._failed:
             return size

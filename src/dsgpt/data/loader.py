@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dsgpt.data.order import SampleOrder
-from dsgpt.data.token_file import TokenFile, TokenFileError
+from dsgpt.data.sidecar import TokenFileError
+from dsgpt.data.token_file import TokenFile
 from dsgpt.runtime.interruption import leave_to_the_rank
 
 PADDING_WINDOW = -1
@@ -38,10 +40,11 @@ class RankShare:
     """Among the data-parallel ranks: tensor, pipeline and sequence peers have the same one."""
     data_parallel_size: int
 
-    def of(self, global_batch: np.ndarray) -> np.ndarray:
+    def of(self, global_batch: NDArray[np.int64]) -> NDArray[np.int64]:
         """This rank's windows of a global batch (B,), as (gradient_accumulation_steps, micro_batch_size)."""
         shares = global_batch.reshape(self.data_parallel_size, self.gradient_accumulation_steps, self.micro_batch_size)
-        return shares[self.data_rank]
+        own: NDArray[np.int64] = shares[self.data_rank]
+        return own
 
 
 class WindowDataset(Dataset[Batch]):
@@ -105,13 +108,13 @@ class _ValidationBatches:
             yield from self._share.of(batch).tolist()
 
 
-def _whole_batch(batch: Batch) -> Batch:
+def _whole_batch(batch: object) -> object:
     return batch
 
 
 def _loader(
     dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
-) -> DataLoader:
+) -> DataLoader[Batch]:
     # The dataset already answers with a whole micro batch, so there is nothing left to collate. A generator of its own
     # keeps the loader from drawing a seed from the default stream, which belongs to dropout and to a resume.
     return DataLoader(
@@ -134,7 +137,7 @@ def training_loader(
     last_step: int,
     workers: int,
     pin_memory: bool,
-) -> DataLoader:
+) -> DataLoader[Batch]:
     """Micro batches of steps ``first_step`` (from 0) up to but not including ``last_step``; resuming skips nothing."""
     batches = _TrainingBatches(order, share, first_step=first_step, last_step=last_step)
     return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)
@@ -142,7 +145,7 @@ def training_loader(
 
 def validation_loader(
     dataset: WindowDataset, windows: int, share: RankShare, *, global_batch_size: int, workers: int, pin_memory: bool
-) -> DataLoader:
+) -> DataLoader[Batch]:
     """Micro batches of the first ``windows`` validation windows, ``global_batch_size`` of them per validation step."""
     batches = _ValidationBatches(windows, share, global_batch_size=global_batch_size)
     return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)

@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 _ROUNDS = 8
 
@@ -17,14 +18,14 @@ def window_count(tokens: int, seq_length: int) -> int:
     return max(0, (tokens - 1) // seq_length)
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finalizer (Steele, Lea, Flood 2014, figure 1): uint64 to well-mixed uint64, wrapping."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def shuffled(positions: np.ndarray, *, size: int, key: str) -> np.ndarray:
+def shuffled(positions: NDArray[np.integer], *, size: int, key: str) -> NDArray[np.int64]:
     """Where a keyed permutation of ``range(size)`` sends each of ``positions``; int64, same shape.
 
     A balanced Feistel network over the next power of four, walked until the value falls inside ``size`` (Black and
@@ -61,7 +62,7 @@ class SampleOrder:
         """Whole global batches in one pass; the ``windows % global_batch_size`` left over are dropped."""
         return self.windows // self.global_batch_size
 
-    def batch(self, step: int) -> np.ndarray:
+    def batch(self, step: int) -> NDArray[np.int64]:
         """The windows of optimizer step ``step`` (from 0 over the whole run), shape (global_batch_size,), int64."""
         epoch, index = divmod(step, self.steps_per_epoch)
         first = index * self.global_batch_size

@@ -14,7 +14,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DtypeName = Literal["uint16", "uint32"]
+DTYPES: dict[DtypeName, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -36,7 +37,7 @@ class TokenizerFacts:
 class Sidecar:
     """What NAME.json says of NAME.bin."""
 
-    dtype: Literal["uint16", "uint32"]
+    dtype: DtypeName
     tokens: Positive
     """Ids in the file, end-of-text ids included."""
     documents: Count | None
@@ -57,8 +58,9 @@ class Sidecar:
     @property
     def stamp(self) -> "Stamp | None":
         """Of the .bin when ``sha256`` was computed."""
-        known = self.size is not None and self.mtime_ns is not None
-        return Stamp(size=self.size, mtime_ns=self.mtime_ns) if known else None
+        if self.size is None or self.mtime_ns is None:
+            return None
+        return Stamp(size=self.size, mtime_ns=self.mtime_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class Stamp:
         return cls(size=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def dtype_for(vocab_size: int) -> str:
+def dtype_for(vocab_size: int) -> DtypeName:
     """The narrowest dtype that holds ids below ``vocab_size``."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.data.sidecar import (
@@ -45,7 +46,7 @@ class TokenFile:
         """Number of ids in the file."""
         return self.sidecar.tokens
 
-    def memmap(self) -> np.memmap:
+    def memmap(self) -> NDArray[np.unsignedinteger]:
         """The ids, shape (tokens,), read-only, not loaded into memory."""
         return np.memmap(self.path, dtype=DTYPES[self.sidecar.dtype], mode="r")
 
@@ -66,7 +67,7 @@ class TokenFile:
             return f"{sidecar_path(self.path).name} does not say when {name} was written"
         return f"{name} changed on disk since it was prepared (or was copied)"
 
-    def verified_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+    def verified_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
         """Hash the file, compare the hash with the sidecar's, and note there that they agree.
 
         Args:
@@ -89,7 +90,7 @@ class TokenFile:
             note_stamp(sidecar_path(self.path), before, sha256=claimed)
         return computed
 
-    def computed_sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
+    def computed_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
         """Hash the file's bytes; ``progress`` is told the bytes done since its last call."""
         return sha256_of(self.path, progress)
 
@@ -171,7 +172,7 @@ class TokenFileWriter:
         """Ids written so far."""
         return self._tokens
 
-    def append(self, ids: list[int] | np.ndarray) -> None:
+    def append(self, ids: list[int] | NDArray[np.integer]) -> None:
         """Append one document, ``ids`` of shape (n,) without its end-of-text id, and end it.
 
         Raises:

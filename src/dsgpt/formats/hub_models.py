@@ -35,7 +35,7 @@ class _HubModel:
     """A model on the hub, or in its cache where the hub cannot be asked."""
 
     def __init__(self, name: str, *, quiet: bool) -> None:
-        from huggingface_hub.utils import disable_progress_bars  # noqa: PLC0415 - only a model on the hub needs it
+        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415 - only a model on the hub needs it
 
         if quiet:
             disable_progress_bars()

@@ -132,11 +132,13 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
         for key, expected in _ARCHITECTURE.items()
         if values.get(key, expected) not in (expected, *_SAME_FUNCTION.get(key, ()))
     ]
-    shape = {ours: values.get(theirs) for theirs, ours in _SHAPE_KEYS.items()}
+    shape: dict[str, int] = {}
     for theirs, ours in _SHAPE_KEYS.items():
-        if not isinstance(shape[ours], int) or isinstance(shape[ours], bool) or not 1 <= shape[ours] <= LARGEST[ours]:
-            allowed = f"a whole number from 1 to {LARGEST[ours]:,}"
-            found.append(f"{place}: {theirs} must be {allowed}, not {clipped(shape[ours])}")
+        value = values.get(theirs)
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST[ours]:
+            shape[ours] = value
+        else:
+            found.append(f"{place}: {theirs} must be a whole number from 1 to {LARGEST[ours]:,}, not {clipped(value)}")
     if not found and shape["n_embd"] % shape["n_head"]:
         found.append(f"{place}: n_head {shape['n_head']} does not divide n_embd {shape['n_embd']}")
     if not found and values.get("n_inner") not in (None, 4 * shape["n_embd"]):

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class PretrainedWeights:
     def tensors(self) -> dict[str, StoredTensor]:
         """All of them, by canonical name, none read yet."""
         return {
-            name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=lambda n=name, s=shape: self(n, s))
+            name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=partial(self, name, shape))
             for name, shape in self._shapes.items()
         }
 

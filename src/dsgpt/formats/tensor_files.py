@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,7 +42,31 @@ class StoredTensor:
     @property
     def bytes(self) -> int:
         """Of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return torch.Size(self.shape).numel() * self.weight_dtype.itemsize
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """``dtype`` of a tensor that is a weight.
+
+        Raises:
+            ValueError: no weight has its dtype.
+        """
+        if self.dtype is None:
+            raise ValueError("no weight has the dtype of this tensor")
+        return self.dtype
+
+
+class _Slice(Protocol):
+    """A tensor of a safetensors file that is not read yet; the library comes without types."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+
+
+class _SafetensorsFile(Protocol):
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -51,7 +76,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         UserError: the file is none.
     """
     try:
-        file = safe_open(path, framework="pt")
+        file: _SafetensorsFile = safe_open(path, framework="pt")
         found = {}
         for name in file.keys():  # noqa: SIM118 - no mapping
             part = file.get_slice(name)
@@ -151,7 +176,7 @@ class SafetensorsWriter:
             raise ValueError(f"{name} was announced as {dtype} {shape}, and is {value.dtype} {tuple(value.shape)}")
         with self._named_errors():
             self._file.seek(self._data_start + self._starts[name])
-            self._file.write(memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            self._file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -188,7 +213,7 @@ def write_safetensors(
         metadata: texts for the header.
         progress: is told the bytes written since its last call.
     """
-    announced = {name: (stored.shape, stored.dtype) for name, stored in tensors.items()}
+    announced = {name: (stored.shape, stored.weight_dtype) for name, stored in tensors.items()}
     with SafetensorsWriter(path, announced, metadata=metadata) as file:
         for name in file.names:
             file.put(name, tensors[name].read())

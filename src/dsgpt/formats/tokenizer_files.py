@@ -205,7 +205,7 @@ def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
 
 def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
     """As ``fault_of``, of a name on the hub; its cache consists of links, which the library made."""
-    from transformers.utils import cached_file  # noqa: PLC0415 - as above
+    from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
     found = {
         file: cached_file(

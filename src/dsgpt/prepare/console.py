@@ -1,73 +1,16 @@
-"""What every script here shares towards the user: flags that report all mistakes at once, progress."""
+"""What the preparation scripts print: numbers in words, and progress bars."""
 
-import argparse
 import contextlib
-import difflib
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import NoReturn, TypeAlias
 
 from tqdm import tqdm
 
-from dsgpt.common.errors import UserError
-
+Bar: TypeAlias = "tqdm[NoReturn]"
+"""A progress bar that is moved by hand, not by an iterable."""
 KEPT = "nothing was published; the same command starts again"
-"""After an interruption, or on a full disk."""
-
-
-class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises its mistakes instead of exiting at the first one."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse found as a ``UserError``."""
-        raise UserError(f"{message}; see --help")
-
-    def parse_flags(self, argv: Sequence[str] | None, problems: list[str]) -> argparse.Namespace:
-        """Parse ``argv`` and append one line to ``problems`` for every flag or word that is not known."""
-        flags, unknown = self.parse_known_args(argv)
-        known = [option for action in self._actions for option in action.option_strings]
-        before = ""
-        for word in unknown:
-            name = word.partition("=")[0]
-            close = difflib.get_close_matches(name, known, n=1)
-            if word.startswith("-"):
-                problems.append(
-                    f"{name}: is not a known flag; " + (f"did you mean {close[0]}?" if close else "see --help")
-                )
-            elif not before.startswith("-"):  # otherwise it is the value of the unknown flag
-                problems.append(f"{word}: is not expected here; see --help")
-            before = word
-        return flags
-
-
-def make_parser(description: str, examples: str) -> FlagParser:
-    """A parser whose ``--help`` keeps the line breaks of its description and ends with ``examples``."""
-    return FlagParser(
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def whole_number(text: str, *, flag: str, minimum: int, problems: list[str]) -> int:
-    """``text`` as a whole number; what is wrong with it goes to ``problems`` and ``minimum`` is returned instead."""
-    try:
-        value = int(text.replace("_", "").replace(",", ""))
-    except ValueError:
-        problems.append(f"{flag} {text}: is not a whole number; give {minimum:,} or more")
-        return minimum
-    if value < minimum:
-        problems.append(f"{flag} {text}: is too small; give {minimum:,} or more")
-        return minimum
-    return value
-
-
-def unknown_name(value: str, *, flag: str, names: Sequence[str]) -> str:
-    """One line that says that ``value`` is none of ``names``, with the closest of them."""
-    close = difflib.get_close_matches(value, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{flag} {value}: is not a known name; {hint}known are {', '.join(names)}"
+"""What is said after an interruption, or on a full disk."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -81,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def progress(*, total: int | None, description: str, unit: str) -> Iterator[tqdm]:
+def progress(*, total: int | None, description: str, unit: str) -> Iterator[Bar]:
     """A progress bar with an estimate of the time left; none where stderr is no terminal.
 
     Work that ends early without a mistake (a limit was reached, documents were empty) ends at 100 % of what was done.
@@ -97,7 +40,7 @@ def progress(*, total: int | None, description: str, unit: str) -> Iterator[tqdm
     ) as bar:  # fmt: skip
         try:
             yield bar
-        except GeneratorExit:  # the rows' reader has enough
+        except GeneratorExit:  # whoever reads the rows stopped early
             bar.total = bar.n
             raise
         bar.total = bar.n

@@ -1,19 +1,18 @@
 """The command line of ``data_prep/download_data.py``."""
 
-import argparse
 import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from tqdm import tqdm
-
+from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import is_utf8, sync_directory, undecodable, write_json_atomic
+from dsgpt.common.files import sync_directory, write_json_atomic
 from dsgpt.common.hub_access import explain_offline
-from dsgpt.prepare.console import counted, make_parser, progress, unknown_name, whole_number
+from dsgpt.prepare.console import Bar, counted, progress
 from dsgpt.prepare.downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
 from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
@@ -34,6 +33,10 @@ EXAMPLES = """\
 _STDLIB_ABOUT = "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)"
 
 
+Rows: TypeAlias = Generator[dict[str, str], None, None]
+"""The rows of one JSON lines file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions:
     """One checked command line."""
@@ -52,31 +55,36 @@ def parse_options(argv: Sequence[str] | None) -> DownloadOptions:
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    problems: list[str] = []
-    flags = _parser().parse_flags(argv, problems)
-    names = (STDLIB_NAME, *HUB_SETS)
-    if flags.name not in names:
-        problems.append(unknown_name(flags.name, flag="NAME", names=names))
-    if not is_utf8(flags.output_dir or ""):
-        problems.append(f"--output_dir {undecodable(flags.output_dir)}")
-    limit = flags.max_documents
-    options = DownloadOptions(
+    reader = Reader()
+    flags = read_words(_parser(reader), reader, argv)
+    reader.problems.raise_if_any()
+    return DownloadOptions(
         name=flags.name,
-        folder=Path(flags.output_dir or Path("data") / flags.name) / RAW_FOLDER,
-        max_documents=limit and whole_number(limit, flag="--max_documents", minimum=1, problems=problems),
+        folder=(flags.output_dir or Path("data") / flags.name) / RAW_FOLDER,
+        max_documents=flags.max_documents,
         overwrite=flags.overwrite,
     )
-    if problems:
-        raise UserError(*problems)
-    return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(reader: Reader) -> Parser:
     sets = {STDLIB_NAME: _STDLIB_ABOUT} | {name: hub_set.about for name, hub_set in HUB_SETS.items()}
-    parser = make_parser(DESCRIPTION + "\n".join(f"  {name:14} {about}" for name, about in sets.items()), EXAMPLES)
-    parser.add_argument("name", nargs="?", default=STDLIB_NAME, metavar="NAME", help="one of the sets above")
-    parser.add_argument("--output_dir", metavar="DIR", help="receives raw/ (default data/NAME)")
-    parser.add_argument("--max_documents", metavar="N", help="keep only the first N documents of each split")
+    about = "\n".join(f"  {name:14} {text}" for name, text in sets.items())
+    parser = Parser(description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default=STDLIB_NAME,
+        metavar="NAME",
+        type=reader.choice("NAME", tuple(sets), STDLIB_NAME),
+        help="one of the sets above",
+    )
+    parser.add_argument("--output_dir", metavar="DIR", type=Path, help="receives raw/ (default data/NAME)")
+    parser.add_argument(
+        "--max_documents",
+        metavar="N",
+        type=reader.whole("--max_documents", low=1),
+        help="keep only the first N documents of each split",
+    )
     parser.add_argument("--overwrite", action="store_true", help="fetch again what is already there")
     return parser
 
@@ -86,7 +94,7 @@ def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:
     source = stdlib_source()
     with progress(total=source.total_bytes(), description="reading", unit="B") as bar:
 
-        def rows() -> Iterator[dict[str, str]]:
+        def rows() -> Rows:
             for _, document in source.documents():
                 bar.update(document.source_bytes)
                 yield {"key": document.key, "text": document.text}
@@ -105,7 +113,7 @@ def keep_hub_set(folder: Path, hub_set: HubSet, *, name: str, max_documents: int
     keep(folder, rows, name=name, source=hub_set.source, max_documents=max_documents)
 
 
-def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Iterator[dict[str, str]]:
+def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Rows:
     texts, total = hub_rows(hub_set, split)
     if max_documents is not None and not hub_set.articles:
         total = min(total or max_documents, max_documents)
@@ -115,15 +123,13 @@ def _hub_rows(hub_set: HubSet, split: str, max_documents: int | None) -> Iterato
             yield {"text": text}
 
 
-def _shown(texts: Iterable[str], bar: tqdm) -> Iterator[str]:
+def _shown(texts: Iterable[str], bar: Bar) -> Iterator[str]:
     for text in texts:
         bar.update(1)
         yield text
 
 
-def keep(
-    folder: Path, rows: dict[str, Iterator[dict[str, str]]], *, name: str, source: str, max_documents: int | None
-) -> None:
+def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_documents: int | None) -> None:
     """Write each of ``rows`` beside ``folder/KEY.jsonl``, then give all of them their names, the record last.
 
     Rows without text are left out and do not count towards ``max_documents``.
@@ -186,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cure="use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input",
             )
             keep_hub_set(options.folder, HUB_SETS[options.name], name=options.name, max_documents=options.max_documents)
-    for file, size in raw_record(options.folder).files.items():
+    record = raw_record(options.folder)
+    assert record is not None  # it was just written, or found complete
+    for file, size in record.files.items():
         print(f"{options.folder / file}: {counted(size.documents, 'document')}, {counted(size.bytes, 'byte')}")
     print(f"next: python data_prep/preprocess.py --dataset {options.name}")

@@ -1,7 +1,7 @@
 """The sets that come from the Hugging Face hub, and how their rows become documents."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dsgpt.common.errors import UserError
@@ -88,7 +88,7 @@ def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
     return _texts(hub_set, rows), known or hub_set.splits[split] or None
 
 
-def _texts(hub_set: HubSet, rows: Iterable[dict]) -> Iterator[str]:
+def _texts(hub_set: HubSet, rows: Iterable[Mapping[str, str | None]]) -> Iterator[str]:
     iterator = iter(rows)
     while True:
         try:

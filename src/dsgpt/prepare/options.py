@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from dsgpt.common.errors import UserError
+from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.files import is_utf8, printable, undecodable
+from dsgpt.common.problems import Problems
 from dsgpt.formats.tokenizer_files import fault_of
-from dsgpt.prepare.console import make_parser, unknown_name, whole_number
 from dsgpt.prepare.hub_sets import HUB_SETS
 from dsgpt.prepare.stdlib_corpus import STDLIB_NAME
 from dsgpt.prepare.vocabulary import SMALLEST_VOCABULARY
@@ -17,6 +18,10 @@ TRAIN = "train"
 DATASETS = (STDLIB_NAME, *HUB_SETS)
 _DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_VAL_FRACTION = 0.05
+
+
+Identity: TypeAlias = dict[str, str | int | float | None]
+"""Options and hashes of inputs, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class PrepareOptions:
         """``val_fraction`` or its default."""
         return _DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
 
-    def identity(self) -> dict[str, str | int | float | None]:
+    def identity(self) -> Identity:
         """What decides the output's bytes, apart from the input: equal identities need no second preparation."""
         return {
             "--input" if self.dataset is None else "--dataset": self.dataset
@@ -65,20 +70,25 @@ class PrepareOptions:
         }
 
 
-def parse_options(argv: Sequence[str] | None, *, description: str, examples: str, small: bool) -> PrepareOptions:
+def parse_options(argv: Sequence[str] | None = None, *, description: str, examples: str, small: bool) -> PrepareOptions:
     """Read the command line.
+
+    Args:
+        argv: the words; by default those of this process.
+        description: what ``--help`` says of the script.
+        examples: commands that ``--help`` ends with.
+        small: whether only the first documents are prepared, as many as ``--num_documents`` says.
 
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    problems: list[str] = []
-    flags = _parser(description, examples, small=small).parse_flags(argv, problems)
+    reader = Reader()
+    problems = reader.problems
+    flags = read_words(_parser(reader, description, examples, small=small), reader, argv)
     inputs = _inputs(flags, problems)
     dataset = None if inputs else flags.dataset or STDLIB_NAME
-    if dataset and dataset not in DATASETS:
-        problems.append(unknown_name(dataset, flag="--dataset", names=DATASETS))
     if dataset and flags.text_key is not None:
-        problems.append("--text_key: only the files of --input have keys to choose from; leave it out")
+        problems.add("--text_key: only the files of --input have keys to choose from; leave it out")
     tokenizer = flags.tokenizer or (TRAIN if dataset == STDLIB_NAME else "gpt2")
     options = PrepareOptions(
         dataset=dataset,
@@ -86,123 +96,136 @@ def parse_options(argv: Sequence[str] | None, *, description: str, examples: str
         text_key=flags.text_key or "text",
         tokenizer=tokenizer,
         vocab_size=_vocab_size(flags, tokenizer, problems),
-        val_fraction=_val_fraction(flags, problems),
-        seed=whole_number(flags.seed, flag="--seed", minimum=0, problems=problems),
+        val_fraction=flags.val_fraction,
+        seed=flags.seed,
         output_dir=_output_dir(flags, dataset, inputs, problems),
         num_documents=_num_documents(flags, problems) if small else None,
         overwrite=flags.overwrite,
     )
     _check_tokenizer_path(tokenizer, problems)
-    if problems:
-        raise UserError(*problems)
+    problems.raise_if_any()
     return options
 
 
-def _parser(description: str, examples: str, *, small: bool) -> argparse.ArgumentParser:
-    parser = make_parser(description, examples)
+def _parser(reader: Reader, description: str, examples: str, *, small: bool) -> Parser:
+    parser = Parser(description=description, epilog=f"examples:\n{examples}")
+    _add_source_flags(parser, reader)
+    _add_tokenizer_flags(parser, reader)
     add = parser.add_argument
     add(
+        "--val_fraction",
+        metavar="F",
+        type=reader.share("--val_fraction"),
+        help="share of the documents for validation, chosen by a hash of seed and name "
+        f"(default {_DEFAULT_VAL_FRACTION}); sets that bring a validation split keep their own",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        default=1337,
+        type=reader.whole("--seed", low=0),
+        help="another seed chooses other validation documents (default 1337)",
+    )
+    add(
+        "--output_dir",
+        metavar="DIR",
+        type=Path,
+        help="receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
+    )
+    if small:
+        add(
+            "--num_documents",
+            metavar="N",
+            type=reader.whole("--num_documents", low=2),
+            help="how many documents, training and validation together (at least 2)",
+        )
+    add("--overwrite", action="store_true", help="replace what an earlier run with other options left there")
+    return parser
+
+
+def _add_source_flags(parser: Parser, reader: Reader) -> None:
+    parser.add_argument(
         "--dataset",
         metavar="NAME",
+        type=reader.choice("--dataset", DATASETS, None),
         help=f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no "
         "download; the others want `python data_prep/download_data.py NAME` first)",
     )
-    add(
+    parser.add_argument(
         "--input",
         metavar="PATH",
         nargs="+",
+        type=Path,
         help="your own text instead: files and folders. A .jsonl or .parquet file "
         "holds one document a row, any other file is one document of UTF-8 text; of folders every visible file "
         "is read, but no link",
     )
-    add("--text_key", metavar="KEY", help="where a .jsonl or .parquet row keeps its text (default text)")
-    add(
+    parser.add_argument(
+        "--text_key", metavar="KEY", help="where a .jsonl or .parquet row keeps its text (default text)"
+    )
+
+
+def _add_tokenizer_flags(parser: Parser, reader: Reader) -> None:
+    parser.add_argument(
         "--tokenizer",
         metavar="WHICH",
         help="`train` (a byte-level BPE, trained on the train split only), a local "
         "folder or a name on the Hugging Face hub (default: train for python-stdlib, else gpt2)",
     )
-    add(
+    parser.add_argument(
         "--vocab_size",
         metavar="N",
+        type=reader.whole("--vocab_size", low=SMALLEST_VOCABULARY),
         help=f"ids of a trained tokenizer, <|endoftext|> included (default "
         f"{_DEFAULT_VOCAB_SIZE}, at least {SMALLEST_VOCABULARY}); above 65,536 token files take 4 bytes an id, not 2",
     )
-    add(
-        "--val_fraction",
-        metavar="F",
-        help="share of the documents for validation, chosen by a hash of seed and name "
-        f"(default {_DEFAULT_VAL_FRACTION}); sets that bring a validation split keep their own",
-    )
-    add("--seed", metavar="N", default="1337", help="another seed chooses other validation documents (default 1337)")
-    add(
-        "--output_dir",
-        metavar="DIR",
-        help="receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
-    )
-    if small:
-        add("--num_documents", metavar="N", help="how many documents, training and validation together (at least 2)")
-    add("--overwrite", action="store_true", help="replace what an earlier run with other options left there")
-    return parser  # fmt: skip
 
 
-def _inputs(flags: argparse.Namespace, problems: list[str]) -> tuple[Path, ...]:
+def _inputs(flags: argparse.Namespace, problems: Problems) -> tuple[Path, ...]:
     if flags.input and flags.dataset:
-        problems.append("--input and --dataset: one preparation reads either your own files or a named set; drop one")
-    paths = tuple(Path(name) for name in flags.input or ())
-    problems += [f"--input {path}: there is no such file or folder" for path in paths if not path.exists()]
+        problems.add("--input and --dataset: one preparation reads either your own files or a named set; drop one")
+    paths = tuple(flags.input or ())
+    problems.add(*(f"--input {path}: there is no such file or folder" for path in paths if not path.exists()))
     return paths
 
 
-def _vocab_size(flags: argparse.Namespace, tokenizer: str, problems: list[str]) -> int | None:
+def _vocab_size(flags: argparse.Namespace, tokenizer: str, problems: Problems) -> int | None:
+    given: int | None = flags.vocab_size
     if tokenizer == TRAIN:
-        text = flags.vocab_size or str(_DEFAULT_VOCAB_SIZE)
-        return whole_number(text, flag="--vocab_size", minimum=SMALLEST_VOCABULARY, problems=problems)
-    if flags.vocab_size is not None:
-        problems.append(f"--vocab_size: the tokenizer {tokenizer} has its own; leave it out, or use --tokenizer train")
+        return given or _DEFAULT_VOCAB_SIZE
+    if given is not None:
+        problems.add(f"--vocab_size: the tokenizer {tokenizer} has its own; leave it out, or use --tokenizer train")
     return None
 
 
-def _val_fraction(flags: argparse.Namespace, problems: list[str]) -> float | None:
-    if flags.val_fraction is None:
-        return None
-    try:
-        value = float(flags.val_fraction)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        problems.append(f"--val_fraction {flags.val_fraction}: is not a number between 0 and 1, such as 0.05")
-    return value
+def _num_documents(flags: argparse.Namespace, problems: Problems) -> int | None:
+    count: int | None = flags.num_documents
+    if count is None and not problems.mention("--num_documents"):
+        problems.add("--num_documents: is missing; say how many documents, for example --num_documents 100")
+    return count
 
 
-def _num_documents(flags: argparse.Namespace, problems: list[str]) -> int:
-    if flags.num_documents is None:
-        problems.append("--num_documents: is missing; say how many documents, for example --num_documents 100")
-        return 2
-    return whole_number(flags.num_documents, flag="--num_documents", minimum=2, problems=problems)
-
-
-def _output_dir(flags: argparse.Namespace, dataset: str | None, inputs: tuple[Path, ...], problems: list[str]) -> Path:
+def _output_dir(flags: argparse.Namespace, dataset: str | None, inputs: tuple[Path, ...], problems: Problems) -> Path:
     if flags.output_dir is None and len(inputs) > 1:
-        problems.append("--output_dir: is missing; several inputs have no common name, say where the output goes")
-    output_dir = Path(flags.output_dir or Path("data") / (dataset or inputs[0].resolve().stem))
-    if not is_utf8(output_dir):
-        problems.append(f"--output_dir {undecodable(output_dir)}, or name another --output_dir")
+        problems.add("--output_dir: is missing; several inputs have no common name, say where the output goes")
+    output_dir: Path = flags.output_dir or Path("data") / (dataset or inputs[0].resolve().stem)
+    if flags.output_dir is None and not is_utf8(output_dir):
+        problems.add(f"{undecodable(output_dir)}, or name another --output_dir")
     resolved = output_dir.resolve()
     if any(path.resolve() == resolved for path in inputs):
-        problems.append(f"--output_dir {output_dir}: is the input itself; name another folder")
+        problems.add(f"--output_dir {output_dir}: is the input itself; name another folder")
     nearest = next(path for path in (resolved, *resolved.parents) if path.exists())
     if not nearest.is_dir():
-        problems.append(f"--output_dir {output_dir}: {nearest} is a file, not a folder")
+        problems.add(f"--output_dir {output_dir}: {nearest} is a file, not a folder")
     return output_dir
 
 
-def _check_tokenizer_path(tokenizer: str, problems: list[str]) -> None:
+def _check_tokenizer_path(tokenizer: str, problems: Problems) -> None:
     if not is_utf8(tokenizer):
-        problems.append(f"--tokenizer {undecodable(tokenizer)}")
+        problems.add(f"--tokenizer {undecodable(tokenizer)}")
         return
     looks_local = tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1 or tokenizer.endswith("/")
     if looks_local and not Path(tokenizer).is_dir():
-        problems.append(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
+        problems.add(f"--tokenizer {tokenizer}: there is no such folder; it should hold a tokenizer.json")
     if tokenizer != TRAIN and Path(tokenizer).is_dir() and (fault := fault_of(Path(tokenizer), named=True)):
-        problems.append(f"--tokenizer {tokenizer}: {fault}")
+        problems.add(f"--tokenizer {tokenizer}: {fault}")

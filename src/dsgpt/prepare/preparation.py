@@ -1,22 +1,21 @@
 """From a source to train.bin, val.bin and tokenizer/: all of it published at the end, or none of it."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, is_regular_file, remove, sync_directory
-from dsgpt.data.token_file import Sidecar, TokenFileWriter, TokenizerFacts, open_token_file
-from dsgpt.prepare.console import counted, duration, progress
+from dsgpt.common.locks import Lock
+from dsgpt.data.sidecar import Sidecar, TokenizerFacts
+from dsgpt.data.token_file import TokenFileWriter, open_token_file
+from dsgpt.prepare.console import Bar, counted, duration, progress
 from dsgpt.prepare.documents import Source
 from dsgpt.prepare.downloaded_set import downloaded_source
-from dsgpt.prepare.options import TRAIN, PrepareOptions
+from dsgpt.prepare.options import TRAIN, Identity, PrepareOptions
 from dsgpt.prepare.own_text import own_source
 from dsgpt.prepare.prepared import TOKENIZER_FOLDER, Place, already_prepared
 from dsgpt.prepare.splitting import SPLITS, Divided, divide, first_documents
@@ -69,17 +68,22 @@ def _source(options: PrepareOptions) -> Source:
         if not source.files:
             raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
     else:
-        source = downloaded_source(options.dataset, output_dir=options.output_dir)
-        if source is None and options.dataset == STDLIB_NAME:
-            source = stdlib_source()
-        if source is None:
-            raise UserError(
-                f"--dataset {options.dataset}: has not been downloaded to {options.output_dir / 'raw'}; run "
-                f"`python data_prep/download_data.py {options.dataset}` first"
-            )
+        source = _named_source(options.dataset, output_dir=options.output_dir)
     if source.has_own_split and options.val_fraction is not None and options.num_documents is None:
         raise UserError(f"--val_fraction: {options.dataset} brings its own validation split; leave the flag out")
     return source
+
+
+def _named_source(dataset: str, *, output_dir: Path) -> Source:
+    downloaded = downloaded_source(dataset, output_dir=output_dir)
+    if downloaded is not None:
+        return downloaded
+    if dataset == STDLIB_NAME:
+        return stdlib_source()
+    raise UserError(
+        f"--dataset {dataset}: has not been downloaded to {output_dir / 'raw'}; run "
+        f"`python data_prep/download_data.py {dataset}` first"
+    )
 
 
 def _say_what_was_left_out(source: Source) -> None:
@@ -100,22 +104,17 @@ def only_one(folder: Path) -> Iterator[None]:
         UserError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder}: another preparation is writing there; wait for its end") from error
+    with Lock.of_folder(folder, follow_link=True) as lock:
+        if not lock.take():
+            raise UserError(f"{folder}: another preparation is writing there; wait for its end")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _divided(options: PrepareOptions, source: Source) -> Divided:
     return divide(source.documents(), val_fraction=options.validation_share, seed=options.seed)
 
 
-def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: dict) -> Vocabulary:
+def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
     """The tokenizer that encodes: the folder's own where the other preparation made the same, else a staged one.
 
     A small set's tokenizer is trained on the whole train split too, so that small and full files are interchangeable.
@@ -123,7 +122,7 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
-    if options.tokenizer != TRAIN:
+    if options.vocab_size is None:  # a ready one has its own
         save_loaded(options.tokenizer, place.staged_tokenizer)
         return open_vocabulary(place.staged_tokenizer)
     with progress(total=source.total_bytes(), description="training the tokenizer", unit="B") as bar:
@@ -134,7 +133,7 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     return open_vocabulary(place.staged_tokenizer)
 
 
-def _train_texts(divided: Divided, bar: tqdm) -> Iterator[str]:
+def _train_texts(divided: Divided, bar: Bar) -> Iterator[str]:
     for split, document in divided:
         bar.update(document.source_bytes)
         if split == "train":
@@ -150,7 +149,7 @@ def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
         )
 
 
-def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: dict) -> None:
+def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vocabulary, identity: Identity) -> None:
     divided = _divided(options, source)
     total, unit = source.total_bytes(), "B"
     if options.num_documents is not None:
@@ -179,7 +178,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
         _publish(place, vocabulary, writers, identity)
 
 
-def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileWriter], identity: dict) -> None:
+def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileWriter], identity: Identity) -> None:
     """Give everything its final name; the record goes first and comes last, so it never speaks of a mixture."""
     place.record.unlink(missing_ok=True)
     if vocabulary.folder != place.tokenizer:
@@ -198,8 +197,10 @@ def _report(place: Place, heading: str) -> None:
     print(heading)
     for split in SPLITS:
         file = open_token_file(place.tokens(split))
+        documents = file.sidecar.documents  # None in a sidecar that another tool wrote
+        held = "" if documents is None else f"{counted(documents, 'document')}, "
         print(
-            f"  {file.path}: {counted(file.sidecar.documents, 'document')}, {counted(file.tokens, 'token')} "
+            f"  {file.path}: {held}{counted(file.tokens, 'token')} "
             f"({file.sidecar.dtype}, {counted(file.size_bytes, 'byte')})"
         )
     vocabulary = open_vocabulary(place.tokenizer)

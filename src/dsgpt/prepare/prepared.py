@@ -8,8 +8,10 @@ from typing import Any
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, Sha256, read_as
-from dsgpt.data.token_file import Sidecar, TokenFile, open_token_file
+from dsgpt.data.sidecar import Sidecar
+from dsgpt.data.token_file import TokenFile, open_token_file
 from dsgpt.prepare.console import progress
+from dsgpt.prepare.options import Identity
 from dsgpt.prepare.splitting import SPLITS
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -86,7 +88,7 @@ class Place:
                 f"{self.record}: is no record of a preparation ({error}); remove it and prepare again with --overwrite"
             ) from error
 
-    def write_record(self, *, identity: dict[str, Any], tokenizer_sha256: str, sidecars: dict[str, Sidecar]) -> None:
+    def write_record(self, *, identity: Identity, tokenizer_sha256: str, sidecars: dict[str, Sidecar]) -> None:
         """Say that the preparation is complete; ``sidecars`` are by split."""
         splits = {
             split: {name: value for name, value in dataclasses.asdict(sidecar).items() if name not in _STAMP}
@@ -95,7 +97,7 @@ class Place:
         write_json_atomic(self.record, {"identity": identity, "tokenizer_sha256": tokenizer_sha256, "splits": splits})
 
 
-def already_prepared(place: Place, identity: dict[str, Any]) -> bool:
+def already_prepared(place: Place, identity: Identity) -> bool:
     """Whether ``place`` holds what ``identity`` would make; files that changed on disk are hashed.
 
     Raises:

@@ -38,10 +38,10 @@ def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: fl
     first = next(filled, None)
     if first is None:
         raise UserError("the input holds no text: every document is empty")
-    filled = itertools.chain([first], filled)
+    rest = itertools.chain([first], filled)
     if first[0] is not None:
-        return ((own or "train", document) for own, document in filled)
-    return _divide_by_position((document for _, document in filled), val_fraction=val_fraction, seed=seed)
+        return ((own or "train", document) for own, document in rest)
+    return _divide_by_position((document for _, document in rest), val_fraction=val_fraction, seed=seed)
 
 
 def _divide_by_position(documents: Iterator[Document], *, val_fraction: float, seed: int) -> Divided:

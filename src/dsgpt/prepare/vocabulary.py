@@ -5,9 +5,10 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.common.errors import UserError
@@ -21,6 +22,7 @@ from dsgpt.formats.tokenizer_files import (
     open_tokenizer,
     reason_of,
 )
+from dsgpt.prepare.documents import Document
 from dsgpt.prepare.splitting import Divided, pieces
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ SMALLEST_VOCABULARY = 257
 _GPT2_CONTEXT = 1024
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
-_AS_IT_IS = {"clean_up_tokenization_spaces": False}
-"""Decoding gives the text back, it does not embellish it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
             eos_token=END_OF_TEXT,
             unk_token=END_OF_TEXT,
             add_prefix_space=False,
-            **_AS_IT_IS,
+            clean_up_tokenization_spaces=False,  # decoding gives the text back unchanged
         ),
         folder,
     )
@@ -98,10 +98,10 @@ def save_loaded(name: str, folder: Path) -> None:
     """
     what = f"--tokenizer {name}"
     if Path(name).is_dir():
-        tokenizer = open_tokenizer(Path(name), what=what, named=True, **_AS_IT_IS)
+        tokenizer = open_tokenizer(Path(name), what=what, named=True, clean_up_tokenization_spaces=False)
     else:
         try:
-            tokenizer = open_tokenizer(name, what=what, **_AS_IT_IS)
+            tokenizer = open_tokenizer(name, what=what, clean_up_tokenization_spaces=False)
         except RefusedTokenizerError:
             raise
         except UserError:  # it is not in the hub library's cache
@@ -118,7 +118,7 @@ def _download(name: str) -> "PreTrainedTokenizerBase":
         f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json"
     )
     try:
-        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, **_AS_IT_IS)
+        return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, clean_up_tokenization_spaces=False)
     except RefusedTokenizerError:
         raise
     except UserError as error:
@@ -165,7 +165,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
     )
 
 
-def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, np.ndarray]]:
+def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, NDArray[np.uint32]]]:
     """Encode documents in order, a few megabytes at a time on all cores.
 
     Yields:
@@ -174,29 +174,39 @@ def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int,
     Raises:
         UserError: a document's ids contain the end-of-text id, so that its end could not be told.
     """
-    parts: list[np.ndarray] = []
+    parts: list[NDArray[np.uint32]] = []
     for batch in _batches(divided, cut=_cuts_cleanly(vocabulary.tokenizer)):
-        encodings = vocabulary.tokenizer.encode_batch_fast([text for _, _, text, _ in batch], add_special_tokens=False)
-        for (split, document, _, last), encoding in zip(batch, encodings, strict=True):
+        encodings = vocabulary.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype=np.uint32))
-            if last:
+            if piece.last:
                 ids = np.concatenate(parts)
                 parts = []
                 if (ids == vocabulary.eot_id).any():
                     raise UserError(
-                        f"{document.key}: this tokenizer turns some of its text into the end-of-text id "
+                        f"{piece.document.key}: this tokenizer turns some of its text into the end-of-text id "
                         f"{vocabulary.eot_id}; use another tokenizer"
                     )
-                yield split, document.source_bytes, ids
+                yield piece.split, piece.document.source_bytes, ids
 
 
-def _batches(divided: Divided, *, cut: bool) -> Iterator[list[tuple]]:
-    batch: list[tuple] = []
+class _Piece(NamedTuple):
+    """A part of a document that is encoded on its own."""
+
+    split: str
+    document: Document
+    text: str
+    last: bool
+    """Whether the document ends with it."""
+
+
+def _batches(divided: Divided, *, cut: bool) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
     characters = 0
     for split, document in divided:
         texts = list(pieces(document.text, characters=_PIECE_CHARACTERS)) if cut else [document.text]
         for index, text in enumerate(texts):
-            batch.append((split, document, text, index == len(texts) - 1))
+            batch.append(_Piece(split, document, text, last=index == len(texts) - 1))
             characters += len(text)
             if characters >= _BATCH_CHARACTERS:
                 yield batch

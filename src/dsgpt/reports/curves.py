@@ -86,7 +86,11 @@ def _running_sums(values: Sequence[float | None], length: int) -> list[float | N
     """Cumulative sums, unknown from the first unknown value on; all unknown unless there are ``length`` values."""
     if len(values) != length:
         return [None] * length
-    return list(accumulate(values, lambda total, value: None if None in (total, value) else total + value))
+    return list(accumulate(values, _sum_if_known))
+
+
+def _sum_if_known(total: float | None, value: float | None) -> float | None:
+    return None if total is None or value is None else total + value
 
 
 def _objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:

@@ -16,18 +16,21 @@ def parse_json(text: str, notes: list[str]) -> Any:
     """
     refused: list[str] = []
 
-    def refuse(token: str) -> None:
-        refused.append(token)
-
     def parse_number(token: str) -> float | None:
         value = float(token)
-        return value if math.isfinite(value) else refuse(token)
+        if math.isfinite(value):
+            return value
+        refused.append(token)
+        return None
 
     def parse_integer(token: str) -> int | None:
-        return int(token) if len(token) <= 300 else refuse(token)
+        if len(token) <= 300:
+            return int(token)
+        refused.append(token)
+        return None
 
     check_depth(text.encode("utf-8", errors="replace"))
-    value = json.loads(text, parse_constant=refuse, parse_float=parse_number, parse_int=parse_integer)
+    value = json.loads(text, parse_constant=refused.append, parse_float=parse_number, parse_int=parse_integer)
     if refused:
         notes.append(f"{len(refused)} value(s) not finite ({refused[0][:12]}): treated as unknown")
     return value

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import seaborn as sns
@@ -139,14 +140,23 @@ def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, coun
     points = placeable(curve, axis)
     x = [getattr(point, axis.coordinate) / axis.scale for point in points]
     y = [point.loss for point in points]
-    plain = {"estimator": None, "sort": False, "color": style.colour, "ax": axes, "legend": False}
+    draw = partial(sns.lineplot, estimator=None, sort=False, color=style.colour, ax=axes, legend=False)
     window = window_of(curve)
     if window > 1:
-        sns.lineplot(x=x, y=y, alpha=max(0.07, 0.3 / count), lw=0.5, zorder=1.5, **plain)  # under every mean
+        draw(x=x, y=y, alpha=max(0.07, 0.3 / count), lw=0.5, zorder=1.5)  # under every mean
         y = smoothed(y, window=window)
     apart = max(1, len(x) // 8)  # about eight markers per curve, at other places for each run
     size = style.marker_size if len(x) <= 12 else 6
-    marks = {"marker": style.marker, "markersize": size, "markeredgecolor": "white", "zorder": 2 + order / count}
     every = 1 if len(x) <= 12 else (order * apart // 3 % apart, apart)
-    sns.lineplot(x=x, y=y, linestyle=style.dashes, lw=style.width, markevery=every, **marks, **plain)
+    draw(
+        x=x,
+        y=y,
+        linestyle=style.dashes,
+        lw=style.width,
+        marker=style.marker,
+        markersize=size,
+        markeredgecolor="white",
+        markevery=every,
+        zorder=2 + order / count,
+    )
     return End(run.name, x[-1], y[-1])

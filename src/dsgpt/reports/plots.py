@@ -86,7 +86,7 @@ def _overview(runs: Sequence[Run]) -> Frame:
         width=15,
         height=bar_height + loss_height,
     )
-    upper, lower = picture.body.subfigures(2, 1, height_ratios=[bar_height, loss_height])
+    upper, lower = picture.body.subfigures(2, 1, squeeze=False, height_ratios=[bar_height, loss_height])[:, 0]
     panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
     for index, (axes, bars) in enumerate(zip(upper.subplots(1, len(panels), sharey=True), panels, strict=True)):
         draw_bars(axes, bars, runs, label_width=22)

@@ -249,7 +249,8 @@ def _last(values: list[float | None]) -> float | None:
 
 def _total(values: list[float | None]) -> float | None:
     """The sum; unknown where any part is."""
-    return sum(values) if values and None not in values else None
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -259,6 +260,9 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _mean_rate(rates: list[float | None], *, times: list[float | None]) -> float | None:
     """Mean rate over the epochs, weighted by their seconds where both are known for each."""
-    if len(rates) == len(times) and None not in rates and (total := _total(times)):
-        return sum(rate * seconds for rate, seconds in zip(rates, times, strict=True)) / total
+    if len(rates) == len(times) and (total := _total(times)):
+        pairs = zip(rates, times, strict=True)
+        amounts = [rate * seconds for rate, seconds in pairs if rate is not None and seconds is not None]
+        if len(amounts) == len(rates):
+            return sum(amounts) / total
     return _mean(rates)

@@ -12,6 +12,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
 DOTS_PER_INCH = 150
@@ -93,10 +94,10 @@ def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width
     caption = _wrapped(captions, width=int(width * 14.5))
     above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
     below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
-    figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06, wspace=0.02)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06, wspace=0.02)
+    figure = Figure(figsize=(width, above + height + below), dpi=DOTS_PER_INCH, layout=layout)
     FigureCanvasAgg(figure)
-    head, body, foot = figure.subfigures(3, 1, height_ratios=[above, height, below])
+    head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=[above, height, below])[:, 0]
     head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
     if stamp:
         box = {"boxstyle": "square,pad=0.45", "facecolor": "#fff1d6", "edgecolor": INK, "linewidth": 1.4}

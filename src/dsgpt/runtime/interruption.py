@@ -118,7 +118,9 @@ class Interruption:
         if self._asked_at is None:
             self._ask("the end of its launcher", now)
             if not self._patient:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # an echo of what was just noted
+                main = threading.main_thread().ident
+                assert main is not None  # it runs
+                signal.pthread_kill(main, signal.SIGTERM)  # an echo of what was just noted
         self._deadline = (now + ORPHAN_SEC, EXIT_INTERRUPTED)
 
     def _ask(self, reason: str, now: float) -> None:

@@ -1,9 +1,18 @@
-"""The processes between this one and the command that started the ranks. Imports no torch."""
+"""Launchers (``deepspeed``, ``torchrun``): their commands, written and recognised, and whether this rank's still runs.
 
+Imports no torch.
+"""
+
+import contextlib
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
+
+from dsgpt.runtime.topology import free_port
 
 _COMMANDS = {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
 _MODULES = {
@@ -14,54 +23,19 @@ _MODULES = {
 }
 
 
-class Launcher:
-    """Whoever waits for this rank: its parent, and further up every process as far as the launcher's own command.
+def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
+    """The command in front of a script that starts ``ranks`` ranks of it on this machine, meeting at a free port.
 
-    ``deepspeed`` is two processes, of which the upper one may be killed alone. Where ``/proc`` is missing, only the
-    parent is known.
+    Args:
+        launcher: ``python``, which starts one; ``deepspeed`` or ``torchrun`` of this environment, activated or not.
+        ranks: how many.
+        flags: further ones of the launcher.
     """
-
-    def __init__(self) -> None:
-        self._parents = _watched_parents()
-
-    def is_gone(self) -> bool:
-        """Whether one of these processes has ended, so that nobody would notice what this rank does."""
-        return any(_parent(child) != parent for child, parent in self._parents.items())
-
-
-def _watched_parents() -> dict[int, int]:
-    """From this process upwards, each one's parent; the last parent is the topmost process of a launcher."""
-    found = {os.getpid(): os.getppid()}
-    kept = 1
-    last = os.getppid()
-    while last > 1 and (above := _parent(last)):
-        if _is_launcher(last):
-            kept = len(found)
-        found[last] = above
-        last = above
-    if _is_launcher(last):  # the first process of a container
-        kept = len(found)
-    return dict(list(found.items())[:kept])
-
-
-def _parent(pid: int) -> int | None:
-    """The parent of a process, None where there is no such process or no way to know."""
-    if pid == os.getpid():
-        return os.getppid()
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, parent = status.rpartition(")")[2].split()[:2]  # the name before it may hold anything
-    return None if state in "ZX" else int(parent)
-
-
-def _is_launcher(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
-    except OSError:
-        return False
-    return starts_launcher(words)
+    if launcher == "python":
+        return [sys.executable]
+    command = str(Path(sys.executable).parent / launcher)
+    count, quiet = ("--nproc_per_node", []) if launcher == "torchrun" else ("--num_gpus", ["--quiet"])
+    return [command, count, str(ranks), "--master_port", str(free_port()), *quiet, *flags]
 
 
 def starts_launcher(words: Sequence[str]) -> bool:
@@ -69,3 +43,42 @@ def starts_launcher(words: Sequence[str]) -> bool:
     if any(Path(word).name in _COMMANDS for word in words[:2]):
         return True
     return any(flag == "-m" and module in _MODULES for flag, module in itertools.pairwise(words))
+
+
+class Launcher:
+    """The processes that wait for this rank: its parent, and further up all those to the topmost launcher command.
+
+    ``deepspeed`` is two processes; the upper one may be killed alone.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._processes = _waiting_processes()
+
+    def is_gone(self) -> bool:
+        """Whether one of these processes has ended, so that nobody would notice what this rank does."""
+        return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
+
+
+def _waiting_processes() -> list[psutil.Process]:
+    """This process's parent, its parent, and so on to the topmost process that is a launcher; at least the first."""
+    parents: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # a parent that ended just now, or that this user may not see
+        parents = psutil.Process().parents()
+    launchers = [index for index, process in enumerate(parents) if starts_launcher(_words(process))]
+    return parents[: max([0, *launchers]) + 1]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended, or belongs to another user
+        return []
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or dead and only waits for its parent to ask for its exit code."""
+    try:
+        return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True

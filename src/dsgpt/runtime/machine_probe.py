@@ -94,4 +94,5 @@ def may_lock(size: int) -> bool:
     except OSError:  # not even addresses for so much
         return False
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(region)))
-    return ctypes.CDLL(None).mlock2(address, ctypes.c_size_t(size), _MLOCK_ONFAULT) == 0
+    result: int = ctypes.CDLL(None).mlock2(address, ctypes.c_size_t(size), _MLOCK_ONFAULT)
+    return result == 0

@@ -4,13 +4,16 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dsgpt.runtime.topology import Topology, free_port
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for its peers before it gives up; rank 0 may be hashing data or writing a checkpoint."""
@@ -41,7 +44,7 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _store_of_a_restart() -> dist.Store | None:
+def _store_of_a_restart() -> "Store | None":
     """Where ranks meet that ``torchrun --max-restarts`` started again on one machine; None where PyTorch finds it.
 
     With ``--master_port`` PyTorch 2.13 keeps one store for all attempts and gives each the same keys
@@ -52,8 +55,11 @@ def _store_of_a_restart() -> dist.Store | None:
     of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if attempt == "0" or not of_the_launcher or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return None
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
-    return dist.PrefixStore(f"attempt-{attempt}", store)
+    # Both are documented as public; only the types do not mark them as exported.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
+    own: Store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    return own
 
 
 class HostGroup:

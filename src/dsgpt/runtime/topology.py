@@ -129,4 +129,5 @@ def free_port() -> int:
     """A port of this machine that nobody listens on, for ranks to meet at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,22 +1,19 @@
 """One writer per run folder: whoever trains in it holds a lock that the system releases with the process."""
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.locks import Lock, NoLocksError
 
 LOCK_FILE = ".lock"
 PATIENCE_SEC = 60
 """How long ``--resume`` waits: longer than ranks that lost their launcher may go on."""
 _POLL_SEC = 0.5
-_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What a network file system without locks answers; a run on it goes on unguarded, and says so."""
 
 
 class RunLock:
@@ -30,7 +27,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path, *, patience_sec: float = 0, say: Callable[[str], None] = print) -> None:
         self._run_dir, self._patience_sec, self._say = run_dir, patience_sec, say
-        self._file: TextIO | None = None
+        self._lock: Lock | None = None
 
     def __enter__(self) -> "RunLock":
         return self
@@ -38,8 +35,8 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def take(self) -> None:
         """Hold the folder, which exists, for this process, if it does not yet.
@@ -49,24 +46,23 @@ class RunLock:
         Raises:
             UserError: another process holds it, or the lock file cannot be made.
         """
-        if self._file is not None:
+        if self._lock is not None:
             return
         path = self._run_dir / LOCK_FILE
         try:
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
+            self._lock = Lock.of_file(path)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise UserError(f"{path}: is a link, and nothing is written through one: remove it") from error
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
-        taken = self._take()
-        if not (taken or self._wait()):
+        if not (self._take(self._lock) or self._wait(self._lock)):
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
             raise UserError(
                 f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
                 "or name another"
             )
 
-    def _wait(self) -> bool:
+    def _wait(self, lock: Lock) -> bool:
         end = time.monotonic() + self._patience_sec
         if self._patience_sec:
             self._say(
@@ -75,24 +71,20 @@ class RunLock:
             )
         while time.monotonic() < end:
             time.sleep(_POLL_SEC)
-            if self._take():
+            if self._take(lock):
                 return True
         return False
 
-    def _take(self) -> bool:
-        """Try to lock the file; a file system that knows no locks is told of, and training goes on without."""
+    def _take(self, lock: Lock) -> bool:
+        """Try to take the lock. On a file system without locks the run goes on unguarded, after a warning."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
-                raise
+            return lock.take()
+        except NoLocksError as error:
             self._say(
                 f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing keeps a second "
                 "process from training in this folder; see that none does"
             )
-        return True
+            return True
 
 
 def is_guarded(run_dir: Path) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.corpus import Corpus, cut_validation
+from dsgpt.benchmarks.harness.corpus import cut_validation
 from dsgpt.benchmarks.harness.launch import Assignment
 from dsgpt.benchmarks.harness.work import GLOBAL_BATCH, VALIDATION_WINDOWS
 from dsgpt.benchmarks.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, FP32
@@ -179,12 +179,10 @@ def test_the_reference_computes_the_schedule_of_the_product():
 
 
 def test_the_last_batch_of_a_validation_is_padded_unequally(corpus):
-    cut = cut_validation(
-        Corpus(train=corpus.folder / "train.bin", val=corpus.folder / "val.bin"), windows=VALIDATION_WINDOWS, length=32
-    )
+    cut = cut_validation(corpus, windows=VALIDATION_WINDOWS, length=32)
     file = open_token_file(cut.val)
     assert file.tokens == VALIDATION_WINDOWS * 32 + 1
-    assert file.sidecar.tokenizer == open_token_file(corpus.folder / "val.bin").sidecar.tokenizer
+    assert file.sidecar.tokenizer == open_token_file(corpus.val).sidecar.tokenizer
     for ranks in (2, 4):
         share = -(-GLOBAL_BATCH // ranks)
         last = VALIDATION_WINDOWS % GLOBAL_BATCH

@@ -11,7 +11,6 @@ import pytest
 from small_run import REPOSITORY
 from training_runs import read_lines, roll_back
 
-from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.benchmarks.harness.work import STEPS, flags, write_recipe
 from dsgpt.benchmarks.resume.matrix import by, cells, core_pairs, core_rewritten, seeded_pairs
 from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, SAVED, AnyToAny
@@ -82,7 +81,7 @@ def test_what_a_pair_fails_for(fact, value, said):
 def trained(run, folder, corpus, *more):
     """The baseline of the suite, in ``run``; its losses."""
     recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
-    text = Corpus(train=corpus.folder / "train.bin", val=corpus.folder / "val.bin")
+    text = corpus
     words = flags(BASELINE, recipe=recipe, corpus=text, run_dir=run, device="cpu")
     assert train([*words, "--save_every", str(SAVED), "--keep_checkpoints", "9", "--max_val_steps", "1", *more]) == 0
     return {line["step"]: line["loss"] for line in read_lines(run)}

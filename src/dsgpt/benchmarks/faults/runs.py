@@ -13,11 +13,11 @@ from dsgpt.benchmarks.faults.outcome import first_error
 from dsgpt.benchmarks.faults.plan import DROPOUT, RUNS, SAVE_EVERY, STEPS
 from dsgpt.benchmarks.faults.processes import Missed, Training, last_step
 from dsgpt.benchmarks.harness.corpus import prepare_corpus
-from dsgpt.benchmarks.harness.launch import launcher_words
 from dsgpt.benchmarks.harness.work import flags, write_recipe
 from dsgpt.benchmarks.parity.matrix import STRATEGIES
 from dsgpt.checkpointing import store
 from dsgpt.common.files import write_json_atomic
+from dsgpt.runtime.launcher import launcher_command
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, read_steps
 
 LOG = "console.log"
@@ -105,7 +105,7 @@ class Runs:
         for name, value in {"dropout": DROPOUT, "max_train_steps": STEPS, **(changes or {})}.items():
             words[words.index(f"--{name}") + 1] = str(value)
         words += ["--save_every", str(SAVE_EVERY), "--keep_checkpoints", "9", "--steps_per_print", "1"]
-        front = launcher_words(strategy.launcher if cell.ranks > 1 else "python", cell.ranks)
+        front = launcher_command(strategy.launcher if cell.ranks > 1 else "python", cell.ranks)
         command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
         return Training(command, run_dir=run_dir, log=run_dir.parent / log)
 

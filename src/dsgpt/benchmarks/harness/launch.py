@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 
 from dsgpt.benchmarks.harness.measurement import rank_file
 from dsgpt.common.files import write_json_atomic
-from dsgpt.runtime.topology import free_port
+from dsgpt.runtime.launcher import launcher_command
 
 WORKER = "dsgpt.benchmarks.harness.worker"
 POLL_SEC = 0.05
@@ -60,19 +59,9 @@ class Launch:
     """From the launcher's start to the first rank ready for work: imports, mostly."""
 
 
-def launcher_words(launcher: str, ranks: int) -> list[str]:
-    """The command in front of a script: this environment's ``python``, or its ``torchrun`` or ``deepspeed``."""
-    beside = Path(sys.executable).parent
-    if launcher == "python":
-        return [sys.executable]
-    if launcher == "torchrun":
-        return [str(beside / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-    return [str(beside / "deepspeed"), "--quiet", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-
-
 def launch_command(launcher: str, ranks: int) -> list[str]:
     """The command in front of the job file."""
-    return [*launcher_words(launcher, ranks), "--module" if launcher == "deepspeed" else "-m", WORKER]
+    return [*launcher_command(launcher, ranks), "--module" if launcher == "deepspeed" else "-m", WORKER]
 
 
 def environment_for(device: str) -> dict[str, str]:

@@ -9,7 +9,6 @@ DeepSpeed, which spends seconds in every process on finding out what to compile 
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -26,6 +25,7 @@ import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.locks import Lock
 from dsgpt.runtime.machine_probe import compiler
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
@@ -123,8 +123,8 @@ def _processor() -> str:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".dsgpt-lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with Lock.of_file(folder / ".dsgpt-lock") as lock:
+        lock.take(wait=True)
         yield
 
 

@@ -5,8 +5,6 @@ and it never removes them.
 """
 
 import contextlib
-import fcntl
-import os
 import re
 import secrets
 import shutil
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.locks import Lock
 from dsgpt.config.recipe import Recipe
 from dsgpt.runtime.process_group import from_main, gather_objects
 from dsgpt.runtime.topology import Topology
@@ -41,7 +40,7 @@ class SwapSpace:
         """
         blocks = [engine_config["zero_optimization"][name] for name in recipe.nvme_blocks]
         name = f"{_own_prefix()}{from_main(secrets.token_hex(4))}-{topology.rank - topology.local_rank}"
-        self._held: dict[Path, int] = {}
+        self._held: dict[Path, Lock] = {}
         trouble = ""
         for base in {Path(block["nvme_path"]) for block in blocks if topology.local_rank == 0}:
             try:
@@ -63,47 +62,33 @@ class SwapSpace:
         After an error other ranks may still write there; the next run removes what is left then.
         """
         while self._held:
-            folder, handle = self._held.popitem()
+            folder, lock = self._held.popitem()
             shutil.rmtree(folder, ignore_errors=True)
-            os.close(handle)
+            lock.release()
 
 
-def _make(folder: Path) -> int:
-    """Make ``folder`` so that it is never seen without its lock; the handle that holds it comes back."""
+def _make(folder: Path) -> Lock:
+    """Make ``folder`` so that it is never seen without its lock, which this process then holds."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir()
-    handle = -1
+    lock = None
     try:
-        handle = _lock(hidden, fcntl.LOCK_SH)
+        lock = Lock.of_folder(hidden)
+        lock.take(shared=True, wait=True)
         hidden.rename(folder)
     except OSError:
-        if handle >= 0:
-            os.close(handle)
+        if lock is not None:
+            lock.release()
         with contextlib.suppress(OSError):
             hidden.rmdir()
         raise
-    return handle
+    return lock
 
 
 def _remove_abandoned(base: Path) -> None:
     """Remove the folders under ``base`` that ended processes of this host left, where that is possible."""
     for folder in base.glob(f"{_own_prefix()}*"):
-        try:
-            handle = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # held by another run, somebody else's, a link, or removed meanwhile
-            continue
-        try:
-            shutil.rmtree(folder, ignore_errors=True)  # another user's, or one that another run removes too
-        finally:
-            os.close(handle)
-
-
-def _lock(folder: Path, kind: int) -> int:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, kind)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
+        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:  # somebody else's, a link, or removed
+            if lock.take():  # otherwise another run holds it
+                shutil.rmtree(folder, ignore_errors=True)  # another user's, or one that another run removes too
