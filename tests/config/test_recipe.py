@@ -2,17 +2,29 @@
 
 import copy
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from small_run import RECIPE, REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
-from dsgpt.config import compatibility, recipe_keys
-from dsgpt.config.recipe import DdpRecipe, FsdpRecipe, OptimizerRecipe, Recipe, SchedulerRecipe
-from dsgpt.config.recipe_reader import read_recipe
+from dsgpt.config import compatibility
+from dsgpt.config.recipe import Recipe, RecipeSettings, read_recipe
+from dsgpt.config.recipe_blocks import (
+    Bf16,
+    DdpRecipe,
+    Fp16,
+    FsdpRecipe,
+    OffloadOptimizer,
+    OffloadParam,
+    OptimizerRecipe,
+    SchedulerRecipe,
+    ZeroRecipe,
+)
 from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import ParallelSizes, read_topology
@@ -138,8 +150,7 @@ MISTAKES = [
     (("gradient_clipping",), -1, f"gradient_clipping {NUMBER} of at least 0, not -1"),
     (("gradient_clipping",), True, f"gradient_clipping {NUMBER} of at least 0, not True"),
     (("optimizer",), None, "optimizer must be an object in braces, not None"),
-    (("optimizer",), {}, 'optimizer needs "type" (AdamW or SGD) and "params" with at least "lr"'),
-    (("optimizer",), {"type": "AdamW"}, 'optimizer needs "type" (AdamW or SGD) and "params" with at least "lr"'),
+    (("optimizer",), {"type": "AdamW"}, "optimizer: params: lr is missing"),
     (("optimizer", "type"), "Adamw", "optimizer: type must be one of AdamW, SGD, not 'Adamw' (did you mean AdamW?)"),
     (("optimizer", "type"), ["AdamW"], "optimizer: type must be one of AdamW, SGD, not ['AdamW']"),
     (("optimizer", "type"), {}, "optimizer: type must be one of AdamW, SGD, not {}"),
@@ -348,7 +359,7 @@ def test_a_recipe_of_many_unknown_keys_is_refused_at_once(file):
     assert found[-1] == f"{file} has 19,980 more keys that are not known"
 
 
-@pytest.mark.parametrize(("key", "cure"), recipe_keys.REFUSED_KEYS.items())
+@pytest.mark.parametrize(("key", "cure"), Recipe.REFUSED.items())
 def test_refused_keys_say_why(file, key, cure):
     assert problems_of(write_recipe(file, RECIPE, **{key: {}})) == [f"{key} is not supported: {cure}"]
 
@@ -448,7 +459,11 @@ def test_shipped_recipes_describe_the_same_training():
         assert recipe.scheduler == recipes[0].scheduler
         assert recipe.gradient_clipping == recipes[0].gradient_clipping
         assert recipe.train_batch_size == recipes[0].train_batch_size
-        assert (recipe.precision, recipe.micro_batch_size, recipe.gradient_accumulation_steps) == (None, None, None)
+        assert (recipe.precision, recipe.train_micro_batch_size_per_gpu, recipe.gradient_accumulation_steps) == (
+            None,
+            None,
+            None,
+        )
         assert '"auto"' not in recipe.path.read_text()
 
 
@@ -471,43 +486,81 @@ def test_deepspeed_accepts_what_its_engine_is_given(data, monkeypatch, path, pre
     assert theirs.optimizer_name is None  # the optimizer is ours
 
 
-def fields_of(model: type) -> set[str]:
-    return {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+OURS_ALONE = {"overlap_comm", "buffer_count", "buffer_size", "offload_optimizer", "offload_param"}
+"""Keys whose default strategies replace by one that fits the run."""
 
 
-def test_every_key_is_deepspeeds():
+def deepspeeds(model: type) -> dict[str, Any]:
+    """The default of every key of a schema of DeepSpeed's, by each of its names."""
+    return {name: each.get_default() for key, each in model.model_fields.items() for name in (key, each.alias) if name}
+
+
+def schemas() -> list[tuple[type, type]]:
+    """Our blocks and DeepSpeed's."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero import config as zero
     from deepspeed.runtime.zero import offload_config as offload
 
-    assert set(recipe_keys.ZERO_KEYS) <= fields_of(zero.DeepSpeedZeroConfig)
-    assert set(recipe_keys.OFFLOAD_OPTIMIZER_KEYS) <= fields_of(offload.DeepSpeedZeroOffloadOptimizerConfig)
-    assert set(recipe_keys.OFFLOAD_PARAM_KEYS) <= fields_of(offload.DeepSpeedZeroOffloadParamConfig)
-    assert recipe_keys.PRECISION_KEYS["bf16"] <= fields_of(DeepSpeedBF16Config)
-    assert recipe_keys.PRECISION_KEYS["fp16"] <= fields_of(DeepSpeedFP16Config)
+    return [
+        (ZeroRecipe, zero.DeepSpeedZeroConfig),
+        (OffloadOptimizer, offload.DeepSpeedZeroOffloadOptimizerConfig),
+        (OffloadParam, offload.DeepSpeedZeroOffloadParamConfig),
+        (Bf16, DeepSpeedBF16Config),
+        (Fp16, DeepSpeedFP16Config),
+    ]
+
+
+def test_every_key_and_its_default_is_deepspeeds():
+    for ours, theirs in schemas():
+        defaults = deepspeeds(theirs)
+        for each in fields(ours):
+            assert each.name in defaults
+            if each.name not in OURS_ALONE:
+                assert defaults[each.name] == each.default, (ours, each.name)
+
+
+def takes(model: type, key: str, value: Any, **others: Any) -> bool:
+    try:
+        model(**others | {key: value})
+    except ValidationError:
+        return False
+    return True
 
 
 def test_kinds_of_values_are_deepspeeds():
-    """A value that fits our kind is one that DeepSpeed's schema takes, and one that does not is one that it refuses."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-    from pydantic import ValidationError
+    """What we take, DeepSpeed's schema takes; what is of another kind, both refuse."""
+    wrong = {bool: "so-so", int: -1, str: 5}
+    for ours, theirs in schemas()[:3]:
+        needed = {"stage": 3} if ours is ZeroRecipe else {}
+        for each in fields(ours):
+            taken = [value for value in (True, 1, 5e8, "cpu", "/tmp") if takes(ours, each.name, value, **needed)]
+            assert taken or each.name in {"offload_optimizer", "offload_param"}
+            assert all(takes(theirs, each.name, value, **needed) for value in taken), each.name
+            if type(each.default) in wrong:
+                assert not takes(ours, each.name, wrong[type(each.default)])
+                assert not takes(theirs, each.name, wrong[type(each.default)])
 
-    good = {"boolean": True, "count": 5e8, "positive": 1, "number": 0.5, "text": "/tmp", "object": {}}
-    bad = {"boolean": "so-so", "count": -1, "positive": -1, "number": "much", "text": 5, "object": 5}
-    for kinds, model in (
-        (recipe_keys.ZERO_KEYS, DeepSpeedZeroConfig),
-        (recipe_keys.OFFLOAD_OPTIMIZER_KEYS, DeepSpeedZeroOffloadOptimizerConfig),
-        (recipe_keys.OFFLOAD_PARAM_KEYS, DeepSpeedZeroOffloadParamConfig),
-    ):
-        for key, kind in kinds.items():
-            if kind:
-                model(**{key: good[kind]})
-                with pytest.raises(ValidationError):
-                    model(**{key: bad[kind]})
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_is_written_is_read_again(file, path):
+    recipe = understood(path)
+    written = recipe.as_json()
+    assert "path" not in written
+    again = understood(write_recipe(file, written))
+    assert replace(again, path=recipe.path, sha256=recipe.sha256, raw=recipe.raw) == recipe
+    assert len(json.dumps(written)) < len(json.dumps(recipe.raw))
+
+
+def test_a_recipe_made_in_python_is_checked_and_written_in_deepspeeds_form():
+    optimizer = OptimizerRecipe(type="SGD", lr=0.1, momentum=0.9)
+    made = RecipeSettings(optimizer=optimizer, zero_optimization=ZeroRecipe(stage=2), bf16=Bf16())
+    assert made.as_json() == {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "bf16": {},
+        "zero_optimization": {"stage": 2},
+    }
+    with pytest.raises(ValidationError, match="must be a number of at least 0, not -1"):
+        OptimizerRecipe(type="AdamW", lr=-1)
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -517,7 +570,7 @@ def test_scheduler_params_are_deepspeeds(kind):
     from deepspeed.runtime import lr_schedules
 
     theirs = set(inspect.signature(getattr(lr_schedules, kind)).parameters)
-    assert theirs - {"optimizer", "last_batch_iteration"} == recipe_keys.SCHEDULER_PARAMS[kind]
+    assert theirs - {"optimizer", "last_batch_iteration"} == set(SchedulerRecipe.PARAMS[kind])
 
 
 def test_how_the_model_is_split(file):
@@ -525,16 +578,16 @@ def test_how_the_model_is_split(file):
         write_recipe(file, tensor_parallel={"autotp_size": 2}, pipeline={"stages": 4, "partition": "uniform"})
     )
     assert recipe.parallel == ParallelSizes(tensor=2, pipeline=4)
-    assert recipe.pipeline_partition == "uniform"
+    assert recipe.pipeline.partition == "uniform"
     assert recipe.deepspeed_only == ("zero_optimization", "tensor_parallel", "pipeline")
 
 
 def test_the_block_of_the_torch_strategies(file):
     ours = {"ddp": {"bucket_cap_mb": 1, "gradient_as_bucket_view": False}, "fsdp": {"reshard_after_forward": False}}
     recipe = understood(write_recipe(file, dsgpt=ours))
-    assert recipe.ddp == DdpRecipe(bucket_cap_mb=1, gradient_as_bucket_view=False)
-    assert recipe.fsdp == FsdpRecipe(reshard_after_forward=False)
-    assert understood(write_recipe(file)).ddp == DdpRecipe()
+    assert recipe.dsgpt.ddp == DdpRecipe(bucket_cap_mb=1, gradient_as_bucket_view=False)
+    assert recipe.dsgpt.fsdp == FsdpRecipe(reshard_after_forward=False)
+    assert understood(write_recipe(file)).dsgpt.ddp == DdpRecipe()
 
 
 def test_activation_checkpointing_by_its_block(file):
@@ -556,7 +609,7 @@ def test_activation_checkpointing_by_its_block(file):
         ({"pipeline": {"partition": "type:(block"}}, "PositionEmbedding, StageBlock, LayerNorm matches"),
         ({"sequence_parallel_size": 0.5}, "sequence_parallel_size must be a whole number of at least 1, not 0.5"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing is not supported"),
-        ({"dsgpt": {"ddp": {"bucket_cap_mb": 0}}}, "dsgpt: ddp: bucket_cap_mb must be above 0"),
+        ({"dsgpt": {"ddp": {"bucket_cap_mb": 0}}}, "dsgpt: ddp: bucket_cap_mb must be a number above 0, not 0"),
         ({"dsgpt": {"fsdp": {"reduce_dtype": "fp64"}}}, "reduce_dtype must be one of fp32, low, not 'fp64'"),
         ({"dsgpt": {"fdsp": {}}}, "dsgpt: fdsp is no known key (did you mean fsdp?)"),
     ],

@@ -9,12 +9,11 @@ from typing import Any
 
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
-from dsgpt.config.compatibility import Request, check_accumulation, check_combinations, notices
+from dsgpt.config.compatibility import Request, check_accumulation, check_compatibility, notices
 from dsgpt.config.initial_weights import InitFrom, read_init_from
 from dsgpt.config.length import plan_length
 from dsgpt.config.options import RUN_TYPES, Options
-from dsgpt.config.recipe import Recipe
-from dsgpt.config.recipe_reader import read_recipe
+from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
@@ -84,7 +83,7 @@ class RunConfig:
     @property
     def activation_checkpointing(self) -> bool:
         """Whether each block's activations are recomputed in the backward pass: by flag, or by the JSON's block."""
-        return self.options.activation_checkpointing or self.recipe.activation_checkpointing
+        return self.options.activation_checkpointing or self.recipe.activation_checkpointing is not None
 
     @property
     def tokens_per_step(self) -> int:
@@ -125,7 +124,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
             precision=precision,
             run_dir=run_dir,
         )
-        check_combinations(request, problems)
+        check_compatibility(request, problems)
         told += notices(request)
         topology = topology.split(request.sizes)
     batch = _resolve_batch(options, recipe, topology, problems, told)
@@ -242,7 +241,7 @@ def _resolve_batch(
         return None
     written = BatchRequest(
         global_batch_size=recipe.train_batch_size,
-        micro_batch_size=recipe.micro_batch_size,
+        micro_batch_size=recipe.train_micro_batch_size_per_gpu,
         gradient_accumulation_steps=recipe.gradient_accumulation_steps,
     )
     plan, changed = plan_batch(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgpt.config.recipe import OptimizerRecipe
+from dsgpt.config.recipe_blocks import OptimizerRecipe
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """What optimizers keep of every parameter, as torch and DeepSpeed both name it: Adam's two moments, SGD's momentum."""

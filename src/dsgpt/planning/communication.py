@@ -70,7 +70,7 @@ def _fsdp(setup: Setup) -> list[Transfer]:
     blocks too where ``reshard_after_forward`` is off. With activation checkpointing the backward pass needs no third
     copy: the block is computed again while its weights are there.
     """
-    whole, ranks, recipe = model_parameters(setup.model), setup.world_size, setup.recipe.fsdp
+    whole, ranks, recipe = model_parameters(setup.model), setup.world_size, setup.recipe.dsgpt.fsdp
     blocks = [part for part in whole if part.name.startswith("blocks.")]
     rest = [part for part in whole if not part.name.startswith("blocks.")]
     times = 2 * setup.gradient_accumulation_steps if recipe.reshard_after_forward else 1
@@ -112,10 +112,10 @@ def _zero012(setup: Setup, held: list[ParameterSize]) -> list[Transfer]:
 
 def _goes_to_the_owner(setup: Setup) -> bool:
     """Whether ZeRO-1 or 2 sends every piece of a bucket to the rank whose part it is, and to no other."""
-    if setup.recipe.zero_stage == 0 or setup.uses_bf16_optimizer:
+    zero = setup.recipe.zero_optimization
+    if zero.stage == 0 or setup.uses_bf16_optimizer:
         return False
-    options = {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True, "contiguous_gradients": True}
-    return all(setup.zero(key, True) == value for key, value in options.items())
+    return zero.reduce_scatter and zero.contiguous_gradients and not zero.use_multi_rank_bucket_allreduce
 
 
 def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Transfer]:
@@ -142,9 +142,8 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Transfer]:
 
 def _is_all_reduced(setup: Setup, part: ParameterSize) -> bool:
     """Whether ZeRO-3 reduces the gradient in a bucket that goes to all ranks whole."""
-    bucket = setup.zero("reduce_bucket_size", 500_000_000)
-    contiguous = setup.zero("contiguous_gradients", True)
-    return contiguous and not setup.zero("reduce_scatter", True) and part.numel <= bucket
+    zero = setup.recipe.zero_optimization
+    return zero.contiguous_gradients and not zero.reduce_scatter and part.numel <= zero.reduce_bucket_size
 
 
 def _split_model(setup: Setup, rank: int) -> list[Transfer]:

@@ -64,9 +64,7 @@ class _Walk:
     def __init__(self, setup: Setup, order: Sequence[Layer]) -> None:
         self._order = order
         self._persistent = {part.name for part in persistent(setup, model_parameters(setup.model))}
-        self._prefetch = setup.zero("stage3_prefetch_bucket_size", 50_000_000)
-        self._most_live = setup.zero("stage3_max_live_parameters", 10**9)
-        self._reuse = setup.zero("stage3_max_reuse_distance", 10**9)
+        self._zero = setup.recipe.zero_optimization
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
         self._seen: dict[str, int] = {}
         """Parameter to the last use that looking ahead has come across."""
@@ -94,7 +92,8 @@ class _Walk:
             self.gathered.append(part)
 
     def _look_ahead(self) -> None:
-        room, taken, wanted = min(self._most_live - self._live, self._prefetch), 0, []
+        room = min(self._zero.stage3_max_live_parameters - self._live, self._zero.stage3_prefetch_bucket_size)
+        taken, wanted = 0, list[ParameterSize]()
         while self._queue and taken < room:
             part, use = self._queue.popleft()
             self._seen[part.name] = max(use, self._seen.get(part.name, use))
@@ -108,7 +107,7 @@ class _Walk:
         kept = self._persistent | {part.name for part in layer if self._seen.get(part.name, -1) > step + 1}
         passed = 0
         for later in self._order[step + 1 :]:
-            if passed >= self._reuse:
+            if passed >= self._zero.stage3_max_reuse_distance:
                 break
             kept |= {part.name for part in later}
             passed += sum(part.numel for part in later)

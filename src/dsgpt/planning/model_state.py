@@ -96,7 +96,7 @@ def _fsdp(setup: Setup) -> ModelState:
     """
     held = setup.held(0)
     elements = fsdp_elements(held, setup.world_size)
-    offloaded = setup.recipe.fsdp.cpu_offload
+    offloaded = setup.recipe.dsgpt.fsdp.cpu_offload
     return ModelState(
         parameters=FULL * elements,
         gradients=FULL * elements,
@@ -123,7 +123,8 @@ def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]
     With ``immediate_grad_update`` each low gradient is freed as soon as it is added to the fp32 one.
     """
     whole, own = sum(group.padded for group in groups), parts(groups)
-    freed = setup.recipe.raw.get("bf16", {}).get("immediate_grad_update", False)
+    bf16 = setup.recipe.bf16
+    freed = bf16 is not None and bf16.immediate_grad_update
     return ModelState(
         parameters=setup.low * whole,
         gradients=(0 if freed else setup.low * total(held)) + FULL * whole,
@@ -158,7 +159,7 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     """
     if setup.precision != "fp32":
         return FULL * parts(groups)
-    if setup.zero("contiguous_gradients", True):
+    if setup.recipe.zero_optimization.contiguous_gradients:
         copies = (0 if group.is_one_piece(rank) else group.part for group in groups)
         return FULL * (sum(group.touched(rank) for group in groups) + max(copies))
     most = waiting = 0  # from the last group to the first: what waits for a group's step are those behind it

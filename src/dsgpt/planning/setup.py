@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
@@ -47,7 +46,7 @@ class Setup:
     @property
     def sizes(self) -> ParallelSizes:
         """How the model is split; PyTorch's strategies do not split it."""
-        return self.recipe.parallel if self.run_type == "optimized" else ParallelSizes()
+        return self.recipe.parallel_of(self.run_type)
 
     @property
     def data_parallel_size(self) -> int:
@@ -72,17 +71,13 @@ class Setup:
         """Tokens of a micro batch whose activations a rank holds."""
         return self.micro_batch_size * self.seq_length // self.sizes.sequence
 
-    def zero(self, key: str, default: Any) -> Any:
-        """The value of ``key`` in the recipe's block ``zero_optimization``."""
-        return self.recipe.raw.get("zero_optimization", {}).get(key, default)
-
     @cached_property
     def stages(self) -> list[list[ParameterSize]]:
         """What a tensor rank of each pipeline stage holds of the model; one stage where there is no pipeline."""
         if self.sizes.pipeline == 1:
             dealt = [model_parameters(self.model)]
         else:
-            partition = self.recipe.pipeline_partition
+            partition = self.recipe.pipeline.partition
             dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=partition)
         return [on_tensor_rank(stage, self.sizes.tensor) for stage in dealt]
 
@@ -95,10 +90,8 @@ class Setup:
 
     @property
     def uses_deepspeed_adam(self) -> bool:
-        """Whether DeepSpeed's CPU Adam steps, which it does with optimizer offload unless told otherwise."""
-        optimizer = self.recipe.optimizer
-        offloaded = self.run_type == "optimized" and self.recipe.offload_optimizer != "none"
-        return offloaded and optimizer.type == "AdamW" and not optimizer.torch_adam
+        """Whether DeepSpeed's CPU Adam steps."""
+        return self.run_type == "optimized" and self.recipe.uses_deepspeed_adam
 
     @property
     def uses_bf16_optimizer(self) -> bool:

@@ -1,6 +1,5 @@
 """How FSDP and ZeRO-3 cut parameters: each for itself, into as many pieces as there are ranks."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +24,10 @@ def zero_piece(part: ParameterSize, ranks: int) -> int:
 
 def persistent(setup: Setup, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
     """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because gathering them is not worth a message."""
-    each = setup.zero("stage3_param_persistence_threshold", 100_000)
-    together = setup.zero("stage3_model_persistence_threshold", sys.maxsize)
-    found, elements = [], 0
+    zero = setup.recipe.zero_optimization
+    each, together = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+    found: list[ParameterSize] = []
+    elements = 0
     for part in parameters:
         if part.numel <= each and elements + part.numel <= together:
             found.append(part)
@@ -50,7 +50,7 @@ class Shards:
     @classmethod
     def of(cls, setup: Setup, parameters: Sequence[ParameterSize]) -> "Shards":
         """Those of ``parameters``; an optimizer group is cut where ``sub_group_size`` elements are reached."""
-        limit, found = setup.zero("sub_group_size", 10**9), []
+        limit, found = setup.recipe.zero_optimization.sub_group_size, list[int]()
         for group in filter(None, optimizer_groups(parameters)):
             elements = 0
             for part in group:

@@ -10,7 +10,7 @@ in fp32.
 
 from dsgpt.checkpointing.training_state import LossScaleState
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.recipe import LossScaling
+from dsgpt.config.recipe_blocks import LossScaling
 
 MOST_SKIPS = 100
 """Overflows in a row after which training stops at a fixed scale, which cannot adapt."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsgpt.config.recipe import OptimizerRecipe
+from dsgpt.config.recipe_blocks import OptimizerRecipe
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization import optimizer as optimization
 from dsgpt.runtime import process_group

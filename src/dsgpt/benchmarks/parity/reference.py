@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsgpt.benchmarks.harness.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash, validated_after
 from dsgpt.benchmarks.parity.split import ACCUMULATED, EVERY, Split
-from dsgpt.config.recipe import SchedulerRecipe
+from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize

@@ -1,0 +1,339 @@
+"""The blocks of a recipe: which keys of DeepSpeed's JSON each may hold, and what they mean (DeepSpeed 0.19.8's schema).
+
+A field has the name and the default of DeepSpeed's key. Keys that are not fields are refused.
+"""
+
+import contextlib
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, Strict, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from dsgpt.config.recipe_values import (
+    Block,
+    Elements,
+    Flag,
+    Fraction,
+    Limit,
+    NamedBlock,
+    Number,
+    Positive,
+    Text,
+    mistake,
+    must_be,
+    no_null,
+    one_of,
+)
+
+Beta = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], must_be("two numbers of at least 0 and below 1")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRecipe(NamedBlock):
+    """The ``optimizer`` block. Weight decay applies to matrices and embeddings only."""
+
+    PARAMS: ClassVar = {
+        "AdamW": ("lr", "betas", "eps", "weight_decay", "torch_adam"),
+        "SGD": ("lr", "momentum", "nesterov", "weight_decay"),
+    }
+    MISSING: ClassVar = {"type": f"; one of {', '.join(PARAMS)}"}
+
+    type: Annotated[Literal["AdamW", "SGD"], one_of(*PARAMS)]
+    lr: Number
+    betas: Betas = (0.9, 0.999)
+    eps: Number = 1e-8
+    weight_decay: Number = 0.0
+    momentum: Fraction = 0.0
+    nesterov: Flag = False
+    torch_adam: Flag = False
+    """With optimizer offload: torch's AdamW, which needs no compiler, instead of DeepSpeed's faster one."""
+
+    @field_validator("nesterov")
+    @classmethod
+    def _needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        if nesterov and info.data.get("momentum") == 0:
+            raise mistake("needs a momentum above 0")
+        return nesterov
+
+
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerRecipe(NamedBlock):
+    """The ``scheduler`` block."""
+
+    PARAMS: ClassVar = {
+        "WarmupLR": _WARMUP,
+        "WarmupDecayLR": ("total_num_steps", *_WARMUP),
+        "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
+    }
+    MISSING: ClassVar = {"type": f"; one of {', '.join(PARAMS)}"}
+
+    type: Annotated[Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"], one_of(*PARAMS)]
+    total_num_steps: Positive | None = None
+    """Optimizer steps until the end of the decay; None for the steps of the run."""
+    warmup_num_steps: Positive = 1000
+    warmup_type: Annotated[Literal["log", "linear"], one_of("log", "linear")] = "log"
+    warmup_min_lr: Number = 0.0
+    warmup_max_lr: Number | None = None
+    warmup_min_ratio: Fraction = 0.0
+    cos_min_ratio: Fraction = 0.0001
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling(Block):
+    """How the loss is scaled so that fp16 gradients do not vanish."""
+
+    loss_scale: Number = 0.0
+    """A fixed scale; 0 for a dynamic one."""
+    initial_scale_power: Annotated[int, Strict(), Field(ge=0, le=32), must_be("a whole number from 0 to 32")] = 16
+    loss_scale_window: Positive = 1000
+    """Steps without overflow before the scale doubles."""
+    hysteresis: Positive = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Positive = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16(LossScaling):
+    """The ``fp16`` block."""
+
+    enabled: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(Block):
+    """The ``bf16`` block."""
+
+    enabled: Flag = False
+    check_grad_overflow: Flag = True
+    immediate_grad_update: Flag = False
+    """Add each gradient to the fp32 sum, and free it, as soon as it is there."""
+
+
+_Place = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer(Block):
+    """The block ``zero_optimization.offload_optimizer``."""
+
+    device: _Place = "none"
+    nvme_path: Annotated[Text | None, no_null] = None
+    """The folder under which DeepSpeed swaps; None for the run folder."""
+    buffer_count: Annotated[Limit | None, no_null] = None
+    """Buffers for swapping, each as large as a sub-group; None for as many as are needed."""
+    pin_memory: Flag = True
+    pipeline_read: Flag = False
+    pipeline_write: Flag = False
+    fast_init: Flag = False
+
+    @property
+    def swap_buffers(self) -> int:
+        """Buffers through which the optimizer's state is swapped, each as large as a sub-group.
+
+        Weights, gradients and two moments take one each. With ``pipeline_read`` or ``pipeline_write``, the sub-groups
+        that are read and written meanwhile take as many, for which DeepSpeed's default of 4 does not suffice.
+        """
+        if self.buffer_count is not None:
+            return self.buffer_count
+        return 12 if self.pipeline_read or self.pipeline_write else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam(Block):
+    """The block ``zero_optimization.offload_param``."""
+
+    device: _Place = "none"
+    nvme_path: Annotated[Text | None, no_null] = None
+    """As in ``OffloadOptimizer``."""
+    buffer_count: Limit = 5
+    buffer_size: Annotated[Limit | None, no_null] = None
+    """Elements of a buffer; None for those of a rank's part of the largest parameter."""
+    max_in_cpu: Limit = 10**9
+    pin_memory: Flag = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRecipe(Block):
+    """The ``zero_optimization`` block. Sizes are in elements."""
+
+    REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 looks for the parameters in their first order
+        "round_robin_gradients": "DeepSpeed then no longer knows which parameter lies where, and would save wrong "
+        "weights; leave it out",
+    }
+
+    stage: Annotated[int, Strict(), Field(ge=0, le=3), must_be("a whole number from 0 to 3")] = 0
+    contiguous_gradients: Flag = True
+    reduce_scatter: Flag = True
+    reduce_bucket_size: Elements = 500_000_000
+    use_multi_rank_bucket_allreduce: Flag = True
+    allgather_partitions: Flag = True
+    allgather_bucket_size: Elements = 500_000_000
+    overlap_comm: Flag = False
+    """DeepSpeed's own default is true at stage 3; strategies set it to this one."""
+    load_from_fp32_weights: Flag = True
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    sub_group_size: Limit = 10**9
+    stage3_prefetch_bucket_size: Limit = 50_000_000
+    stage3_param_persistence_threshold: Limit = 100_000
+    stage3_model_persistence_threshold: Limit = 2**63 - 1
+    stage3_max_live_parameters: Limit = 10**9
+    stage3_max_reuse_distance: Limit = 10**9
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    stage3_allgather_sequential: Flag = False
+    ignore_unused_parameters: Flag = True
+    memory_efficient_linear: Flag = True
+    log_trace_cache_warnings: Flag = False
+    zero_hpz_partition_size: Positive = 1
+    """Zero++: ranks over which each of them splits a second copy of the parameters; 1 for none."""
+    zero_quantized_weights: Flag = False
+    """Zero++: whether parameters travel in 8 bits, so that the training is another one."""
+    zero_quantized_gradients: Flag = False
+    """Zero++: whether gradients travel in 8 and 4 bits, so that the training is another one."""
+
+    @field_validator("offload_param", "offload_optimizer")
+    @classmethod
+    def _offload_fits_stage(cls, block: OffloadParam | OffloadOptimizer, info: ValidationInfo) -> Any:
+        stage = info.data.get("stage", 3)
+        if block.device == "none" or stage == 3:
+            return block
+        if info.field_name == "offload_param":
+            raise mistake("needs ZeRO stage 3")
+        if block.device == "nvme":
+            raise mistake("to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu")
+        if stage == 0:
+            raise mistake("needs ZeRO stage 1, 2 or 3")
+        return block
+
+    @field_validator("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    @classmethod
+    def _zero_plus_plus_fits_stage(cls, value: Any, info: ValidationInfo) -> Any:
+        unused = 1 if info.field_name == "zero_hpz_partition_size" else False
+        if value != unused and info.data.get("stage", 3) != 3:
+            raise mistake("needs ZeRO stage 3")
+        return value
+
+
+AIO_BLOCK_MULTIPLE = 4096
+"""Direct I/O takes whole sectors of the drive, which have up to so many bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AioRecipe(Block):
+    """The ``aio`` block: how files are read and written while state is swapped."""
+
+    REFUSED: ClassVar = {"use_gds": "reading past the CPU needs a driver that is not probed here; leave it out"}
+
+    block_size: Annotated[
+        Elements, Field(multiple_of=AIO_BLOCK_MULTIPLE), must_be(f"a multiple of {AIO_BLOCK_MULTIPLE} bytes")
+    ] = 2**20
+    queue_depth: Elements = 8
+    intra_op_parallelism: Elements = 1
+    single_submit: Flag = False
+    overlap_events: Flag = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelRecipe(Block):
+    """The ``tensor_parallel`` block."""
+
+    REFUSED: ClassVar = dict.fromkeys(
+        (
+            *("enabled", "tp_size", "tp", "tp_grain_size"),
+            *("mpu", "keep_module_on_host", "injection_policy", "partition_config"),
+        ),
+        "how GPT-2's layers are split is known here; give autotp_size alone",
+    )
+
+    autotp_size: Positive = 1
+
+
+PIPELINE_LAYERS = ("Embedding", "PositionEmbedding", "StageBlock", "LayerNorm")
+"""Names of the layers that a pipeline deals to stages, for patterns in ``pipeline.partition``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRecipe(Block):
+    """The ``pipeline`` block."""
+
+    REFUSED: ClassVar = dict.fromkeys(
+        ("seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant"),
+        "give stages and partition alone",
+    )
+
+    stages: Positive = 1
+    partition: str = "parameters"
+    """How layers are dealt to stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _deals_layers(cls, value: Any) -> Any:
+        """Of a pattern, DeepSpeed reads what stands before a second colon."""
+        kind, _, pattern = value.partition(":") if isinstance(value, str) else ("", "", "")
+        if value in ("parameters", "uniform"):
+            return value
+        with contextlib.suppress(re.error):
+            matches = any(re.search(pattern, name, re.IGNORECASE) for name in PIPELINE_LAYERS)
+            if kind == "type" and ":" not in pattern and matches:
+                return value
+        raise mistake(
+            f'must be "parameters", "uniform", or "type:" and a pattern that one of {", ".join(PIPELINE_LAYERS)} '
+            f'matches, such as "type:block"; not {value!r}'
+        )
+
+
+def _only_false(value: Any) -> bool:
+    if value is False:
+        return value
+    raise mistake("is not supported; blocks are recomputed whole, so leave it out or set it to false")
+
+
+_Off = Annotated[bool, BeforeValidator(_only_false)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing(Block):
+    """The ``activation_checkpointing`` block, whose presence asks to recompute activations, of whole blocks."""
+
+    partition_activations: _Off = False
+    cpu_checkpointing: _Off = False
+    contiguous_memory_optimization: _Off = False
+    number_checkpoints: _Off = False
+    synchronize_checkpoint_boundary: _Off = False
+    profile: _Off = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpRecipe(Block):
+    """The block ``dsgpt.ddp``: how PyTorch's DistributedDataParallel moves gradients."""
+
+    bucket_cap_mb: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), must_be("a number above 0")] = 25.0
+    """Gradients are reduced in buckets of up to this many MiB, each as soon as it is full."""
+    gradient_as_bucket_view: Flag = True
+    """Let gradients live in the buckets instead of beside them: one copy of the gradients less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpRecipe(Block):
+    """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) keeps and moves parameters."""
+
+    reshard_after_forward: Flag = True
+    """Free a block's gathered weights after its forward pass and gather them again for the backward pass: ZeRO-3.
+    Without it they stay until the backward pass: ZeRO-2, with less communication and more memory."""
+    reduce_dtype: Annotated[Literal["fp32", "low"], one_of("fp32", "low")] = "fp32"
+    """In which precision gradients are summed over ranks: ``low`` is that of the activations."""
+    cpu_offload: Flag = False
+    """Keep the shards of weights, gradients and optimizer state in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchStrategies(Block):
+    """The ``dsgpt`` block: settings of PyTorch's strategies, for which DeepSpeed's schema has no keys."""
+
+    ddp: DdpRecipe = DdpRecipe()
+    fsdp: FsdpRecipe = FsdpRecipe()
