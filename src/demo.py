@@ -1,4 +1,4 @@
-"""``make demo``: text to two trained models, the same training on one device and on all, to charts of what it cost."""
+"""``make demo``: prepares text, trains the same model on one device and on all devices, and draws the comparison."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from dsgpt.common.script import complain, run_script
 from dsgpt.runtime.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-GLOBAL_BATCH_SIZE = 32  # the recipe's; a number of GPUs must divide it
+GLOBAL_BATCH_SIZE = 32  # as in the recipe; the number of GPUs must divide it
 WORK = [
     "--deepspeed_config", "ds_configs/zero1.json",
     "--model_size", "demo",
@@ -32,44 +32,44 @@ WORK = [
 
 @dataclass(frozen=True)
 class Demo:
-    """What is trained, and where it is left."""
+    """What the demo trains, and its folders."""
 
     into: Path
-    """Receives data/, checkpoint/ and charts/."""
+    """The folder for data/, checkpoint/ and charts/."""
     steps: int
     """Optimizer steps of each training."""
     gpus: int
 
     @property
     def data(self) -> Path:
-        """Of the token files."""
+        """The folder of the token files."""
         return self.into / "data" / "python-stdlib"
 
     def run_folder(self, name: str) -> Path:
-        """Of the run ``name``."""
+        """The folder of the run ``name``."""
         return self.into / "checkpoint" / f"demo-{name}"
 
     def training(self, run_type: str, name: str) -> list[str]:
-        """The flags of a training, but for what to do with a run that is there."""
+        """The flags of a training, without ``--resume`` or ``--overwrite``."""
         files = ["--train_data_path", str(self.data / "train.bin"), "--val_data_path", str(self.data / "val.bin")]
         length = ["--max_train_steps", str(self.steps), *_device_flags(self.gpus)]
         return [*files, *WORK, *length, "--run_type", run_type, "--checkpoint_path", str(self.run_folder(name))]
 
     @property
     def devices(self) -> int:
-        """Of the run on all of them."""
+        """Number of devices of the second training."""
         return max(n for n in range(1, (self.gpus or 2) + 1) if GLOBAL_BATCH_SIZE % n == 0)
 
 
 def main() -> int:
-    """Run the four steps; each one skips what is already done. The exit code of the first that fails comes back."""
+    """Run the four steps, each of which skips what is already done; returns the exit code of the first that fails."""
     flags = _read_flags()
     from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     os.chdir(REPOSITORY)
     demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices())
     if not demo.gpus:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher looks for a GPU by itself and warns of none
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed's launcher looks for a GPU and warns
     started = time.perf_counter()
     steps = _steps(demo)
     for number, (title, step) in enumerate(steps, start=1):
@@ -104,7 +104,7 @@ def _read_flags() -> argparse.Namespace:
 
 
 def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
-    """What each step is called, and what does it and gives back its exit code."""
+    """The title of each step, and the function that does it and returns its exit code."""
     device = "GPU" if demo.gpus else "half of the CPU's cores"
     devices = f"{demo.devices} device{'s' * (demo.devices > 1)}"
     return [
@@ -116,7 +116,7 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
 
 
 def _prepare(demo: Demo) -> int:
-    """Text that is there is taken: the sources of another Python are another text, and runs may depend on the first."""
+    """Prepare the text unless there is one: another Python has another text, and runs may depend on the first."""
     if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
         print(f"{demo.data} holds prepared text: it is taken as it is", flush=True)
         return 0
@@ -140,14 +140,15 @@ def _compare(demo: Demo) -> int:
 
 
 def _go_on_or_anew(words: Sequence[str]) -> str:
-    """``--resume``, or ``--overwrite`` where the folder holds a sound run that is another one, which is said.
+    """``--resume``; or ``--overwrite``, after a message, if the folder contains a sound run with other settings.
 
-    Other steps are another training: the learning rate falls over all of them. So are another recipe or text. Whatever
-    else is wrong, damaged checkpoints or a full disk, replaces nothing: the training says it, and ends the demo.
+    Another number of steps is another training, because the learning rate decays over all steps; so is another recipe
+    or text. Any other fault, such as a damaged checkpoint or a full disk, replaces nothing: the training reports it
+    and the demo ends.
     """
     folder = words[words.index("--checkpoint_path") + 1]
     refusal = _refusal([*words, "--resume"])
-    if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # what does not help is told by the run itself
+    if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # the run reports what this cannot cure
         return "--resume"
     if not isinstance(refusal, DifferentRunError):
         if isinstance(refusal, UserError):
@@ -164,7 +165,7 @@ def _go_on_or_anew(words: Sequence[str]) -> str:
 
 
 def _refusal(words: Sequence[str]) -> UserError | OSError | None:
-    """What a dry run finds wrong, or what kept it from finding out; None where all is well."""
+    """What a dry run finds wrong, or the error that stopped it; None if nothing is wrong."""
     from dsgpt.main import check  # noqa: PLC0415 - torch takes seconds
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -187,4 +188,4 @@ def _device_flags(gpus: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_script(main, kept="make demo goes on from the last checkpoint")
+    run_script(main, kept="make demo continues from the last checkpoint")

@@ -11,9 +11,9 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks.parity.matrix import STRATEGIES, select, whole_matrix
 from dsgpt.common.problems import Problems
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe import Recipe, read_recipe
-from dsgpt.config.recipe_blocks import ZeroRecipe
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.gathering import gathered

@@ -1,4 +1,4 @@
-"""``--init_from``: published weights are taken up exactly, or refused with the reason."""
+"""``--init_from``: published weights are loaded exactly, or refused with the reason."""
 
 import json
 import pickle
@@ -119,7 +119,7 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
         "h.1.mlp.c_fc.bias has the shape [7], by config.json it must be [128]"
     ]
     assert refusal(weights | {name: torch.ones(128, dtype=torch.int8)}) == [
-        "h.1.mlp.c_fc.bias holds no floating-point numbers: quantized weights cannot be taken up"
+        "h.1.mlp.c_fc.bias holds no floating-point numbers: quantized weights cannot be loaded"
     ]
     assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == [
         "lm_head.weight differs from wte.weight: a GPT-2 with an untied head is no GPT-2"

@@ -51,7 +51,7 @@ def test_small_first_full_later_makes_the_same(run, prepared: Path, corpus: Path
 def test_number_of_documents_is_checked(run, tmp_path: Path):
     for flags, said in (
         ([], "--num_documents: is missing"),
-        (["--num_documents", "1"], "is too small; give 2 or more"),
+        (["--num_documents", "1"], "--num_documents must be a whole number of at least 2, not 1"),
     ):
         (line,) = errors(run("preprocess_small.py", *flags, cwd=tmp_path, code=2))
         assert said in line

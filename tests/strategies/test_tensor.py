@@ -7,7 +7,7 @@ import torch
 from deepspeed.module_inject import layers
 from small_run import RECIPE, command_line, write_data, write_recipe
 
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import ParallelSizes, Topology
 from dsgpt.strategies.deepspeed import tensor_layout, tensor_reduction, zero

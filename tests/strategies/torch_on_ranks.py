@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
-from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, read_topology
@@ -113,7 +113,7 @@ def in_other_ways(run_type: str, flags: list[str], topology: Topology) -> dict[s
     for way, recipe in WAYS[run_type].items():
         config = configured(run_type, flags, topology, precision="bf16", **recipe)
         facts[way] = trained(config, build_strategy(config, CPU)) | {"moments": None}
-    config = configured(run_type, flags, topology, ddp=SMALL_BUCKETS)
+    config = configured(run_type, flags, topology, dsgpt=TorchStrategies(ddp=SMALL_BUCKETS))
     compiled = replace(config, options=replace(config.options, compile=True))
     facts["compiled"] = trained(compiled, build_strategy(compiled, CPU)) | {"moments": None}
     return facts

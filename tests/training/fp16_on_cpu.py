@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsgpt.config.recipe_blocks import ZeroRecipe
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.process_group import joined
 from dsgpt.runtime.topology import Topology, read_topology

@@ -12,8 +12,8 @@ import torch
 from training_runs import SHAPE, data_flags, finished, write_recipe
 
 from dsgpt.common.errors import NonFiniteError
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling
-from dsgpt.config.request import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.launcher import launcher_command
 from dsgpt.runtime.topology import read_topology

@@ -1,6 +1,6 @@
 """How every script starts and ends: its exit code, its error lines, and its output streams. Imports no torch.
 
-A path may contain bytes that are not UTF-8, and an output may have no ``é``: both are printed as ``\xe9``.
+A path may contain bytes that are not UTF-8, and an output may have no ``é``: both are printed as ``\\xe9``.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
 
 
 def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
-    """Run ``main`` and return the exit code. Mistakes of the user are printed, one line each; other errors are raised."""
+    """Run ``main`` and return the exit code. Prints the user's mistakes, one line each; raises any other error."""
     try:
         return main() or EXIT_DONE
     except UserError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dsgpt.common.divisors import divisors_around, multiples_around
 from dsgpt.common.problems import Problems
-from dsgpt.config.options import Options
+from dsgpt.config.inputs import Inputs
 from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
@@ -16,25 +16,20 @@ from dsgpt.runtime.topology import ParallelSizes, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is checked for compatibility; a field is None where another mistake hides it."""
+class Request(Inputs):
+    """Inputs with a recipe: what is checked for compatibility."""
 
-    options: Options
     recipe: Recipe
-    topology: Topology
-    """From the launcher's variables; ``sizes`` is not set yet."""
-    model: GPT2Config | None
-    seq_length: int | None
-    device: str
-    """``cpu`` or ``cuda``."""
-    precision: str
-    """``fp32``, ``bf16`` or ``fp16``."""
-    run_dir: Path
 
     @property
     def sizes(self) -> ParallelSizes:
         """How this run splits the model."""
         return self.recipe.parallel_of(self.options.run_type or "")
+
+    @property
+    def split_topology(self) -> Topology:
+        """The ranks with the model split over them; only for sizes that divide the number of ranks."""
+        return self.topology.split(self.sizes)
 
 
 def check_compatibility(request: Request, problems: Problems) -> None:
@@ -65,7 +60,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
         )
 
 
-def notices(request: Request) -> list[str]:
+def compatibility_notices(request: Request) -> list[str]:
     """Lines to print about keys of the recipe that are allowed but ignored or unproven."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
@@ -202,7 +197,8 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     """The folder under which each block of ``zero_optimization`` swaps: ``run_dir`` where the JSON names none."""
     zero = recipe.zero_optimization
     given = {"offload_optimizer": zero.offload_optimizer.nvme_path, "offload_param": zero.offload_param.nvme_path}
-    return {name: run_dir if given[name] is None else Path(given[name]) for name in recipe.nvme_blocks}
+    blocks = {name: path for name, path in given.items() if name in recipe.nvme_blocks}
+    return {name: run_dir if path is None else Path(path) for name, path in blocks.items()}
 
 
 def locked_bytes(request: Request, model: GPT2Config) -> int:

@@ -16,7 +16,6 @@ from dsgpt.common.json_files import JsonError, clipped, parse_json, read_bytes
 from dsgpt.common.problems import Problems
 from dsgpt.config.recipe_blocks import (
     ActivationCheckpointing,
-    AioRecipe,
     Bf16,
     Fp16,
     LossScaling,
@@ -25,9 +24,9 @@ from dsgpt.config.recipe_blocks import (
     SchedulerRecipe,
     TensorParallelRecipe,
     TorchStrategies,
-    ZeroRecipe,
 )
 from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistake, no_null
+from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
 _MAX_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Token file to micro batches: the windows that one data-parallel rank reads, in the order that the run prescribes."""
+"""From a token file to micro batches: the windows of one data-parallel rank, in the order of the run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from dsgpt.data.token_file import TokenFile
 from dsgpt.runtime.interruption import leave_to_the_rank
 
 PADDING_WINDOW = -1
-"""Stands for no window: fills up the last validation batch so that every rank runs equally many micro batches."""
+"""Not a window: pads the last validation batch, so that every rank has the same number of micro batches."""
 IGNORED_TARGET = -100
-"""A target that counts neither in the loss nor in the tokens: what torch's cross-entropy leaves out by default."""
+"""A target that counts neither in the loss nor in the tokens: torch's cross-entropy ignores it by default."""
 
 
 class Batch(NamedTuple):
@@ -32,12 +32,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """How one data-parallel rank takes its part of every global batch."""
+    """Which part of every global batch one data-parallel rank reads."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int
     data_rank: int
-    """Among the data-parallel ranks: tensor, pipeline and sequence peers have the same one."""
+    """Rank among the data-parallel ranks; ranks that share a copy of the model have the same one."""
     data_parallel_size: int
 
     def of(self, global_batch: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -60,7 +60,7 @@ class WindowDataset(Dataset[Batch]):
         """The micro batch of these ``windows``.
 
         Raises:
-            TokenFileError: an id lies outside the vocabulary: on a GPU it would end in an assertion of a kernel.
+            TokenFileError: an id is outside the vocabulary; on a GPU it would fail an assertion in a kernel.
         """
         length = self._seq_length
         rows = np.zeros((len(windows), length + 1), dtype=np.int64)
@@ -115,8 +115,8 @@ def _whole_batch(batch: object) -> object:
 def _loader(
     dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
 ) -> DataLoader[Batch]:
-    # The dataset already answers with a whole micro batch, so there is nothing left to collate. A generator of its own
-    # keeps the loader from drawing a seed from the default stream, which belongs to dropout and to a resume.
+    # The dataset returns a whole micro batch, so there is nothing to collate. With a generator of its own, the loader
+    # draws no seed from the default generator, whose state belongs to dropout and is restored at a resume.
     return DataLoader(
         dataset,
         batch_sampler=batches,

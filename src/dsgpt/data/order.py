@@ -1,7 +1,7 @@
-"""Which sample comes when: a pure function of (seed, position), the same at any number of ranks.
+"""The order of the training windows: a pure function of (seed, position), the same at any number of ranks.
 
 Window i of a token file is ``tokens[i*T : i*T + T + 1]``: T inputs and, shifted by one, T targets. Each epoch visits
-the windows in a fresh order without replacement; global batch k holds the same windows however many ranks share it.
+the windows in a new order without replacement; global batch k holds the same windows at any number of ranks.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def shuffled(positions: NDArray[np.integer], *, size: int, key: str) -> NDArray[np.int64]:
     """Where a keyed permutation of ``range(size)`` sends each of ``positions``; int64, same shape.
 
-    A balanced Feistel network over the next power of four, walked until the value falls inside ``size`` (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains", the cycle-walking cipher). Needs no table, so that any
-    position of a permutation of billions costs the same, and depends on no library's random stream.
+    A balanced Feistel network over the next power of four, repeated until the value is below ``size`` (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains", the cycle-walking cipher). It needs no table, so the cost per
+    position does not grow with ``size``, and it depends on no library's random generator.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -59,7 +59,7 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in one pass; the ``windows % global_batch_size`` left over are dropped."""
+        """Whole global batches in one epoch; the remaining ``windows % global_batch_size`` windows are dropped."""
         return self.windows // self.global_batch_size
 
     def batch(self, step: int) -> NDArray[np.int64]:

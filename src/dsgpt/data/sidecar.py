@@ -1,4 +1,4 @@
-"""NAME.json beside NAME.bin: what the token file holds, and how to notice that it changed since. Imports no torch."""
+"""The sidecar, NAME.json beside NAME.bin: describes the token file, and shows whether it changed. Imports no torch."""
 
 import contextlib
 import os
@@ -20,29 +20,29 @@ Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class TokenFileError(UserError):
-    """A token file cannot be used; the message is one line that names the file, the fault and the cure."""
+    """A token file cannot be used. The message is one line with the file, the fault and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What a sidecar says of the tokenizer that made the ids."""
+    """The tokenizer that made the ids, as a sidecar names it."""
 
     name: str | None = None
-    """Hub name, or the folder beside the file."""
+    """Name on the hub, or of the folder beside the file."""
     sha256: Sha256 | None = None
     """Of its ``tokenizer.json``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """What NAME.json says of NAME.bin."""
+    """The contents of NAME.json."""
 
     dtype: DtypeName
     tokens: Positive
     """Ids in the file, end-of-text ids included."""
     documents: Count | None
     vocab_size: Positive | None
-    """Ids of the tokenizer: every id in the file is below it. None only where there is no sidecar."""
+    """Every id in the file is below it. None only if there is no sidecar."""
     eot_id: Count | None
     """The id that ends every document."""
     tokenizer: TokenizerFacts | None
@@ -51,13 +51,13 @@ class Sidecar:
     sha256: Sha256 | None
     """Of the .bin."""
     size: Count | None = None
-    """Of the .bin in bytes, when ``sha256`` was computed; None in sidecars of earlier versions and of other tools."""
+    """Size of the .bin in bytes when ``sha256`` was computed; None in sidecars of earlier versions and other tools."""
     mtime_ns: Nanoseconds | None = None
-    """When the .bin was last changed then, in nanoseconds since 1970."""
+    """Time of the last change of the .bin when ``sha256`` was computed, in nanoseconds since 1970."""
 
     @property
     def stamp(self) -> "Stamp | None":
-        """Of the .bin when ``sha256`` was computed."""
+        """Stamp of the .bin when ``sha256`` was computed; None if the sidecar does not have it."""
         if self.size is None or self.mtime_ns is None:
             return None
         return Stamp(size=self.size, mtime_ns=self.mtime_ns)
@@ -65,7 +65,7 @@ class Sidecar:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What tells without reading it that a file changed, unless whoever changed it set its time back."""
+    """Size and time of change of a file: shows without reading it that it changed, unless its time was set back."""
 
     size: int
     """Bytes."""
@@ -74,7 +74,7 @@ class Stamp:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """The stamp of a file as it is now."""
+        """The current stamp of a file."""
         found = path.stat()
         return cls(size=found.st_size, mtime_ns=found.st_mtime_ns)
 
@@ -90,7 +90,7 @@ def sidecar_path(path: Path) -> Path:
 
 
 def read_sidecar(beside: Path) -> Sidecar:
-    """The sidecar in the file ``beside``; keys of other tools and of later versions are ignored.
+    """Read the sidecar file ``beside``; unknown keys, of other tools or later versions, are ignored.
 
     Raises:
         TokenFileError: it cannot be read, a key is missing or of another type, or its values contradict each other.
@@ -107,10 +107,10 @@ def read_sidecar(beside: Path) -> Sidecar:
 
 
 def note_stamp(beside: Path, stamp: Stamp, *, sha256: str) -> None:
-    """Add to the sidecar in ``beside`` that a file with this ``stamp`` has the contents ``sha256``.
+    """Write into the sidecar file ``beside`` that a .bin with this ``stamp`` has the hash ``sha256``.
 
-    Does nothing where this user may not replace the sidecar, where it is a link, or where it speaks of other contents
-    by now: then the next reader hashes the file too.
+    Does nothing if this user may not replace the sidecar, if it is a link, or if it has another hash by now. Then the
+    next reader hashes the .bin again.
     """
     with contextlib.suppress(OSError, JsonError):
         before = beside.lstat()
@@ -121,5 +121,7 @@ def note_stamp(beside: Path, stamp: Stamp, *, sha256: str) -> None:
         if said.get("sha256") != sha256:
             return
         write_json_atomic(beside, said | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
-        os.chown(beside, before.st_uid, before.st_gid)  # it is a new file, and others may have to read it
+        os.chown(
+            beside, before.st_uid, before.st_gid
+        )  # the sidecar is a new file now, and must stay readable to others
         beside.chmod(stat.S_IMODE(before.st_mode))

@@ -1,4 +1,4 @@
-"""The token file: NAME.bin, raw little-endian token ids without a header, and NAME.json, what they are.
+"""The token file: NAME.bin, little-endian token ids without a header, and its sidecar NAME.json.
 
 The .bin is the format that nanoGPT reads with ``np.memmap(path, dtype=np.uint16)``; ids are uint16 when the vocabulary
 fits (at most 65,536 ids), uint32 otherwise, and every document ends with the end-of-text id. Imports no torch.
@@ -28,7 +28,7 @@ from dsgpt.data.sidecar import (
     sidecar_path,
 )
 
-_CHUNK = 1 << 24  # 16 Mi ids: large enough to stream at disk speed, small enough for any machine
+_CHUNK = 1 << 24  # 16 Mi ids: large enough to read at disk speed, small enough for any machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class TokenFile:
     path: Path
     sidecar: Sidecar
     inferred: bool
-    """True where no NAME.json exists and uint16 was assumed."""
+    """True if there is no NAME.json and uint16 was assumed."""
     size_bytes: int
 
     @property
@@ -56,9 +56,9 @@ class TokenFile:
         return max(int(ids[start : start + _CHUNK].max()) for start in range(0, len(ids), _CHUNK))
 
     def doubt(self) -> str:
-        """Why the file may not be what its sidecar's sha256 says, in words; none where size and time are as noted.
+        """Why the file may differ from its sidecar's sha256; empty if size and time of change are as noted there.
 
-        A change by a program that set the time of the last change back is not seen.
+        A change is not seen if the time of change was set back.
         """
         noted, name = self.sidecar.stamp, self.path.name
         if self.sidecar.sha256 is None or noted == Stamp.of(self.path):
@@ -68,13 +68,13 @@ class TokenFile:
         return f"{name} changed on disk since it was prepared (or was copied)"
 
     def verified_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
-        """Hash the file, compare the hash with the sidecar's, and note there that they agree.
+        """Hash the file, compare the hash with the sidecar's, and note the file's stamp there if they agree.
 
         Args:
-            progress: is told the bytes done since its last call.
+            progress: gets the number of bytes hashed since its last call.
 
         Raises:
-            TokenFileError: they do not, or the file changed meanwhile.
+            TokenFileError: the hashes differ, or the file changed meanwhile.
         """
         before = Stamp.of(self.path)
         computed = self.computed_sha256(progress)
@@ -91,16 +91,16 @@ class TokenFile:
         return computed
 
     def computed_sha256(self, progress: Callable[[int], object] = lambda _: None) -> str:
-        """Hash the file's bytes; ``progress`` is told the bytes done since its last call."""
+        """Hash the file's bytes; ``progress`` gets the number of bytes hashed since its last call."""
         return sha256_of(self.path, progress)
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """Open ``path`` (a .bin) after checking everything that costs no read of its contents.
+    """Open ``path`` (a .bin) after every check that does not read its contents.
 
     Raises:
-        TokenFileError: missing or empty file, a size that is no whole number of ids, a sidecar that is not valid or
-            contradicts the file.
+        TokenFileError: the file is missing or empty, its size is not a whole number of ids, or its sidecar is not
+            valid or contradicts the file.
     """
     try:
         size = path.stat().st_size
@@ -115,7 +115,7 @@ def open_token_file(path: Path) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
     beside = sidecar_path(path)
-    inferred = not os.path.lexists(beside)  # a link to nowhere is no absence
+    inferred = not os.path.lexists(beside)  # a broken link is there, and is an error
     sidecar = _inferred(size) if inferred else read_sidecar(beside)
     _check_size(path, size, sidecar, inferred)
     return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
@@ -143,9 +143,9 @@ def _check_size(path: Path, size: int, sidecar: Sidecar, inferred: bool) -> None
 
 
 class TokenFileWriter:
-    """Writes NAME.bin beside its place and publishes it, with its sidecar, on ``close``; a context manager.
+    """Writes NAME.bin under a temporary name; ``close`` renames it and writes its sidecar. A context manager.
 
-    An exception inside the ``with`` block leaves neither file behind.
+    An exception inside the ``with`` block leaves neither file.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class TokenFileWriter:
         self._digest = hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._partial.unlink(missing_ok=True)
-        self._file = self._partial.open("xb")  # never through a link in its place
+        self._file = self._partial.open("xb")  # never through a link of that name
 
     @property
     def tokens(self) -> int:
@@ -173,10 +173,10 @@ class TokenFileWriter:
         return self._tokens
 
     def append(self, ids: list[int] | NDArray[np.integer]) -> None:
-        """Append one document, ``ids`` of shape (n,) without its end-of-text id, and end it.
+        """Append one document, ``ids`` of shape (n,), and the end-of-text id.
 
         Raises:
-            TokenFileError: an id lies outside the vocabulary.
+            TokenFileError: an id is outside the vocabulary.
         """
         document = np.asarray(ids, dtype=np.int64)
         vocab_size = self._about["vocab_size"]
@@ -192,11 +192,11 @@ class TokenFileWriter:
         self._documents += 1
 
     def close(self) -> Sidecar:
-        """Publish the file and its sidecar, both durable on return."""
+        """Give the file its name and write its sidecar; both are durable on return."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        # An old sidecar beside a new .bin would contradict it; without one the pair is only incomplete for an instant.
+        # An old sidecar would contradict the new .bin, so it is removed first.
         sidecar_path(self._path).unlink(missing_ok=True)
         self._partial.replace(self._path)
         sync_directory(self._path.parent)
@@ -212,7 +212,7 @@ class TokenFileWriter:
         return sidecar
 
     def abandon(self) -> None:
-        """Throw away what was written."""
+        """Remove what was written."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Where a published model lies: in a folder, or on the Hugging Face hub, which is asked for single files."""
+"""Finds a published model: in a folder, or on the Hugging Face hub, from which single files are fetched."""
 
 import re
 from pathlib import Path
@@ -16,12 +16,12 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
     """The folder that holds a published model.
 
     Args:
-        given: a folder, or a name on the hub; of one on the hub, the folder is in the hub's local cache.
+        given: a folder, or a name on the hub; then the folder is in the hub library's cache.
         weights: whether the weights are needed, or only ``config.json`` and the vocabulary.
         quiet: fetch without progress bars.
 
     Raises:
-        UserError: there is no such model, or it is neither here nor can be fetched.
+        UserError: there is no such model, or it can neither be found here nor fetched.
     """
     folder = Path(given)
     if folder.is_dir():
@@ -32,7 +32,7 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
 
 
 class _HubModel:
-    """A model on the hub, or in its cache where the hub cannot be asked."""
+    """A model on the hub, or in the hub library's cache if the hub does not answer."""
 
     def __init__(self, name: str, *, quiet: bool) -> None:
         from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415 - only a model on the hub needs it
@@ -48,18 +48,18 @@ class _HubModel:
             self._offline = error
 
     def fetch(self, *, weights: bool) -> Path:
-        """Bring the configuration and vocabulary here, and with ``weights`` those too.
+        """Fetch the configuration and the vocabulary, and with ``weights`` also the weights.
 
         Returns:
-            The folder in the hub library's cache, all of one commit.
+            The folder in the hub library's cache; all files are of one commit.
 
         Raises:
-            UserError: there is no network and no copy of before, or the hub has no such files.
+            UserError: there is no network and no cached copy, or the hub has no such files.
         """
         config = self._file(_CONFIG)
         if config is None:
             raise self._offline or UserError(f"--init_from {self._name}: has no {_CONFIG} on the hub")
-        self._revision = config.parent.name  # the commit: all files are of the same one
+        self._revision = config.parent.name  # the commit: all other files are fetched from the same one
         for name in _VOCABULARY:
             self._file(name)
         if weights and not any(self._weights(name) for name in WEIGHT_FILES):
@@ -75,7 +75,7 @@ class _HubModel:
         return index is not None and all(self._file(part) is not None for part in parts_of(index))
 
     def _file(self, name: str) -> Path | None:
-        """One file in the cache, fetched first if need be; None where the model has none of that name."""
+        """A file of the model, fetched if it is not in the cache; None if the model has no file of that name."""
         from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415
 
         local = self._offline is not None

@@ -26,9 +26,9 @@ _TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj
 _EMBEDDING = "wte.weight"
 
 PREFIX = "transformer."
-"""What ``GPT2LMHeadModel`` puts before the names; OpenAI's published files and ``GPT2Model`` leave it out."""
+"""Prefix of the names in ``GPT2LMHeadModel``; OpenAI's published files and ``GPT2Model`` do not have it."""
 HEAD = "lm_head.weight"
-"""The output head, which is the embedding once more; files need not repeat it."""
+"""The output head. It is tied to the embedding, so files need not contain it."""
 
 _SHAPE_KEYS = {
     "n_layer": "n_layer",
@@ -37,7 +37,7 @@ _SHAPE_KEYS = {
     "n_positions": "block_size",
     "vocab_size": "vocab_size",
 }
-"""config.json's names of the fields of a ``GPT2Config``."""
+"""From the names in config.json to the fields of ``GPT2Config``."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _ARCHITECTURE = {
     "activation_function": "gelu_new",
@@ -48,7 +48,7 @@ _ARCHITECTURE = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-"""What makes it the published GPT-2, and transformers' values where config.json is silent."""
+"""The settings of the published GPT-2, which are also transformers' defaults."""
 _SAME_FUNCTION = {"activation_function": ("gelu_pytorch_tanh",)}
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -63,7 +63,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def hugging_face_shape(name: str, shape: Iterable[int], config: GPT2Config) -> tuple[int, ...]:
-    """The shape there of the canonical parameter ``name``, whose ``shape`` it is here."""
+    """The shape that Hugging Face gives the canonical parameter ``name`` of shape ``shape``."""
     shape = tuple(shape)
     if name == _EMBEDDING:
         return config.vocab_size, *shape[1:]
@@ -71,14 +71,14 @@ def hugging_face_shape(name: str, shape: Iterable[int], config: GPT2Config) -> t
 
 
 def hugging_face_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
-    """The canonical parameter ``name`` (or its gradient) laid out as there, padding cut off; a view of ``value``."""
+    """The canonical parameter ``name`` (or its gradient) in Hugging Face's layout, unpadded; a view of ``value``."""
     if name == _EMBEDDING:
         return value[: config.vocab_size]
     return value.t() if name.endswith(_TRANSPOSED) else value
 
 
 def canonical_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
-    """The inverse of ``hugging_face_value``, in fp32; the padding is zero, as training leaves it."""
+    """The inverse of ``hugging_face_value``, in fp32. The padding is zero, as it is after training."""
     if name == _EMBEDDING:
         padded = torch.zeros(config.padded_vocab_size, config.n_embd)
         padded[: config.vocab_size] = value
@@ -88,18 +88,18 @@ def canonical_value(name: str, value: Tensor, config: GPT2Config) -> Tensor:
 
 
 def to_hugging_face(weights: Iterable[tuple[str, Tensor]], config: GPT2Config) -> Iterator[tuple[str, Tensor]]:
-    """Our named weights (or their gradients) as ``GPT2LMHeadModel`` names and lays them out, padding cut off."""
+    """Named weights (or gradients) with the names and layout of ``GPT2LMHeadModel``, without padding."""
     for name, value in weights:
         yield hugging_face_name(name), hugging_face_value(name, value, config)
 
 
 def hugging_face_config(config: GPT2Config, *, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """What ``config.json`` holds.
+    """The contents of ``config.json``.
 
     Args:
         config: the shape.
         dtype: of the weights beside it: ``fp32``, ``bf16`` or ``fp16``.
-        end_of_text: the id that begins and ends documents; None where it is not known.
+        end_of_text: the id that begins and ends documents; None if unknown.
     """
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -116,15 +116,15 @@ def hugging_face_config(config: GPT2Config, *, dtype: str, end_of_text: int | No
 
 
 def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -> dict[str, int] | None:
-    """The shape in a ``config.json``, as fields of a ``GPT2Config`` without dropout; None where it is no GPT-2.
+    """The shape in a ``config.json``, as fields of a ``GPT2Config`` without dropout; None if it is not a GPT-2.
 
     Args:
-        values: what the file holds.
+        values: the contents of the file.
         place: the file, for messages.
-        problems: takes everything that makes it another model.
+        problems: gets every setting that makes it another model.
     """
     if values.get("model_type") != "gpt2":
-        problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be taken up")
+        problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be loaded")
         return None
     found = [
         f"{place}: {key} is {clipped(values[key])}, in GPT-2 it is {expected!r}: the weights would mean something else "

@@ -1,4 +1,4 @@
-"""Weights that somebody else published: a Hugging Face folder, or a model on the hub, read tensor by tensor."""
+"""Published weights in a Hugging Face folder, read one tensor at a time."""
 
 import hashlib
 import re
@@ -19,16 +19,16 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Where a folder keeps its weights: the first that is there, whole or in the parts that ``NAME.index.json`` lists."""
+"""Files with the weights, in the order of preference; each may be split into parts, listed in ``NAME.index.json``."""
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-"""The causal mask, which older files hold as if it were a weight."""
+"""The causal mask, which older files contain as a weight."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
-        UserError: there is none.
+        UserError: the file cannot be read, or does not contain one.
     """
     try:
         return read_object(path)
@@ -37,14 +37,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class PretrainedWeights:
-    """The weights of a Hugging Face folder as canonical parameters, each read when it is asked for.
+    """The weights of a Hugging Face folder as canonical parameters; each is read when it is asked for.
 
     Args:
-        folder: holds ``model.safetensors`` or ``pytorch_model.bin``, whole or in parts.
-        config: the shape that they must have.
+        folder: contains ``model.safetensors`` or ``pytorch_model.bin``, whole or in parts.
+        config: the shape that the weights must have.
 
     Raises:
-        UserError: a file cannot be read, or its tensors are not those of this GPT-2; every one that is wrong is named.
+        UserError: a file cannot be read, or tensors are missing, unknown or of another shape.
     """
 
     def __init__(self, folder: Path, config: GPT2Config) -> None:
@@ -61,7 +61,7 @@ class PretrainedWeights:
         """The canonical parameter ``name`` of ``shape``, fp32 on the CPU.
 
         Raises:
-            UserError: the file's output head is not its embedding.
+            UserError: the output head in the file differs from the embedding.
         """
         if tuple(shape) != tuple(self._shapes[name]):
             raise ValueError(f"{name} is asked for in the shape {tuple(shape)}, and has {tuple(self._shapes[name])}")
@@ -71,14 +71,14 @@ class PretrainedWeights:
         return canonical_value(name, value, self._config)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All of them, by canonical name, none read yet."""
+        """All parameters by canonical name, not read yet."""
         return {
             name: StoredTensor(shape=tuple(shape), dtype=torch.float32, read=partial(self, name, shape))
             for name, shape in self._shapes.items()
         }
 
     def sha256(self, progress: Callable[[int], None] = lambda _: None) -> str:
-        """Of the file; of several, that of their lines ``sha256  name`` as ``sha256sum`` prints them."""
+        """The hash of the file; of several files, the hash of the lines that ``sha256sum`` prints for them."""
         hashes = {file.name: sha256_of(file, progress) for file in self.files}
         if len(hashes) == 1:
             return hashes[self.files[0].name]
@@ -87,15 +87,15 @@ class PretrainedWeights:
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together."""
         return sum(file.stat().st_size for file in self.files)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights of a Hugging Face folder.
+    """The files with the weights of a Hugging Face folder.
 
     Raises:
-        UserError: there are none, or one of the parts is missing.
+        UserError: there are none, or a part is missing.
     """
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
@@ -111,10 +111,10 @@ def index_file(name: str) -> str:
 
 
 def parts_of(index: Path) -> list[str]:
-    """The names of the files beside ``index`` that it says hold the weights.
+    """The names of the parts that ``index`` lists; they lie beside it.
 
     Raises:
-        UserError: it does not say so, or names a file elsewhere.
+        UserError: it is not such an index, or names a file elsewhere.
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
@@ -159,7 +159,7 @@ def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], confi
         if name in stored and stored[name].shape != shape
     ]
     problems += [
-        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be taken up"
+        f"{place}: {name} holds no floating-point numbers: quantized weights cannot be loaded"
         for name in expected
         if name in stored and stored[name].dtype is None
     ]

@@ -1,7 +1,7 @@
-"""Files of named tensors, read and written one tensor at a time, so that no whole model is ever in memory.
+"""Files of named tensors, read and written one tensor at a time, so that a whole model is never in memory.
 
-Written are safetensors files alone (https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON
-header, the header, the tensors' bytes); its library writes from a whole model in memory only.
+Only safetensors files are written (https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON
+header, the header, the tensors' bytes). Their library can only write a model that is in memory as a whole.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the names that flags give them."""
+"""By their names in flags."""
 _DTYPE_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in _DTYPE_NAMES.items()}
 _ALIGNMENT = 8
@@ -31,17 +31,17 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor that is not in memory yet."""
+    """A tensor in a file, not read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None for one that no weight has: whole numbers, quantized ones."""
+    """None if it is not floating-point: no weight has such a dtype."""
     read: Callable[[], Tensor]
-    """Brings it, on the CPU."""
+    """Reads the tensor, to the CPU."""
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """Size of its data."""
         return torch.Size(self.shape).numel() * self.weight_dtype.itemsize
 
     @property
@@ -70,10 +70,10 @@ class _SafetensorsFile(Protocol):
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name; only its header is read.
+    """The tensors of a safetensors file by name; only the header is read.
 
     Raises:
-        UserError: the file is none.
+        UserError: it is not a safetensors file.
     """
     try:
         file: _SafetensorsFile = safe_open(path, framework="pt")
@@ -88,13 +88,13 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_pickled(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a ``torch.save`` file; nothing but tensors is unpickled, whatever else it asks for.
+    """The tensors of a ``torch.save`` file. Only tensors are unpickled: no code in the file runs.
 
     Raises:
-        UserError: the file holds something else, or is damaged.
+        UserError: the file contains anything else, or is damaged.
     """
     try:
-        # Files of torch before 1.6 are no zip archives and cannot be mapped into memory.
+        # Files of torch before 1.6 are not zip archives, and cannot be mapped into memory.
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -119,9 +119,9 @@ def _itself(value: Tensor) -> Tensor:
 
 
 class SafetensorsWriter:
-    """A new safetensors file whose tensors are known by name, shape and dtype, and come one by one in any order.
+    """Writes a safetensors file whose tensors come one at a time, in any order; names, shapes and dtypes are known.
 
-    Used as a context; on leaving it without an error the file is whole and durable.
+    A context manager: when it ends without an error, the file is complete and durable.
     """
 
     def __init__(
@@ -131,20 +131,20 @@ class SafetensorsWriter:
         *,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Make the file.
+        """Create the file and write its header.
 
         Args:
             path: must not exist.
-            announced: name to shape and dtype, of those that weights have.
+            announced: shape and dtype by name.
             metadata: texts for the header.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be created.
         """
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        # The format wants no gaps, and readers want each tensor aligned to its own element size.
+        # The format allows no gaps, and readers need each tensor aligned to its element size: widest dtypes first.
         self.names = sorted(announced, key=lambda name: -announced[name][1].itemsize)
-        """The order in which the tensors lie in the file."""
+        """The order of the tensors in the file."""
         self._missing = {name: (tuple(shape), dtype) for name, (shape, dtype) in announced.items()}
         self._starts: dict[str, int] = {}
         end = 0
@@ -165,11 +165,11 @@ class SafetensorsWriter:
             raise
 
     def put(self, name: str, value: Tensor) -> None:
-        """Write one tensor, which lies on the CPU.
+        """Write one tensor, which is on the CPU.
 
         Raises:
             OSError: the file system refuses.
-            ValueError: the tensor is not as it was announced.
+            ValueError: its shape or dtype is not the announced one.
         """
         shape, dtype = self._missing.pop(name)
         if value.dtype != dtype or tuple(value.shape) != shape:
@@ -180,7 +180,7 @@ class SafetensorsWriter:
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Say which file it is that the system refuses to write to."""
+        """Add the file's name to errors of the file system."""
         try:
             yield
         except OSError as error:
@@ -190,7 +190,7 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._named_errors(), self._file:  # closed whatever fails below
+        with self._named_errors(), self._file:  # closed even if something below fails
             if kind is None:
                 if self._missing:
                     raise ValueError(f"{', '.join(self._missing)} never came")
@@ -205,13 +205,13 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write ``tensors``, each read when its turn comes; durable on return.
+    """Write ``tensors``, reading one at a time; the file is durable on return.
 
     Args:
         path: the new file.
-        tensors: by name, of the dtypes of weights.
+        tensors: by name, all floating-point.
         metadata: texts for the header.
-        progress: is told the bytes written since its last call.
+        progress: gets the number of bytes written since its last call.
     """
     announced = {name: (stored.shape, stored.weight_dtype) for name, stored in tensors.items()}
     with SafetensorsWriter(path, announced, metadata=metadata) as file:

@@ -1,6 +1,6 @@
-"""A tokenizer's files, known by name, and how a tokenizer is opened: no code that it brings ever runs.
+"""The files of a tokenizer, and how one is opened: code that comes with a tokenizer is never run.
 
-Imports no torch, and transformers only where a tokenizer is opened.
+Imports no torch, and transformers only when a tokenizer is opened.
 """
 
 import json
@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CONFIG = "config.json"
-"""Of the model beside; it decides the tokenizer's class where ``SETTINGS`` does not."""
+"""Of the model in the same folder; decides the tokenizer's class if ``SETTINGS`` does not."""
 FILES = (
     TOKENIZER,
     SETTINGS,
@@ -35,22 +35,22 @@ FILES = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
 )
-"""Transformers 5 writes the first two and the last; what is between, earlier versions wrote."""
+"""Transformers 5 writes the first two and the last; earlier versions wrote the others."""
 COPY_LINKS = "links are not followed there: make files of them (cp -rL FOLDER COPY)"
 _HONOURED = {SETTINGS: None, CONFIG: ("AutoConfig", "AutoTokenizer")}
-"""The entries of each file's ``auto_map`` that opening a tokenizer would follow; None: all of them."""
+"""Entries of ``auto_map`` in each file that transformers would follow when it opens a tokenizer; None: all entries."""
 _READ = (SETTINGS, SPECIAL_TOKENS, CONFIG)
-"""The files whose entries decide what else is opened."""
+"""Files whose entries can name other files or code."""
 _UNUSED = {"tokenizer_file", "special_tokens_map_file"}
-"""Entries of ``SETTINGS`` with paths of its maker's machine, which the library replaces or ignores."""
+"""Entries of ``SETTINGS`` with paths on the author's machine, which the library replaces or ignores."""
 
 
 class RefusedTokenizerError(UserError):
-    """The tokenizer asks for code that it brings along, or for files that are not known by name: it is not opened."""
+    """The tokenizer asks for code of its own or for files of unknown names, and is not opened."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a tokenizer that are in ``folder`` itself: regular ones of a known name, never through a link."""
+    """The regular files in ``folder`` with a name of a tokenizer's file; links are left out."""
     found = [folder / name for name in (*FILES, CONFIG)]
     return [path for path in found if is_regular_file(path)]
 
@@ -61,7 +61,7 @@ def is_known(name: str) -> bool:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Make the folder ``target`` and copy the files of the tokenizer in ``source`` into it.
+    """Create the folder ``target`` and copy the files of the tokenizer in ``source`` into it.
 
     Raises:
         OSError: the file system refuses.
@@ -72,14 +72,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
-    """Why nothing may be taken from a tokenizer's folder: links, a request for code or other files, nothing to read.
+    """Why a tokenizer's folder must not be used: it has links, asks for code or other files, or cannot be read.
 
     Args:
         folder: the tokenizer's.
-        named: the user named it, so that the folder itself may be a link.
+        named: the user named the folder, so it may be a link itself.
 
     Returns:
-        An error whose message does not name the folder; None where nothing is wrong.
+        An error whose message does not name the folder; None if nothing is wrong.
     """
     if folder.is_symlink() and not named:
         return UserError(f"is a link, and {COPY_LINKS}")
@@ -92,7 +92,7 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
 
 
 def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
-    """The same, of the files in ``_READ``; by their usual names."""
+    """The same for the files of ``_READ``, given by name."""
     for name, path in settings.items():
         try:
             values = _object(path)
@@ -113,13 +113,13 @@ def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
 
 
 def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
-    """The keys by which the file ``name`` would make the library open files that are not known by name."""
+    """The keys in the file ``name`` that would make the library open files of other names."""
     if name == CONFIG:
         if values.get("configuration_files"):
             yield "configuration_files"
         return
     objects: list[Any] = [{key: value for key, value in values.items() if name != SETTINGS or key not in _UNUSED}]
-    while objects:  # no recursion: they may be nested deep
+    while objects:  # no recursion: the values may be nested deep
         value = objects.pop()
         if isinstance(value, list):
             objects += value
@@ -127,12 +127,12 @@ def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
             yield from (clipped_text(key) for key in value if key.endswith(("_file", "_files")) and value[key])
             objects += value.values()
     yield from (key for key in ("vocab", "merges") if isinstance(values.get(key), str))  # a path, to some classes
-    if values.get("init_inputs"):  # stand in the place of any of the above
+    if values.get("init_inputs"):  # positional arguments, which may be any of the above
         yield "init_inputs"
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """As transformers reads it, of equal keys the last: what is refused must be what it would have followed."""
+    """Parsed as transformers does it, where the last of equal keys counts: the check must see what it would use."""
     try:
         value = json.loads(read_bytes(path))
     except RecursionError as error:
@@ -149,20 +149,20 @@ def _object(path: Path) -> dict[str, Any]:
 def open_tokenizer(
     source: Path | str, *, what: str, named: bool = False, fetch: bool = False, **settings: Any
 ) -> "PreTrainedTokenizerBase":
-    """Open a tokenizer with transformers; code that it brings is refused, and nobody is asked about it.
+    """Open a tokenizer with transformers. One that comes with code is refused, without a question to the user.
 
-    Of a folder, transformers gets a copy of the known regular files: it looks for others too, and follows links.
+    Transformers opens a copy of a folder's known regular files, because it looks for other files and follows links.
 
     Args:
         source: its folder as a ``Path``, or its name on the hub as text.
-        what: begins the message of an error: the flag or the folder.
+        what: the flag or the folder; begins error messages.
         named: as in ``fault_of``.
-        fetch: whether the hub may be asked for a name; else it must be in the hub library's cache.
-        settings: of the tokenizer, in the place of its own.
+        fetch: whether a name may be fetched from the hub; otherwise it must be in the hub library's cache.
+        settings: replace those of the tokenizer.
 
     Raises:
         RefusedTokenizerError: it asks for code or for files of other names.
-        UserError: it is not there, or is no tokenizer. One line.
+        UserError: it does not exist, or is not a tokenizer; one line.
     """
     try:
         fault = fault_of(source, named=named) if isinstance(source, Path) else _fault_on_hub(source, fetch=fetch)
@@ -179,7 +179,7 @@ def open_tokenizer(
 
 
 def _open_copy(source: Path, **settings: Any) -> "PreTrainedTokenizerBase":
-    """Open a copy of the folder's files, checked once more: what is opened is what was checked."""
+    """Open a copy of the folder's files, which is checked again: the original may have changed since its check."""
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as place:
         copy = Path(place) / "tokenizer"
         try:
@@ -191,7 +191,7 @@ def _open_copy(source: Path, **settings: Any) -> "PreTrainedTokenizerBase":
             raise fault
         try:
             tokenizer = _open(copy, local_files_only=True, **settings)
-        except Exception as error:  # as in open_tokenizer; the user knows nothing of the copy
+        except Exception as error:  # as in open_tokenizer; the message must name the original
             raise ValueError((str(error) or type(error).__name__).replace(str(copy), str(source))) from error
     tokenizer.name_or_path = str(source)
     return tokenizer
@@ -204,7 +204,7 @@ def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
 
 
 def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
-    """As ``fault_of``, of a name on the hub; its cache consists of links, which the library made."""
+    """As ``fault_of`` for a name on the hub. Links in the hub library's cache are the library's own."""
     from transformers.utils.hub import cached_file  # noqa: PLC0415 - as above
 
     found = {
@@ -218,6 +218,6 @@ def _fault_on_hub(name: str, *, fetch: bool) -> UserError | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what a library says, not too long."""
+    """The first line of a library's message, clipped."""
     line = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     return line if len(line) <= 200 else clipped(line, width=200)

@@ -1,4 +1,4 @@
-"""Which text each id stands for, as a tokenizer's files say it; enough to tell two tokenizers apart."""
+"""The vocabulary in a tokenizer's files: enough to compare two tokenizers without opening them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ _TOKEN_IDS = TypeAdapter(dict[str, Count])
 
 
 def token_ids(folder: Path) -> dict[str, int] | None:
-    """Token to id, added tokens too, from ``tokenizer.json`` or ``vocab.json``; None where there is neither.
+    """Id by token, including added tokens, from ``tokenizer.json`` or ``vocab.json``; None if there is neither.
 
     Raises:
-        UserError: a file is there and is no vocabulary.
+        UserError: the file is not a vocabulary.
     """
     for name, read in (("tokenizer.json", _from_tokenizer), ("vocab.json", _from_vocabulary)):
         path = folder / name
@@ -29,10 +29,10 @@ def token_ids(folder: Path) -> dict[str, int] | None:
 
 
 def end_of_text_id(folder: Path) -> int | None:
-    """The id of the tokenizer's ``eos_token``; None where the files do not say it.
+    """The id of the tokenizer's ``eos_token``; None if the files do not say it.
 
     Raises:
-        UserError: a file is there and cannot be read.
+        UserError: a file cannot be read.
     """
     ids = token_ids(folder)
     settings = folder / "tokenizer_config.json"
@@ -48,7 +48,7 @@ def end_of_text_id(folder: Path) -> int | None:
 
 def _from_tokenizer(values: dict[str, Any]) -> dict[str, int]:
     vocabulary = values["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of Unigram models: text and score, in the order of ids
+    if isinstance(vocabulary, list):  # of a Unigram model: pairs of text and score in the order of ids
         vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
     return dict(vocabulary) | {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
 

@@ -1,4 +1,4 @@
-"""How often ZeRO-3 gathers which parameter: DeepSpeed's ``PartitionedParameterCoordinator``, in numbers.
+"""How often ZeRO-3 gathers each parameter, computed as DeepSpeed's ``PartitionedParameterCoordinator`` does.
 
 A layer's parameters are gathered before its forward and its backward pass and freed after each, unless they are so
 small that they persist, or needed again so soon that they are kept. From the second step on DeepSpeed knows the order
@@ -14,19 +14,19 @@ from dsgpt.planning.setup import Setup
 from dsgpt.planning.sharded import persistent
 
 Layer = tuple[ParameterSize, ...]
-"""The parameters that a module has for itself."""
+"""The parameters of a module itself, without those of its children."""
 
 _NOTHING: Layer = ()
-"""A module without parameters: a block, dropout. DeepSpeed looks ahead there too."""
+"""A module without parameters: a block, dropout. DeepSpeed prefetches there too."""
 
 
 def gathered(setup: Setup) -> list[ParameterSize]:
-    """Every parameter that one micro batch gathers, as many times as it does."""
+    """The parameters that one micro batch gathers, each as often as it is gathered."""
     return _Walk(setup, _order(setup)).gathered
 
 
 def _order(setup: Setup) -> list[Layer]:
-    """The modules of a forward and a backward pass, as they begin; the head is the embedding again.
+    """The modules of a forward and a backward pass, in the order in which they begin; the head is the embedding again.
 
     With activation checkpointing a block runs forward once more in its backward pass.
     """
@@ -67,7 +67,7 @@ class _Walk:
         self._zero = setup.recipe.zero_optimization
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
         self._seen: dict[str, int] = {}
-        """Parameter to the last use that looking ahead has come across."""
+        """The last use of each parameter that prefetching has passed."""
         self._available = set(self._persistent)
         self._live = 0
         self.gathered: list[ParameterSize] = []

@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, a recipe, ranks, a precision and a batch."""
+"""The training that a plan predicts: model, recipe, ranks, precision and batch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ FULL = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One way to train one model; such that ``config.resolve`` would accept it."""
+    """One way to train one model, which ``run_config.resolve`` would accept."""
 
     run_type: str
     """``baseline``, ``ddp``, ``fsdp`` or ``optimized``."""
@@ -32,20 +32,20 @@ class Setup:
     seq_length: int
     """Tokens per sequence."""
     activation_checkpointing: bool = False
-    """Whether blocks are computed a second time in the backward pass."""
+    """Whether blocks are recomputed in the backward pass."""
 
     def __post_init__(self) -> None:
-        """Refuse what has no formula.
+        """Refuse a recipe without a formula.
 
         Raises:
-            ValueError: Zero++, of which nothing could be measured.
+            ValueError: Zero++, which runs on GPUs alone and was never measured.
         """
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
             raise ValueError(f"{self.recipe.path}: there is no formula for Zero++: plan with ds_configs/zero3.json")
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How the model is split; PyTorch's strategies do not split it."""
+        """How the model is split."""
         return self.recipe.parallel_of(self.run_type)
 
     @property
@@ -68,12 +68,12 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch whose activations a rank holds."""
+        """Tokens of a micro batch of which a rank holds the activations."""
         return self.micro_batch_size * self.seq_length // self.sizes.sequence
 
     @cached_property
     def stages(self) -> list[list[ParameterSize]]:
-        """What a tensor rank of each pipeline stage holds of the model; one stage where there is no pipeline."""
+        """The parameters of a tensor rank, for each pipeline stage; one stage without a pipeline."""
         if self.sizes.pipeline == 1:
             dealt = [model_parameters(self.model)]
         else:
@@ -83,7 +83,7 @@ class Setup:
 
     @property
     def moments(self) -> int:
-        """Numbers that the optimizer keeps per weight: Adam's two, the momentum of SGD if it has one."""
+        """Numbers that the optimizer keeps per weight: Adam's two moments, or the momentum of SGD."""
         if self.recipe.optimizer.type == "AdamW":
             return 2
         return int(self.recipe.optimizer.momentum > 0)
@@ -95,13 +95,13 @@ class Setup:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed takes its ``BF16_Optimizer``, which knows no buckets, instead of ZeRO-1's own."""
+        """Whether DeepSpeed uses its ``BF16_Optimizer``, which has no buckets, instead of ZeRO-1's optimizer."""
         recipe = self.recipe
         return recipe.zero_stage == 1 and self.precision == "bf16" and recipe.offload_optimizer == "none"
 
     @property
     def first_ranks(self) -> range:
-        """The first rank of every pipeline stage; all ranks of a stage send the same."""
+        """The first rank of every pipeline stage. All ranks of a stage have the same traffic."""
         return range(0, self.world_size, self.world_size // self.sizes.pipeline)
 
     def stage(self, rank: int) -> int:
@@ -109,7 +109,7 @@ class Setup:
         return rank * self.sizes.pipeline // self.world_size
 
     def held(self, rank: int) -> list[ParameterSize]:
-        """What ``rank`` holds of the model, whole or in pieces."""
+        """The parameters of ``rank``, whole or in pieces."""
         return self.stages[self.stage(rank)]
 
     def blocks(self, rank: int) -> int:

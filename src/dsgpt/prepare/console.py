@@ -19,20 +19,20 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Whole seconds, in words where there are none."""
+    """Whole seconds, or ``less than 1 s``."""
     return "less than 1 s" if seconds < 1 else f"{seconds:.0f} s"
 
 
 @contextlib.contextmanager
 def progress(*, total: int | None, description: str, unit: str) -> Iterator[Bar]:
-    """A progress bar with an estimate of the time left; none where stderr is no terminal.
+    """A progress bar with an estimate of the time left; nothing is shown if standard error is not a terminal.
 
-    Work that ends early without a mistake (a limit was reached, documents were empty) ends at 100 % of what was done.
+    If the work ends early without an error (a limit was reached, documents were empty), the bar ends at 100 %.
 
     Args:
-        total: bytes (``unit`` "B") or other units of the whole work; None where that cannot be known.
+        total: amount of work, in bytes (``unit`` "B") or other units; None if unknown.
         description: what is being done, in a word or two.
-        unit: what ``total`` counts.
+        unit: the unit of ``total``.
     """
     with tqdm(
         total=total, desc=description, unit=unit, unit_scale=True, mininterval=0.2, maxinterval=0.4,

@@ -1,4 +1,4 @@
-"""Documents and the files they come from. A source can be read any number of times and holds one document at a time."""
+"""Documents and the files they come from. A source can be read repeatedly, and has one document in memory at a time."""
 
 import hashlib
 import json
@@ -14,45 +14,46 @@ _HASHED_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text; it becomes the token ids between two end-of-text ids."""
+    """One text. Its token ids end with the end-of-text id."""
 
     key: str
-    """Its name inside the source (relative path, or file and row): the same on every machine, it decides the split."""
+    """Its name inside the source (relative path, or file and row). It decides the split, so it is the same on every
+    machine."""
     text: str
     source_bytes: int
-    """Bytes of the source file that this document stands for, so that progress can be told in bytes."""
+    """Bytes of the source file that this document accounts for, for progress in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file with one or more documents in it."""
+    """A file that contains one or more documents."""
 
     path: Path
     key: str
     """Its name inside the source, with forward slashes."""
     split: str | None
-    """``train`` or ``val`` where the set brings its own split, None where documents are divided by hash."""
+    """``train`` or ``val`` if the set has its own split; None if documents are divided by hash."""
     read: Callable[["SourceFile"], Iterator[Document]]
     """Yields the file's documents in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Everything one preparation reads."""
+    """All input of one preparation."""
 
     description: str
-    """Where the text comes from, in words, for the token file's sidecar."""
+    """Origin of the text, for the token file's sidecar."""
     files: tuple[SourceFile, ...]
     skipped_binary: int = 0
-    """Files in the named folders that are not text."""
+    """Number of files in the given folders that are not text."""
     skipped_links: tuple[str, ...] = ()
-    """Links in the named folders, by the keys that files in their place would have."""
+    """Links in the given folders, by the keys that files would have there."""
     same_by_documents: bool = False
-    """True where the same documents may come from other files: then they, not the files, decide what is the same."""
+    """True if the same documents may come from other files: then the fingerprint is that of the documents."""
 
     @property
     def has_own_split(self) -> bool:
-        """True where the set comes divided into train and validation."""
+        """Whether the set is already divided into train and validation."""
         return any(file.split is not None for file in self.files)
 
     def total_bytes(self) -> int:
@@ -60,10 +61,10 @@ class Source:
         return sum(file.path.stat().st_size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash that tells whether the input is still the same.
+        """A hash that changes when the input changes.
 
-        It covers every file's name and, up to 256 MiB in all, the contents; beyond that size and time of change stand
-        for them, for reading everything would take as long as the work that it saves.
+        It covers the names of all files and, up to 256 MiB in total, their contents. Beyond that it covers size and
+        time of change instead: reading everything would take as long as the preparation that it may save.
         """
         if self.same_by_documents:
             return self._documents_fingerprint()
@@ -78,7 +79,7 @@ class Source:
     def _documents_fingerprint(self) -> str:
         digest = hashlib.sha256()
         for _, document in self.documents():
-            if document.text.strip():  # the others are neither downloaded nor encoded
+            if document.text.strip():  # empty ones are neither downloaded nor encoded
                 text = document.text.encode()
                 digest.update(f"{document.key}\0{len(text)}\0".encode(errors=PRINTABLE) + text)
         return digest.hexdigest()
@@ -108,9 +109,9 @@ def read_text_file(file: SourceFile) -> Iterator[Document]:
 
 
 def json_lines_reader(*, text_key: str, key_field: str | None = None) -> Callable[[SourceFile], Iterator[Document]]:
-    """A reader of JSON lines: one object per line, its text under ``text_key``; a null text counts as empty.
+    """A reader of JSON lines: one object per line, with its text under ``text_key``; a null text is empty.
 
-    A document's key is the value of ``key_field`` where the row has it, else the file's name and the line's number.
+    A document's key is the value of ``key_field`` if the row has it, otherwise file name and line number.
     """
 
     def read(file: SourceFile) -> Iterator[Document]:
@@ -140,7 +141,7 @@ def _row_text(row: object, *, text_key: str, where: str) -> str:
 
 
 def parquet_reader(*, text_key: str) -> Callable[[SourceFile], Iterator[Document]]:
-    """A reader of the text column ``text_key`` of a Parquet file, a batch of rows at a time; null counts as empty."""
+    """A reader of the column ``text_key`` of a Parquet file, a batch of rows at a time; a null text is empty."""
 
     def read(file: SourceFile) -> Iterator[Document]:
         import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
@@ -169,10 +170,10 @@ def parquet_reader(*, text_key: str) -> Callable[[SourceFile], Iterator[Document
 
 
 def checked_text(value: object, where: str) -> str:
-    """``value`` as text that UTF-8 can hold; None is the empty text.
+    """``value`` as text that UTF-8 can encode; None is the empty text.
 
     Raises:
-        UserError: not a string, or one with half of a surrogate pair (JSON's escapes can spell it, Unicode cannot).
+        UserError: it is not a string, or has half of a surrogate pair (which an escape in JSON can write).
     """
     if value is None:
         return ""

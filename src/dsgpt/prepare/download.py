@@ -45,7 +45,7 @@ class DownloadOptions:
     folder: Path
     """The ``raw`` folder."""
     max_documents: int | None
-    """At most so many documents of each split; None for all."""
+    """Largest number of documents of each split; None for all."""
     overwrite: bool
 
 
@@ -130,14 +130,14 @@ def _shown(texts: Iterable[str], bar: Bar) -> Iterator[str]:
 
 
 def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_documents: int | None) -> None:
-    """Write each of ``rows`` beside ``folder/KEY.jsonl``, then give all of them their names, the record last.
+    """Write ``rows`` to temporary files in ``folder``, rename them to ``KEY.jsonl``, and write the record last.
 
     Rows without text are left out and do not count towards ``max_documents``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, int]] = {}
     for split, documents in rows.items():
-        with contextlib.closing(documents):  # ends its progress bar and its connection where the limit comes first
+        with contextlib.closing(documents):  # closes progress bar and connection if the limit is reached first
             filled = (row for row in documents if row["text"].strip())
             kept = itertools.islice(filled, max_documents)
             files[f"{split}.jsonl"] = _write(folder / f".{split}.jsonl.partial", kept)
@@ -163,10 +163,10 @@ def _write(path: Path, rows: Iterable[dict[str, str]]) -> dict[str, int]:
 
 
 def already_kept(options: DownloadOptions) -> bool:
-    """Whether the same download is there and complete.
+    """Whether the same download is already there and complete.
 
     Raises:
-        UserError: another set or another ``--max_documents`` is there.
+        UserError: the folder contains another set, or one with another ``--max_documents``.
     """
     record = None if options.overwrite else raw_record(options.folder)
     if record is None:
@@ -181,7 +181,7 @@ def already_kept(options: DownloadOptions) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fetch what the command line asks for, or find it there, and say what is there."""
+    """Download what the command line asks for, unless it is there already, and print what is there."""
     options = parse_options(argv)
     if not already_kept(options):
         if options.name == STDLIB_NAME:

@@ -1,4 +1,4 @@
-"""The raw documents that download_data.py keeps: JSON lines in NAME/raw/, with a record written last."""
+"""The documents that download_data.py writes: JSON lines in NAME/raw/, with a record that is written last."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ _SPLIT_OF_FILE = {"documents": None, "train": "train", "validation": "val"}
 
 @dataclass(frozen=True, kw_only=True)
 class RawFile:
-    """What was kept in one file."""
+    """Contents of one file."""
 
     documents: Count
     bytes: Count
@@ -24,20 +24,20 @@ class RawFile:
 
 @dataclass(frozen=True, kw_only=True)
 class RawRecord:
-    """What ``download.json`` says of the files beside it."""
+    """The contents of ``download.json``."""
 
     name: str
     source: str
-    """Where the text came from, in words."""
+    """Origin of the text."""
     files: dict[Literal["documents.jsonl", "train.jsonl", "validation.jsonl"], RawFile]
     max_documents: Positive | None = None
 
 
 def raw_record(folder: Path) -> RawRecord | None:
-    """What the finished download in ``folder`` (a ``raw`` folder) is, or None.
+    """The record of the finished download in ``folder`` (a ``raw`` folder); None if there is none.
 
     Raises:
-        UserError: its record is damaged.
+        UserError: the record is damaged, or a file is missing.
     """
     path = folder / RECORD_NAME
     if not path.exists():
@@ -53,7 +53,7 @@ def raw_record(folder: Path) -> RawRecord | None:
 
 
 def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
-    """The downloaded set ``name`` in ``output_dir/raw`` or in ``data/NAME/raw``; None if it is in neither."""
+    """The downloaded set ``name``, from ``output_dir/raw`` or else ``data/NAME/raw``; None if it is in neither."""
     for folder in (output_dir / RAW_FOLDER, Path("data") / name / RAW_FOLDER):
         record = raw_record(folder)
         if record and record.name == name:
@@ -64,6 +64,7 @@ def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
                     SourceFile(path=folder / file, key=file, split=_SPLIT_OF_FILE[Path(file).stem], read=read)
                     for file in record.files
                 ),
-                same_by_documents=name == STDLIB_NAME,  # the interpreter's own files hold them too
+                same_by_documents=name
+                == STDLIB_NAME,  # stdlib_source reads the same documents from the interpreter's files
             )
     return None

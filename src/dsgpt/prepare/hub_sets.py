@@ -68,10 +68,10 @@ HUB_SETS = {
 
 
 def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
-    """Stream the texts of the rows of one split, and say how many there are where that is known.
+    """The texts of the rows of one split, and their number if it is known.
 
-    Rows arrive as they are read from the network; nothing is cached on disk and no code of the set is run.
-    An empty row is an empty text.
+    Rows are streamed from the network; nothing is cached on disk, and no code of the set is run. A row without text
+    is an empty text.
 
     Raises:
         UserError: the set cannot be reached or read; one line.
@@ -109,18 +109,18 @@ def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
 
 
 def _is_title(line: str) -> bool:
-    """`` = Title = `` is one, `` = = Section = = `` is not."""
+    """True for `` = Title = ``, False for `` = = Section = = ``."""
     return line.startswith(" = ") and not line.startswith(" = = ") and line.rstrip("\n").endswith(" = ")
 
 
 def join_articles(lines: Iterable[str]) -> Iterator[str]:
-    """WikiText's lines as articles: a title between empty lines begins one.
+    """WikiText's lines, joined into articles; a title between empty lines begins an article.
 
-    The text is unchanged: the articles joined are the lines joined.
+    The text does not change: all articles joined are all lines joined.
     """
     article: list[str] = []
     previous_empty = True
-    held: str | None = None  # a heading that waits for the empty line behind it
+    held: str | None = None  # a title, if an empty line follows it
     for line in lines:
         if held is not None:
             if not line.strip() and "".join(article).strip():

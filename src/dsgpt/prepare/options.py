@@ -1,4 +1,4 @@
-"""The flags of preprocess.py and preprocess_small.py, checked together."""
+"""The flags of preprocess.py and preprocess_small.py."""
 
 import argparse
 from collections.abc import Sequence
@@ -26,29 +26,29 @@ Identity: TypeAlias = dict[str, str | int | float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """One checked command line."""
+    """A checked command line."""
 
     dataset: str | None
-    """A set's name, or None where ``inputs`` are the user's own files."""
+    """Name of a set; None if ``inputs`` are the user's own files."""
     inputs: tuple[Path, ...]
     text_key: str
-    """The key or column that holds the text in JSON lines and Parquet files."""
+    """Key or column of the text in JSON lines and Parquet files."""
     tokenizer: str
     """``train``, a local folder or a hub name."""
     vocab_size: int | None
     """Ids of a trained tokenizer, the end-of-text token included; None for a ready one."""
     val_fraction: float | None
-    """Share of the documents for validation; None: the set's own split, or 5% where it has none."""
+    """Share of the documents for validation; None: the set's own split, or 5% if it has none."""
     seed: int
     """Decides which documents are for validation."""
     output_dir: Path
     num_documents: int | None
-    """Only the first so many documents, for the small files; None for all."""
+    """Number of documents of the small files; None for all documents."""
     overwrite: bool
 
     @property
     def suffix(self) -> str:
-        """Ends the names of the files written: ``_small`` for the first N documents."""
+        """Suffix of the names of the output files: ``_small`` if only the first documents are prepared."""
         return "" if self.num_documents is None else "_small"
 
     @property
@@ -57,7 +57,7 @@ class PrepareOptions:
         return _DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
 
     def identity(self) -> Identity:
-        """What decides the output's bytes, apart from the input: equal identities need no second preparation."""
+        """The options that decide the output's bytes. If they and the input are the same, so is the output."""
         return {
             "--input" if self.dataset is None else "--dataset": self.dataset
             or ", ".join(printable(path.resolve().name) for path in self.inputs),

@@ -11,11 +11,11 @@ _SNIFFED_BYTES = 8192
 
 
 def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> Source:
-    """The files named by ``inputs`` and, of folders, every visible file beneath, in sorted order.
+    """The files of ``inputs`` and every visible file in its folders, in sorted order.
 
-    ``.jsonl`` and ``.parquet`` files hold one document a row, every other file is one document of text. Inside folders
-    a file with a zero byte near its start is binary (git's rule) and left out, and so is ``output_dir``, lest a second
-    run reads what the first one wrote. Links inside folders are left out too: a text from elsewhere may be a secret.
+    ``.jsonl`` and ``.parquet`` files contain one document per row; any other file is one document of text. Inside
+    folders three things are left out: files with a zero byte near their start, which are binary (git's rule);
+    ``output_dir``, which contains the output of earlier runs; and links, which may lead to private files.
     """
     below = [pair for root in inputs for pair in _files_of(root, output_dir)]
     links = [key for path, key in below if path.is_symlink() and path not in inputs]
@@ -31,7 +31,7 @@ def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> So
 
 
 def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
-    """Every visible file, or link to whatever it may be, with its name inside the source."""
+    """Every visible file or link, with its name inside the source."""
     if root.is_file():
         yield root, root.name
         return

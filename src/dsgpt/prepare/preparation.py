@@ -1,4 +1,4 @@
-"""From a source to train.bin, val.bin and tokenizer/: all of it published at the end, or none of it."""
+"""From a source to train.bin, val.bin and tokenizer/, which get their names only when all are complete."""
 
 import contextlib
 import hashlib
@@ -23,11 +23,11 @@ from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
 from dsgpt.prepare.vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
 
 _NAMED = 3
-"""Links left out that the line about them names."""
+"""How many of the skipped links are named."""
 
 
 def prepare(options: PrepareOptions) -> None:
-    """Do what ``options`` say, or find that it has been done, and print the outcome.
+    """Prepare what ``options`` ask for, unless it is prepared already, and print the result.
 
     Raises:
         UserError: the input or the output folder cannot be used.
@@ -45,13 +45,13 @@ def prepare(options: PrepareOptions) -> None:
             _check_shared_tokenizer(place, vocabulary)
             _write(options, source, place, vocabulary, identity)
         finally:
-            with contextlib.suppress(OSError):  # the next preparation removes it
+            with contextlib.suppress(OSError):  # otherwise the next preparation removes it
                 remove(place.staged_tokenizer)
         _report(place, f"prepared in {duration(time.monotonic() - started)}:")
 
 
 def _fingerprint(tokenizer: str) -> str | None:
-    """Of a local tokenizer's bytes: its folder may hold another one tomorrow. None for a name."""
+    """A hash of the files of a local tokenizer, whose folder may change; None for a name on the hub."""
     if tokenizer == TRAIN or not Path(tokenizer).is_dir():
         return None
     digest = hashlib.sha256()
@@ -98,10 +98,10 @@ def _say_what_was_left_out(source: Source) -> None:
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Lock the folder itself; the system frees it however the process ends.
+    """Create the folder and lock it, so that two preparations cannot mix.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another preparation holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with Lock.of_folder(folder, follow_link=True) as lock:
@@ -115,9 +115,10 @@ def _divided(options: PrepareOptions, source: Source) -> Divided:
 
 
 def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
-    """The tokenizer that encodes: the folder's own where the other preparation made the same, else a staged one.
+    """The tokenizer: the one in the output folder if the full or small files there were made with the same options,
+    otherwise a new one in a temporary folder.
 
-    A small set's tokenizer is trained on the whole train split too, so that small and full files are interchangeable.
+    For small files it is trained on the whole train split too, so that small and full files share it.
     """
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
@@ -179,7 +180,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
 
 
 def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileWriter], identity: Identity) -> None:
-    """Give everything its final name; the record goes first and comes last, so it never speaks of a mixture."""
+    """Give all files their final names. The record is removed first and written last: it never describes a mixture."""
     place.record.unlink(missing_ok=True)
     if vocabulary.folder != place.tokenizer:
         retired = place.folder / f".{TOKENIZER_FOLDER}.old"

@@ -1,4 +1,4 @@
-"""What an earlier preparation left in its folder, and whether it still stands as it was written."""
+"""What an earlier preparation wrote, and whether it is unchanged."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from dsgpt.prepare.splitting import SPLITS
 
 TOKENIZER_FOLDER = "tokenizer"
 _STAMP = {"size", "mtime_ns"}
-"""Of a sidecar, which notes another time when its file is copied."""
+"""Keys of a sidecar that change when its file is copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSplit:
-    """What a record says of one token file; the rest is in its sidecar."""
+    """One token file in a record; the rest is in its sidecar."""
 
     sha256: Sha256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The record of a preparation, as ``preparation.json`` holds it."""
+    """The contents of ``preparation.json``, the record of a preparation."""
 
     identity: dict[str, Any]
-    """Options and input: a run with the same would write the same."""
+    """Options and hashes of the input: the same identity gives the same output."""
     tokenizer_sha256: Sha256
     """Of ``tokenizer/tokenizer.json``."""
     splits: dict[str, PreparedSplit]
@@ -39,7 +39,7 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The names of one preparation inside its output folder."""
+    """The paths of one preparation in its output folder."""
 
     folder: Path
     suffix: str
@@ -50,34 +50,34 @@ class Place:
 
     @property
     def record(self) -> Path:
-        """Written last: its presence says that the preparation is complete, and what made it."""
+        """The record. It is written last: if it is there, the preparation is complete."""
         return self.folder / f"preparation{self.suffix}.json"
 
     @property
     def other(self) -> "Place":
-        """The small preparation beside the full one, and the other way round: they share the tokenizer."""
+        """For the full files the small ones, and vice versa. Both share the tokenizer."""
         return Place(folder=self.folder, suffix="" if self.suffix else "_small")
 
     @property
     def tokenizer(self) -> Path:
-        """The published tokenizer folder."""
+        """The tokenizer folder."""
         return self.folder / TOKENIZER_FOLDER
 
     @property
     def vocabulary(self) -> Path:
-        """The file of the published tokenizer whose hash stands for it."""
+        """The tokenizer's file, whose hash identifies it."""
         return self.tokenizer / "tokenizer.json"
 
     @property
     def staged_tokenizer(self) -> Path:
-        """The tokenizer folder until everything else is ready."""
+        """Temporary name of the tokenizer folder, until all files are complete."""
         return self.folder / f".{TOKENIZER_FOLDER}.partial"
 
     def complete(self) -> Preparation | None:
-        """The record, if everything that it speaks of is there.
+        """The record, if all files that it describes are there; otherwise None.
 
         Raises:
-            UserError: the file in its place is something else.
+            UserError: the file is not a record.
         """
         if not all(path.exists() for path in (self.record, self.vocabulary, *map(self.tokens, SPLITS))):
             return None
@@ -89,7 +89,7 @@ class Place:
             ) from error
 
     def write_record(self, *, identity: Identity, tokenizer_sha256: str, sidecars: dict[str, Sidecar]) -> None:
-        """Say that the preparation is complete; ``sidecars`` are by split."""
+        """Write the record, which marks the preparation as complete; ``sidecars`` are by split."""
         splits = {
             split: {name: value for name, value in dataclasses.asdict(sidecar).items() if name not in _STAMP}
             for split, sidecar in sidecars.items()
@@ -98,11 +98,11 @@ class Place:
 
 
 def already_prepared(place: Place, identity: Identity) -> bool:
-    """Whether ``place`` holds what ``identity`` would make; files that changed on disk are hashed.
+    """Whether ``place`` already contains the output of ``identity``; files that changed on disk are hashed.
 
     Raises:
-        UserError: it holds something else, which is not replaced unasked.
-        TokenFileError: a token file is not what its sidecar says.
+        UserError: it contains something else, which is replaced only with ``--overwrite``.
+        TokenFileError: a token file differs from its sidecar.
     """
     record = place.complete()
     if record is None:

@@ -19,20 +19,21 @@ Divided = Iterator[tuple[str, Document]]
 
 
 def position(key: str, *, seed: int) -> float:
-    """Where a document stands in [0, 1): even over keys, and a function of the seed and the key alone."""
+    """The position of a document in [0, 1): uniform over keys, a function of seed and key alone."""
     digest = hashlib.sha256(f"{seed}\0{key}".encode(errors=PRINTABLE)).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: float, seed: int) -> Divided:
-    """Give each non-empty document its split.
+    """Assign each non-empty document to a split.
 
-    A set's own split stays. Otherwise a document is for validation if its ``position`` is below ``val_fraction``, so
-    documents that come or go later move no other one. A collection so small (256 documents, 64 Mi characters) that
-    chance could leave one side empty gets at least one document on each; a lone document is cut at a line.
+    A set's own split is kept. Otherwise a document is for validation if its ``position`` is below ``val_fraction``, so
+    documents that are added or removed later do not move others. In a small collection (256 documents, 64 Mi
+    characters), where chance could leave a split empty, each split gets at least one document; a single document is
+    cut at a line.
 
     Raises:
-        UserError: nothing but empty documents, or a lone document too short to cut.
+        UserError: all documents are empty, or a single document is too short to cut.
     """
     filled = ((own, document) for own, document in documents if document.text.strip())
     first = next(filled, None)
@@ -51,7 +52,7 @@ def _divide_by_position(documents: Iterator[Document], *, val_fraction: float, s
         yield from _cut_in_two(head[0], val_fraction=val_fraction)
         return
     places = [position(document.key, seed=seed) for document in head]
-    # In a small collection the lowest position is always for validation and the highest always for training.
+    # In a small collection the lowest position is always validation and the highest always training.
     low, high = (min(places), max(places)) if following is None else (-1.0, 2.0)
     for place, document in zip(places, head, strict=True):
         yield ("val" if place == low or (place < val_fraction and place != high) else "train"), document
@@ -72,7 +73,7 @@ def _take_small(documents: Iterator[Document]) -> list[Document]:
 
 
 def _cut_in_two(document: Document, *, val_fraction: float) -> Divided:
-    """The end of the text, about ``val_fraction`` of it, is for validation, from a line's (else a word's) start on."""
+    """Cut about ``val_fraction`` off the end of the text for validation, at the start of a line or else of a word."""
     text = document.text
     cut = min(max(int(len(text) * (1 - val_fraction)), 1), len(text) - 1)
     found = next((text.rfind(mark, 0, cut) for mark in ("\n", " ") if text.rfind(mark, 0, cut) > 0), cut - 1)
@@ -87,8 +88,8 @@ def _cut_in_two(document: Document, *, val_fraction: float) -> Divided:
 def first_documents(divided: Divided, *, count: int, val_fraction: float) -> Divided:
     """The first ``count`` documents: ``val_fraction`` of them (at least one) for validation, the others for training.
 
-    Each side is the beginning of the whole set's same side, so nothing of a small set's validation was ever trained
-    on, nor the other way round.
+    Each split is the beginning of the same split of the whole set: no document is in validation here and in training
+    there.
     """
     wanted = {"val": min(max(round(count * val_fraction), 1), count - 1)}
     wanted["train"] = count - wanted["val"]
@@ -104,9 +105,9 @@ _BOUNDARY = re.compile(r"(?<=\S)[ \n]")
 
 
 def pieces(text: str, *, characters: int) -> Iterator[str]:
-    """Cut a long text into pieces of at least ``characters``, each from a space or newline after a word on.
+    """Cut a long text into pieces of at least ``characters``; each begins with a space or newline after a word.
 
-    GPT-2's pre-tokenizer never joins a word to the space behind it, so the pieces' tokens are the whole text's tokens.
+    GPT-2's pre-tokenizer never joins a word with the space after it, so the pieces have the tokens of the whole text.
     """
     start = 0
     while boundary := _BOUNDARY.search(text, start + characters):

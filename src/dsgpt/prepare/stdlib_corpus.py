@@ -1,8 +1,8 @@
-"""The embedded corpus ``python-stdlib``: the sources and language documentation that ship with this Python.
+"""The corpus ``python-stdlib``: the sources and language documentation that ship with this Python.
 
-Real text that every machine has without a download: about 12 MB with CPython from python.org, pyenv or conda, and
-somewhat less where a distribution splits the library (Debian keeps tkinter, idlelib and others in packages of their
-own). Its content follows the Python version, so two machines compare only with the same Python: compare the hashes.
+Every machine has this text without a download: about 12 MB with CPython from python.org, pyenv or conda, and somewhat
+less where a distribution splits the library (Debian has tkinter, idlelib and others in separate packages). It depends
+on the Python version: two machines have the same text if the hashes are equal.
 """
 
 import platform
@@ -17,22 +17,22 @@ from dsgpt.prepare.documents import Document, Source, SourceFile
 STDLIB_NAME = "python-stdlib"
 _EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
 _EXCLUDED_PREFIXES = (
-    "config-",  # how this interpreter was built: full of one machine's paths
+    "config-",  # how this interpreter was built, with paths of that machine
     "_sysconfigdata",
-    "sitecustomize",  # the machine's own, not Python's
+    "sitecustomize",  # written by the machine's administrator, not part of Python
     "usercustomize",
 )
 _TOPICS = "pydoc_data/topics.py"
 
 
 def stdlib_source(*, root: Path | None = None) -> Source:
-    """The standard library's text, one file one document, in order of path; tests are left out.
+    """The standard library's text, one document per file, in the order of paths, without tests.
 
     Args:
         root: the library's folder; by default that of the base interpreter, not of the virtual environment.
 
     Raises:
-        UserError: the folder holds no sources (some distributions ship them compiled or zipped).
+        UserError: the folder has no sources (some distributions ship them compiled or zipped).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
@@ -67,7 +67,7 @@ def _read_library_file(file: SourceFile) -> Iterator[Document]:
 
 
 def _read_topics(file: SourceFile) -> Iterator[Document]:
-    """The language reference that ``help()`` shows: a dict in the source, here one document of text per topic."""
+    """The language reference that ``help()`` shows: a dict in the source, one document per topic here."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB that only this reader needs
 
     size = file.path.stat().st_size // len(topics)

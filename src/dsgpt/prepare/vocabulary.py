@@ -1,4 +1,4 @@
-"""The tokenizer: trained here or loaded, kept as a standard Hugging Face folder, and used to encode documents."""
+"""The tokenizer: trained or loaded, saved as a Hugging Face folder, and used to encode documents."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
-"""Every byte and the end-of-text token."""
+"""All 256 bytes and the end-of-text token."""
 _GPT2_CONTEXT = 1024
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
@@ -38,11 +38,11 @@ _BATCH_CHARACTERS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as its folder on disk holds it, ready to encode."""
+    """A tokenizer that was read from its folder and is ready to encode."""
 
     folder: Path
     tokenizer: Tokenizer
-    """Encodes special tokens that appear in a text as ordinary text, and adds none."""
+    """Encodes special tokens in a text as ordinary text, and adds none."""
     size: int
     """One more than the largest id."""
     eot_id: int
@@ -51,11 +51,11 @@ class Vocabulary:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of GPT-2's kind: any text can be encoded and is given back byte for byte.
+    """A byte-level BPE like GPT-2's: it encodes any text, and decoding gives the same bytes.
 
     Args:
         texts: the documents of the train split.
-        vocab_size: ids in all, ``<|endoftext|>`` (id 0) included; a small corpus may yield fewer.
+        vocab_size: number of ids, with ``<|endoftext|>`` (id 0); a small corpus may yield fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer`` as a folder that ``transformers.AutoTokenizer`` loads, with ``<|endoftext|>`` as its end."""
+    """Write ``tokenizer`` as a folder for ``transformers.AutoTokenizer``; its ``eos_token`` is ``<|endoftext|>``."""
     from transformers import GPT2Tokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
 
     _save(
@@ -91,10 +91,11 @@ def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_loaded(name: str, folder: Path) -> None:
-    """Copy the tokenizer ``name``, a local folder or a hub name, into ``folder``. Runs no code that it may bring.
+    """Save the tokenizer ``name``, a local folder or a name on the hub, to ``folder``. Code in it is never run.
 
     Raises:
-        UserError: no such tokenizer, no network to fetch it, it brings code, no fast version, or no end-of-text token.
+        UserError: there is no such tokenizer, no network to fetch it, it asks for code, or it has no fast version or
+            no end-of-text token.
     """
     what = f"--tokenizer {name}"
     if Path(name).is_dir():
@@ -104,7 +105,7 @@ def save_loaded(name: str, folder: Path) -> None:
             tokenizer = open_tokenizer(name, what=what, clean_up_tokenization_spaces=False)
         except RefusedTokenizerError:
             raise
-        except UserError:  # it is not in the hub library's cache
+        except UserError:  # not in the hub library's cache
             tokenizer = _download(name)
     if not tokenizer.is_fast:
         raise UserError(f"--tokenizer {name}: has no tokenizer.json for the `tokenizers` library; choose another one")
@@ -129,7 +130,7 @@ def _download(name: str) -> "PreTrainedTokenizerBase":
 
 
 def _save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    if tokenizer.model_max_length > 1 << 30:  # the library's way of saying "not known"
+    if tokenizer.model_max_length > 1 << 30:  # the library's value for "unknown"
         tokenizer.model_max_length = _GPT2_CONTEXT
     remove(folder)
     tokenizer.save_pretrained(folder)
@@ -139,7 +140,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
     """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
 
     Raises:
-        UserError: somebody changed it since: it holds links, asks for code, or is damaged.
+        UserError: it was changed since: it has links, asks for code, or is damaged.
     """
     if fault := fault_of(folder):
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
@@ -153,7 +154,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
         raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
     if eot_id is None:
         raise UserError(f"{folder}: is damaged (it has no token {eos!r}); make it again with --overwrite")
-    tokenizer.encode_special_tokens = True  # the library's name for "as ordinary text"
+    tokenizer.encode_special_tokens = True  # the library's name for encoding them as ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Vocabulary(
@@ -166,13 +167,13 @@ def open_vocabulary(folder: Path) -> Vocabulary:
 
 
 def encode(vocabulary: Vocabulary, divided: Divided) -> Iterator[tuple[str, int, NDArray[np.uint32]]]:
-    """Encode documents in order, a few megabytes at a time on all cores.
+    """Encode documents in order, a few megabytes at a time, on all cores.
 
     Yields:
         The split, the document's source bytes, and its ids of shape (n,) without the end-of-text id.
 
     Raises:
-        UserError: a document's ids contain the end-of-text id, so that its end could not be told.
+        UserError: a document's ids contain the end-of-text id, which must only mark its end.
     """
     parts: list[NDArray[np.uint32]] = []
     for batch in _batches(divided, cut=_cuts_cleanly(vocabulary.tokenizer)):
@@ -216,7 +217,7 @@ def _batches(divided: Divided, *, cut: bool) -> Iterator[list[_Piece]]:
 
 
 def _cuts_cleanly(tokenizer: Tokenizer) -> bool:
-    """Whether the tokens of the ``pieces`` of a text are those of the whole: so for GPT-2's kind of tokenizer."""
+    """Whether the ``pieces`` of a text have the tokens of the whole text, as with tokenizers like GPT-2's."""
     state = json.loads(tokenizer.to_str())
     splitter = state["pre_tokenizer"] or {}
     gpt2_kind = splitter.get("type") == "ByteLevel" and splitter["use_regex"] and not splitter["add_prefix_space"]

@@ -1,4 +1,4 @@
-"""Bar panels: one horizontal bar per run, from zero, with its value written on it."""
+"""Bar panels: one horizontal bar per run, from zero, labelled with its value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ HOST_MEMORY = Bars(
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bars]:
-    """GPU memory where any run recorded it, host memory where any run has nothing else: never both in one panel."""
+    """GPU memory if any run recorded it, and host memory if a run recorded only that: never both in one panel."""
     panels = [GPU_MEMORY] if any(run.gpu_memory is not None for run in runs) else []
     if any(run.gpu_memory is None and run.host_memory is not None for run in runs) or not panels:
         panels.append(HOST_MEMORY)
@@ -61,7 +61,7 @@ def memory_bars(runs: Sequence[Run]) -> list[Bars]:
 
 
 def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int = 30) -> None:
-    """Draw one bar per run, first run on top; a run without the value gets a mark that says so instead of a bar."""
+    """Draw one bar per run, the first run on top; a run without the value gets a note instead of a bar."""
     values = [bars.value(run) for run in runs]
     heights = [(value or 0.0) / bars.scale for value in values]
     rows = [str(index) for index in range(len(runs))]

@@ -36,7 +36,7 @@ overview (.png), and comparison.md. Exit code 0: done; 2: a mistake in the comma
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for: runs by name in their order, and where the charts go."""
+    """The checked command line: the runs in order, by name, and the folder for the charts."""
 
     paths: dict[str, Path]
     output: Path
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_parser() -> Parser:
-    """The flags, with help that teaches."""
+    """The parser of the command line."""
     parser = Parser(prog="generate_charts.py", description=DESCRIPTION, epilog=EXAMPLES)
     add = parser.add_argument
     record = "a training_metrics.json, or the run's folder"
@@ -69,7 +69,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
-    """The request as far as it can be understood, and every mistake in the command line."""
+    """The request, as far as it is valid, and every mistake in the command line."""
     reader = Reader()
     problems = reader.problems
     arguments = read_words(build_parser(), reader, argv)
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
 
 
 def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple[str, str]]:
-    """The name and path of each run that is given as it should be, in the order in which they are drawn."""
+    """Name and path of each run that is given correctly, in the order in which the runs are drawn."""
     for flag, given in (("--baseline-json", arguments.baseline_json), ("--optimized-json", arguments.optimized_json)):
         if len(given) > 1:
             problems.add(f"{flag} is given {len(given)} times; give it once, and further runs as --run NAME=PATH")
@@ -103,7 +103,7 @@ def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple
 
 
 def read_all(paths: dict[str, Path]) -> tuple[list[Run], list[str]]:
-    """Every run that can be read, and one line for each that cannot."""
+    """Every run that can be read, and the mistakes of those that cannot, one line each."""
     runs: list[Run] = []
     problems: list[str] = []
     for name, path in paths.items():
@@ -115,7 +115,11 @@ def read_all(paths: dict[str, Path]) -> tuple[list[Run], list[str]]:
 
 
 def write_charts(runs: Sequence[Run], *, output: Path) -> None:
-    """Write every picture and comparison.md into ``output``, each complete or not at all. Raises ``UserError``."""
+    """Write all pictures and comparison.md into ``output``; each file is written whole or not at all.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
     from dsgpt.reports.plots import draw_all  # noqa: PLC0415 - matplotlib takes seconds to load; --help and mistakes need none of it
 
     pictures = draw_all(runs)
@@ -129,6 +133,6 @@ def write_charts(runs: Sequence[Run], *, output: Path) -> None:
 
 
 def _output_problems(output: Path) -> list[str]:
-    """A file in the place of the folder or of one of its parents."""
+    """A mistake if the folder or one of its parents is a file."""
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     return [] if existing.is_dir() else [f"--output-dir {output}: {existing} is a file, not a folder"]

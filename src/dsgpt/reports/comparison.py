@@ -1,4 +1,4 @@
-"""The numbers side by side: comparison.md and the closing table of the console."""
+"""The numbers of all runs side by side: comparison.md, and the table on the console."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ INFERENCE_NOISE = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measured quantity: how to read it from a run, show it, and tell better from worse."""
+    """One measured quantity: how to read it from a run, how to format it, and which values are better."""
 
     label: str
     value: Callable[[Run], float | None]
     form: Callable[[float], str]
     lower_is_better: bool
     gpu_only: bool = False
-    """Left out where no run has it: on a CPU it is not unknown, it does not exist."""
+    """Leave the row out if no run has the quantity: GPU memory does not exist on a CPU."""
     several_epochs_only: bool = False
-    """Left out where no run has a second epoch: it would repeat another row."""
+    """Leave the row out if no run has a second epoch: it would repeat another row."""
 
 
 def decimals(digits: int) -> Callable[[float], str]:
@@ -41,7 +41,7 @@ def decimals(digits: int) -> Callable[[float], str]:
 
 
 def gibibytes(value: float) -> str:
-    """Bytes shown in GiB (2^30 bytes)."""
+    """Bytes, formatted in GiB (2^30 bytes)."""
     return f"{value / 2**30:.2f}"
 
 
@@ -77,7 +77,7 @@ SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def improvement(base: float | None, other: float | None, *, lower_is_better: bool) -> float | None:
-    """Percent by which ``other`` is better than ``base``; None where either is unknown or ``base`` is 0."""
+    """Percent by which ``other`` is better than ``base``; None if either is unknown or ``base`` is 0."""
     if base is None or other is None or base == 0:
         return None
     change = (other - base) / base * 100
@@ -85,14 +85,14 @@ def improvement(base: float | None, other: float | None, *, lower_is_better: boo
 
 
 def speed_up(base: Run, other: Run) -> float | None:
-    """Training seconds of ``base`` per training second of ``other``; None where unknown or 0."""
+    """Training time of ``base`` divided by that of ``other``; None if either is unknown or 0."""
     if base.train_time is None or not other.train_time or base.train_time == 0:
         return None
     return base.train_time / other.train_time
 
 
 def comparison_markdown(runs: Sequence[Run]) -> str:
-    """The whole of comparison.md; the first run is the baseline."""
+    """The contents of comparison.md; the first run is the baseline."""
     verdict = judge(runs)
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
@@ -106,7 +106,7 @@ def comparison_markdown(runs: Sequence[Run]) -> str:
 
 
 def console_summary(runs: Sequence[Run], *, output: Path) -> str:
-    """The closing table: a line per run, then the verdicts and where the charts are."""
+    """The table on the console: a line per run, then the verdicts and the folder of the charts."""
     header = ["run", "time (s)", "tokens/s", "speed-up", "train loss", "val loss", "inference (s)"]
     lines = [header]
     for run in runs:
@@ -123,7 +123,7 @@ def console_summary(runs: Sequence[Run], *, output: Path) -> str:
 
 
 def shorten(name: str, width: int) -> str:
-    """``name`` in at most ``width`` characters: the middle goes, since run names differ at their ends."""
+    """``name`` in at most ``width`` characters. The middle is cut out: names of runs differ at their ends."""
     if len(name) <= width:
         return name
     head = (width - 1) // 2
@@ -138,7 +138,7 @@ def _cell(row: Row, run: Run) -> str:
 
 
 def _speed_up_cell(base: Run, run: Run) -> str:
-    """The speed-up, never without its label where the work was not the same."""
+    """The speed-up, with a label if the work was not the same."""
     ratio = speed_up(base, run)
     if ratio is None:
         return UNKNOWN
@@ -163,7 +163,7 @@ def _result_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _belongs(row: Row, runs: Sequence[Run]) -> bool:
-    """Whether the row says something about these runs."""
+    """Whether the row has information about these runs."""
     if row.several_epochs_only and all(run.epochs <= 1 for run in runs):
         return False
     return not row.gpu_only or any(row.value(run) is not None for run in runs)
@@ -192,12 +192,12 @@ def _work_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
-    """One row, or one per setting where the fact is a set of settings: only hashes are cut."""
+    """One row, or one per setting if the fact is a set of settings. Only hashes are cut."""
     known = [value for value in values if value is not None]
     settings = all(isinstance(value, dict) for value in known)
     keys = dict.fromkeys(key for value in known for key in value) if settings else {}
     if not keys:
-        whole = not fact.endswith((" data", " weights"))  # the beginning of a hash will do
+        whole = not fact.endswith((" data", " weights"))  # of a hash the beginning is enough
         return [[fact, *(show(value, whole=whole) for value in values)]]
     rows = []
     for key in keys:
@@ -210,7 +210,7 @@ def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
 
 
 def _setting_cell(settings: Any, leaf: Any) -> str:
-    """A setting's value; null is a setting that was not given, unless the run recorded no settings at all."""
+    """The value of a setting. null means that it was not given, unless the run recorded no settings."""
     return "not given" if leaf is None and settings is not None else show(leaf, whole=True)
 
 
@@ -221,7 +221,7 @@ def _memory_line(runs: Sequence[Run]) -> str:
 
 
 def _segments(runs: Sequence[Run]) -> str:
-    """A row for each process of the runs that several made."""
+    """A row for each segment of the runs that have several."""
     resumed = [run for run in runs if len(run.segments) > 1]
     if not resumed:
         return ""
@@ -256,7 +256,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown shows as it is, also inside a table."""
+    """Text with Markdown's special characters escaped, also for tables."""
     for character in "\\|*_`<":
         text = text.replace(character, f"\\{character}")
     return text.replace("\n", " ")

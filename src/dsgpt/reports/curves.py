@@ -1,4 +1,4 @@
-"""Loss curves: from metrics.jsonl where it was written, else one point at the end of each epoch."""
+"""Loss curves: from metrics.jsonl if there is one, otherwise one point at the end of each epoch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dsgpt.reports.fields import Fields, parse_json
 
 
 class Point(NamedTuple):
-    """One loss and where it was measured; a coordinate that nobody recorded is None."""
+    """A loss and where it was measured; a coordinate that was not recorded is None."""
 
     loss: float
     """Mean loss, nats per token."""
@@ -25,11 +25,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses in the order in which they were measured."""
+    """Losses, in the order of measurement."""
 
     points: tuple[Point, ...] = ()
     per_epoch: bool = False
-    """True when each point stands for a whole epoch because single steps were not recorded."""
+    """True if each point is the mean of an epoch, because steps were not recorded."""
 
     def at_steps(self) -> dict[float, float]:
         """Loss by optimizer step, for the points whose step is known."""
@@ -37,10 +37,13 @@ class Curve:
 
 
 def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
-    """Training and validation curve of a ``metrics.jsonl``; both empty where the file is missing.
+    """Training and validation curve of a ``metrics.jsonl``; both are empty if the file is missing.
 
-    A torn last line is ignored (a run may be writing it); broken lines elsewhere are skipped and noted.
-    A step recorded twice counts as it was recorded last. Raises ``UserError`` for a file that cannot be read.
+    An incomplete last line is ignored, because a run may be writing it; other broken lines are skipped and noted. Of a
+    step that was recorded twice the last line counts.
+
+    Raises:
+        UserError: the file cannot be read.
     """
     train: dict[float, Point] = {}
     validation: dict[float, Point] = {}
@@ -107,5 +110,5 @@ def _objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
             value = None
         if isinstance(value, dict):
             yield value
-        elif number < len(lines):  # without its newline the last line may be torn: no doubt about the others
+        elif number < len(lines):  # the last line has no newline yet
             doubts.append(f"line {number} is broken: skipped")

@@ -1,4 +1,4 @@
-"""Did the runs compute the same training, and did they learn the same? What differs, what is unknown, the verdict."""
+"""Whether runs did the same work and reached the same losses: what differs, what is unknown, and the verdict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from dsgpt.reports.runs import Run
 MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model "))
 
 LOSS_TOLERANCE = {"fp32": 0.02}
-"""Largest difference of losses that still counts as equal, nats per token: rounding order grows over many steps."""
+"""Largest difference of equal losses in fp32, in nats per token: differences of rounding grow over many steps."""
 LOSS_TOLERANCE_OTHERWISE = 0.05
-"""The same in 16-bit precisions, or where the precision is unknown."""
+"""The same in 16-bit precisions, or if the precision is unknown."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A fact that is known to differ: one value per run, in the runs' order; None where a run did not record it."""
+    """A fact that differs: one value per run, in the order of the runs; None if a run did not record it."""
 
     fact: str
     values: tuple[Any, ...]
 
     def text(self, names: Sequence[str]) -> str:
-        """As in "global batch 32 vs 128"; with more than two runs each other value names its runs."""
+        """For example "global batch 32 vs 128"; with more than two runs, each further value names its runs."""
         labels = [show(value) for value in self.values]
         if len(set(labels)) < len({repr(value) for value in self.values}):
             labels = [repr(value) for value in self.values]
@@ -38,25 +38,25 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the named runs did the same work."""
+    """Whether runs did the same work."""
 
     names: tuple[str, ...]
     differences: tuple[Difference, ...]
     unknown: dict[str, tuple[str, ...]]
-    """By run, the facts it did not record and that no known difference settles."""
+    """By run, the facts that it did not record and that are not known to differ."""
     facts: int
-    """How many facts were looked at."""
+    """Number of facts compared."""
 
     @property
     def answer(self) -> str:
-        """One of yes, no, unknown: a known difference outweighs what is unknown; one run alone has nothing to equal."""
+        """yes, no or unknown. A known difference makes it no, whatever else is unknown; a single run is unknown."""
         if self.differences:
             return "no"
         return "unknown" if self.unknown or len(self.names) < 2 else "yes"
 
     @property
     def mark(self) -> str:
-        """How a figure that compares these runs must be labelled; empty for equal work."""
+        """The label of a figure that compares these runs; empty for equal work."""
         if self.answer == "yes" or len(self.names) < 2:
             return ""
         if self.answer == "unknown":
@@ -65,7 +65,7 @@ class Verdict:
         return "NOT THE SAME TRAINING" if same_amount else "NOT EQUAL WORK"
 
     def differences_text(self) -> str:
-        """What differs, work before recipe; empty if nothing is known to."""
+        """What differs, work before recipe; empty if nothing is known to differ."""
         return "; ".join(difference.text(self.names) for difference in self.differences)
 
     def unknown_text(self) -> str:
@@ -85,14 +85,14 @@ class Verdict:
 
 
 def _model_as_one(facts: Sequence[str]) -> list[str]:
-    """The same facts, with "model" for the model's own when all of them are there."""
+    """The same facts, with "model" in place of all facts of the model if all of them are there."""
     if not set(facts) >= MODEL_FACTS:
         return list(facts)
     return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
 
 
 def asked_for(runs: Sequence[Run]) -> list[str]:
-    """The facts that these runs are compared by: all but those of ``LATER_FACTS`` that none of them recorded.
+    """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
 
     Where one was resumed, ``RESUME_FACTS`` are asked for all the same: that nobody recorded them is then no default.
     """
@@ -101,7 +101,7 @@ def asked_for(runs: Sequence[Run]) -> list[str]:
 
 
 def judge(runs: Sequence[Run]) -> Verdict:
-    """Compare every fact over all ``runs``: different known values differ, an absent value is unknown."""
+    """Compare every fact over all ``runs``; a value that was not recorded is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}
     facts = asked_for(runs)
@@ -123,10 +123,7 @@ def judge(runs: Sequence[Run]) -> Verdict:
 
 
 def show(value: Any, *, whole: bool = False) -> str:
-    """A fact's value for a reader: whole numbers whole, settings in a row, unknown said; long texts cut at the end.
-
-    With ``whole`` nothing is cut.
-    """
+    """The value of a fact as text; a long text is cut at the end unless ``whole``."""
     if value is None:
         return "unknown"
     if isinstance(value, float):
@@ -140,7 +137,7 @@ def show(value: Any, *, whole: bool = False) -> str:
 
 
 def work_stamps(verdict: Verdict) -> list[str]:
-    """The warning that every comparing picture must carry unless the work was the same."""
+    """The warning on every picture that compares runs, unless their work was the same."""
     return [f"{verdict.mark}: {verdict.differences_text() or verdict.unknown_text()}"] if verdict.mark else []
 
 
@@ -151,7 +148,7 @@ def partial_stamps(runs: Sequence[Run]) -> list[str]:
 
 
 def inference_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warning that latencies are not for the same number of tokens."""
+    """The warning that latencies are for different numbers of tokens."""
     lines = []
     for label, values in (
         ("new tokens", [run.new_tokens for run in runs]),
@@ -187,7 +184,7 @@ def equal_loss_line(baseline: Run, other: Run) -> str:
 
 
 def largest_gap(a: dict[float, float], b: dict[float, float]) -> tuple[float | None, float | None]:
-    """Largest absolute difference over the keys (steps) that both hold, and its step; (None, None) without any."""
+    """Largest absolute difference over the steps that both have, and its step; (None, None) if they share no step."""
     common = a.keys() & b.keys()
     if not common:
         return None, None

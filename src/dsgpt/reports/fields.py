@@ -1,4 +1,4 @@
-"""Values out of a record that somebody else wrote: what is missing, wrong or not finite becomes unknown (None)."""
+"""Typed values of a record that any program may have written: missing, wrong or infinite values are None."""
 
 import json
 import math
@@ -10,9 +10,10 @@ from dsgpt.common.json_files import check_depth
 
 
 def parse_json(text: str, notes: list[str]) -> Any:
-    """Parse JSON in which every number is finite; NaN, infinities and overflows become None and one line in ``notes``.
+    """Parse JSON. NaN, infinities and overflows become None, and one line in ``notes``.
 
-    Raises ``ValueError`` for text that is not JSON, or nested too deep.
+    Raises:
+        ValueError: the text is not JSON, or is nested too deep.
     """
     refused: list[str] = []
 
@@ -37,7 +38,11 @@ def parse_json(text: str, notes: list[str]) -> Any:
 
 
 def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any]:
-    """Parse ``text`` as one JSON object. Raises ``UserError`` naming ``source`` if it is anything else."""
+    """Parse ``text`` as a JSON object.
+
+    Raises:
+        UserError: it is anything else; the message names ``source``.
+    """
     try:
         value = parse_json(text, notes)
     except ValueError as error:
@@ -48,7 +53,7 @@ def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any
 
 
 class Fields:
-    """One JSON object seen as named fields that may each be absent, null or of the wrong type."""
+    """The fields of a JSON object; each may be absent, null or of the wrong type."""
 
     def __init__(self, values: Any, *, notes: list[str], path: str = "") -> None:
         self._values: Mapping[str, Any] = values if isinstance(values, dict) else {}
@@ -58,22 +63,22 @@ class Fields:
             notes.append(f"{path.rstrip('.')} is not an object: treated as unknown")
 
     def section(self, key: str) -> "Fields":
-        """The object under ``key``; empty where there is none."""
+        """The object under ``key``; empty if there is none."""
         return Fields(self._values.get(key), notes=self._notes, path=f"{self._path}{key}.")
 
     def sections(self, key: str) -> list["Fields"]:
-        """The list of objects under ``key``; empty where there is none."""
+        """The list of objects under ``key``; empty if there is none."""
         items = self._values.get(key)
         if not isinstance(items, list):
             return []
         return [Fields(item, notes=self._notes, path=f"{self._path}{key}[{i}].") for i, item in enumerate(items)]
 
     def raw(self, key: str) -> Any:
-        """Whatever is under ``key``, or None."""
+        """The unchecked value of ``key``, or None."""
         return self._values.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether anything, null too, was written under ``key``."""
+        """Whether ``key`` is there; its value may be null."""
         return key in self._values
 
     def text(self, key: str) -> str | None:
@@ -82,11 +87,11 @@ class Fields:
         return value if isinstance(value, str) and value else None
 
     def number(self, key: str) -> float | None:
-        """A number that is not negative, or None; anything else is noted."""
+        """A number of at least 0, or None; anything else is noted."""
         return self._number(key, self._values.get(key))
 
     def whole(self, key: str) -> int | None:
-        """A whole number that is not negative, exactly, or None; anything else is noted."""
+        """A whole number of at least 0, exactly, or None; anything else is noted."""
         value = self._values.get(key)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
             return value
@@ -94,7 +99,7 @@ class Fields:
         return None
 
     def series(self, key: str) -> list[float | None]:
-        """The numbers under ``key``, one per epoch, whether a list or a single number was written there."""
+        """The numbers under ``key``, one per epoch; a single number is a list of one."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -102,7 +107,7 @@ class Fields:
         return [self._number(key, item) for item in items]
 
     def is_list(self, key: str) -> bool:
-        """Whether a list was written under ``key``, as opposed to one number."""
+        """Whether the value of ``key`` is a list, not a single number."""
         return isinstance(self._values.get(key), list)
 
     def _number(self, key: str, value: Any) -> float | None:

@@ -16,7 +16,7 @@ from dsgpt.reports.runs import Run
 from dsgpt.reports.style import INK, look, note_inside
 
 SMOOTH_FROM = 200
-"""Curves with more points than this are drawn raw and faint, and as a trailing mean on top."""
+"""Curves with more points are drawn faint, with their trailing mean on top."""
 TIME_TITLE = "Loss by training time"
 ZOOMED = "axis does not start at 0"
 
@@ -31,7 +31,7 @@ class Axis:
     picture: str
     """The title of a picture drawn on it."""
     missing: str
-    """What a run lacks that cannot be placed on it."""
+    """What a run did not record if it cannot be drawn on this axis."""
     scale: float = 1.0
     """Units of the field per unit of the axis."""
 
@@ -46,13 +46,13 @@ def curve_of(run: Run, kind: str) -> Curve:
 
 
 def step_axis(runs: Sequence[Run]) -> Axis:
-    """Optimizer steps, or epochs where no run recorded steps."""
+    """Optimizer steps, or epochs if no run recorded steps."""
     points = [point for run in runs for kind in ("train", "validation") for point in curve_of(run, kind).points]
     return EPOCHS if points and all(point.step is None for point in points) else STEPS
 
 
 def time_axis(runs: Sequence[Run]) -> Axis:
-    """Training time in the largest unit of which the longest run lasted at least three."""
+    """Training time, in the largest unit that is at most a third of the longest run."""
     longest = max((p.time or 0 for run in runs for p in (*run.train_curve.points, *run.val_curve.points)), default=0)
     for unit, seconds in (("hours", 3600), ("minutes", 60)):
         if longest >= 3 * seconds:
@@ -61,13 +61,13 @@ def time_axis(runs: Sequence[Run]) -> Axis:
 
 
 def window_of(curve: Curve) -> int:
-    """Points in the trailing mean that is drawn for a curve; 1 where every point is drawn as it is."""
+    """Number of points in the trailing mean of a curve; 1 if the points themselves are drawn."""
     return max(1, len(curve.points) // 50) if len(curve.points) > SMOOTH_FROM else 1
 
 
 @dataclass(frozen=True)
 class End:
-    """Where a curve ends, in the units of its panel."""
+    """The end of a curve, in the units of its panel."""
 
     name: str
     x: float
@@ -75,13 +75,13 @@ class End:
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> list[End]:
-    """Draw the "train" or "validation" curves of all runs that have one; returns the ends of those drawn."""
+    """Draw the "train" or "validation" curves of all runs that have one, and return their ends."""
     ends = []
     for index, run in enumerate(runs):
         if placeable(curve_of(run, kind), axis):
             ends.append(_draw_curve(axes, run, kind=kind, axis=axis, order=index, count=len(runs)))
     axes.set(title=f"{kind.capitalize()} loss", xlabel=axis.label, ylabel=f"nats per token ({ZOOMED})")
-    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # labels hold the losses themselves
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # tick labels are the losses, without offset
     sns.despine(ax=axes)
     if ends:
         axes.set_xlim(left=0)
@@ -96,7 +96,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
 
 
 def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
-    """Whether names written at the curves' ends would neither meet each other nor another curve."""
+    """Whether names at the ends of the curves would overlap neither each other nor a curve."""
     low, high = axes.get_ylim()
     losses = sorted(end.y for end in ends)
     apart = all(b - a > 0.08 * (high - low) for a, b in pairwise(losses))
@@ -113,12 +113,12 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
 
 
 def placeable(curve: Curve, axis: Axis) -> list[Point]:
-    """The points whose place on ``axis`` is known."""
+    """The points whose coordinate on ``axis`` was recorded."""
     return [point for point in curve.points if getattr(point, axis.coordinate) is not None]
 
 
 def legend_handles(runs: Sequence[Run], axis: Axis) -> list[Line2D]:
-    """One sample of line and marker per run, named with what it lacks."""
+    """Legend entries, one per run, with what the run did not record."""
     handles = []
     for index, run in enumerate(runs):
         style = look(index, count=len(runs))

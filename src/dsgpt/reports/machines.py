@@ -1,42 +1,42 @@
-"""What the runs used: times from two machines or two setups must not pass for times from one."""
+"""The machines and setups of runs, and warnings if times of different ones are compared."""
 
 from collections.abc import Sequence
 
 from dsgpt.reports.runs import Run
-from dsgpt.reports.segments import HARDWARE, differences, untold
+from dsgpt.reports.segments import HARDWARE, differences, unrecorded_steps
 
 
 def setup_stamps(runs: Sequence[Run]) -> list[str]:
-    """Every warning about who took the times: ``machine_stamps`` and ``segment_stamps``."""
+    """All warnings about machines and setups."""
     return [*machine_stamps(runs), *segment_stamps(runs)]
 
 
 def machine_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warning that the runs, or segments of one, are known to come from different hardware."""
+    """The warning that runs, or segments of a run, used different hardware."""
     if len(_machines(runs)) < 2:
         return []
     return ["DIFFERENT HARDWARE: " + "; ".join(f"{run.name}: {run.machine or 'not recorded'}" for run in runs)]
 
 
 def segment_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warnings that processes of one run executed it in different ways, or in ways that were not recorded."""
+    """The warnings that segments of a run were executed in different or in unrecorded ways."""
     lines = []
     for run in runs:
         if changed := differences(run.segments, noted=False):
             lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
-        if steps := untold(run.segments):
+        if steps := unrecorded_steps(run.segments):
             lines.append(f"NOT RECORDED: how {run.name} executed its {steps}")
     return lines
 
 
 def _machines(runs: Sequence[Run]) -> list[str]:
-    """All hardware that is known to have been used."""
+    """All hardware that was recorded, each once."""
     found = (segment.setup.get(HARDWARE) for run in runs for segment in run.segments)
     return list(dict.fromkeys(machine for machine in found if machine))
 
 
 def machine_line(runs: Sequence[Run]) -> str:
-    """The machine in one line, with the runs that did not record it and how much of it each run used."""
+    """The machine in one line, with the devices of each run and the runs that did not record the machine."""
     known = _machines(runs)
     silent = [run.name for run in runs if run.machine is None]
     if not known:

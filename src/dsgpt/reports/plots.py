@@ -1,4 +1,4 @@
-"""The pictures: which panels each one holds, and the words around them."""
+"""The pictures: their panels, titles, warnings and captions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame:
     for axes, bars in zip(picture.body.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
         draw_bars(axes, bars, runs)
         if len(panels) == 1:
-            axes.set_title("")  # the figure's title says it
+            axes.set_title("")  # the figure's title is the same
     return picture
 
 
@@ -101,7 +101,7 @@ def _overview(runs: Sequence[Run]) -> Frame:
 def _draw_loss_panels(
     body: SubFigure, runs: Sequence[Run], *, places: Sequence[tuple[str, Axis]], columns: int
 ) -> None:
-    """Loss panels side by side; runs are named at their curves' ends where all panels have room, else in a legend."""
+    """Draw loss panels side by side. Names are at the ends of the curves if all panels have room, else in a legend."""
     panels = list(body.subplots(1, len(places)))
     ends = [draw_losses(axes, runs, kind=kind, axis=axis) for axes, (kind, axis) in zip(panels, places, strict=True)]
     drawn = list(zip(panels, ends, strict=True))
@@ -126,7 +126,7 @@ def _footer(runs: Sequence[Run]) -> str:
 
 
 def _with_short_names(runs: Sequence[Run]) -> list[Run]:
-    """The runs under names that fit into a picture, unless two of them would be called the same."""
+    """The runs with names that fit into a picture, unless two shortened names would be equal."""
     names = [shorten(run.name, 32) for run in runs]
     if len(set(names)) < len(names):
         return list(runs)
@@ -134,7 +134,7 @@ def _with_short_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def _speed_ups(runs: Sequence[Run]) -> str:
-    """Speed-ups in training time, of the runs that did the baseline's work only."""
+    """Speed-ups in training time of the runs that did the same work as the baseline."""
     base, *others = runs
     equal = [(run.name, speed_up(base, run)) for run in others if judge([base, run]).answer == "yes"]
     known = [f"{name} {ratio:.2f}x" for name, ratio in equal if ratio is not None]

@@ -1,4 +1,4 @@
-"""One training run as the charts see it, whichever generation of training_metrics.json recorded it."""
+"""A training run for the charts, read from either generation of training_metrics.json."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from dsgpt.reports.segments import (
     STRATEGY,
     Segment,
     differences,
+    only_last_process_recorded,
     read_segments,
-    resumed_untold,
-    said,
+    setup_over_time,
 )
 from dsgpt.reports.work_facts import EXECUTED_BY, read_work
 
@@ -31,37 +31,37 @@ FLAT_KEYS = (
 )
 FLAT_SCHEMA = "flat keys"
 TIMED_FROM_STEP = 4
-"""Throughput leaves out the steps before this one, which warm up (``WARM_UP_STEPS`` of the program's meter)."""
+"""Throughput starts at this step; those before are warm-up (``WARM_UP_STEPS`` in ``telemetry/meter.py``)."""
 TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the charts know of one run. None is unknown everywhere; it never stands for zero."""
+    """All that the charts use of a run. None means unknown, never zero."""
 
     name: str
     schema: str
-    """The record's ``schema_version``, or ``FLAT_SCHEMA`` for the generation that had none."""
+    """The record's ``schema_version``; ``FLAT_SCHEMA`` for the older generation, which has none."""
     status: str | None
     machine: str | None
-    """The hardware; of segments on several, which steps ran on which. The same goes for the next two."""
+    """The hardware; if segments used several, which steps ran on which. The same holds for the next two fields."""
     devices: str | None
     strategy: str | None
     segments: tuple[Segment, ...]
-    """By process; at least one."""
+    """One per process of the run; at least one."""
     work: Mapping[str, Any]
-    """What was computed, by fact; ``dsgpt.config.same_work`` says which facts there are."""
+    """What was computed, by fact; the facts are those of ``dsgpt.config.same_work``."""
     resumed: bool
-    """Whether the record names a checkpoint that the run went on from."""
+    """Whether the record names a checkpoint from which the run was resumed."""
     epochs: int
-    """Epochs of which a loss was recorded."""
+    """Number of epochs with a recorded loss."""
     train_time: float | None
     """Seconds of training steps."""
     tokens_per_sec: float | None
     """Tokens per second over all devices, training steps only."""
     final_train_loss: float | None
     best_train_loss: float | None
-    """Lowest epoch mean, nats per token."""
+    """Lowest mean of an epoch, nats per token."""
     final_val_loss: float | None
     best_val_loss: float | None
     inference_latency: float | None
@@ -78,11 +78,11 @@ class Run:
     train_curve: Curve
     val_curve: Curve
     notes: tuple[str, ...]
-    """What a reader of the comparison must know about this record."""
+    """Remarks on this record for the reader of the comparison."""
 
     @property
     def too_short_to_time(self) -> bool:
-        """Whether there is no throughput because every step was a warm-up."""
+        """Whether there is no throughput because all steps were warm-up."""
         steps = self.work["optimizer steps"]
         return self.tokens_per_sec is None and steps is not None and steps < TIMED_FROM_STEP
 
@@ -90,7 +90,8 @@ class Run:
 def read_run(path: Path, *, name: str) -> Run:
     """Read a run from its folder or its ``training_metrics.json``, and the ``metrics.jsonl`` beside it.
 
-    Raises ``UserError`` with one line for a file that is missing, unreadable, not JSON or no training record.
+    Raises:
+        UserError: the file is missing, unreadable, not JSON or not a training record; one line.
     """
     if path.is_dir():
         path = path / RECORD_NAME
@@ -109,26 +110,30 @@ def read_run(path: Path, *, name: str) -> Run:
     return _build(Fields(values, notes=notes), name=name, log=path.with_name(LOG_NAME), notes=notes)
 
 
-def _moves(record: Fields) -> Iterator[str]:
-    """Where another strategy, or another number of ranks, took over, in records that have no segments to tell it."""
+def _changes(record: Fields) -> list[dict[str, Any]]:
+    """What changed when the run was resumed, as objects with name, step, before and after."""
     changes = record.raw("changed_at_resume")
-    for change in changes if isinstance(changes, list) else []:
-        if isinstance(change, dict) and change.get("name") == EXECUTED_BY and not record.sections("segments"):
+    return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+
+
+def _moves(record: Fields) -> Iterator[str]:
+    """A note for each change of strategy or ranks, from records without segments."""
+    for change in _changes(record):
+        if change.get("name") == EXECUTED_BY and not record.sections("segments"):
             after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
             yield f"times are of two strategies: {after} after step {step}, {before} before"
 
 
 def _validated_anew(record: Fields) -> Iterator[str]:
-    """Where the validation set changed: losses before and after it cannot be compared."""
-    changes = record.raw("changed_at_resume")
-    for change in changes if isinstance(changes, list) else []:
-        if isinstance(change, dict) and change.get("name") in ("validation data", "validation windows"):
+    """A note for each change of the validation set: losses before and after it cannot be compared."""
+    for change in _changes(record):
+        if change.get("name") in ("validation data", "validation windows"):
             name, step = change["name"], str(change.get("step"))[:80]
             yield f"validation losses are of two sets: the {name} changed after step {step}"
 
 
 def _missing(path: Path, name: str) -> str:
-    """What to do about a record that is not there."""
+    """The message about a missing record."""
     if path.with_name(LOG_NAME).exists():
         return f"{path}: no such file; the run {name!r} was cut off before its first record: continue it with --resume"
     return f"{path}: no such file; has the run {name!r} started?"
@@ -144,14 +149,14 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
     segments = read_segments(record)
     anew = list(_validated_anew(record))
     notes.extend([*_moves(record), *differences(segments, noted=True), *anew])
-    val_losses = [] if anew else epochs.val_losses  # of older epochs, which may be of the other set
+    val_losses = [] if anew else epochs.val_losses  # losses of earlier epochs may be of the other set
     return Run(
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
         status=record.text("status"),
-        machine=said(segments, HARDWARE),
-        devices=said(segments, DEVICES),
-        strategy=said(segments, STRATEGY),
+        machine=setup_over_time(segments, HARDWARE),
+        devices=setup_over_time(segments, DEVICES),
+        strategy=setup_over_time(segments, STRATEGY),
         segments=segments,
         resumed=record.raw("resumed_from") is not None,
         work=read_work(
@@ -177,7 +182,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
 
 
 class _Epochs:
-    """The values per epoch, from ``epochs`` where it holds any, else from the flat keys."""
+    """Values per epoch, from ``epochs`` if it has any, otherwise from the flat keys."""
 
     def __init__(self, record: Fields, *, notes: list[str]) -> None:
         epochs = record.sections("epochs")
@@ -206,7 +211,7 @@ def _curves(log: Path, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]
 
 
 def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
-    """The ``inference`` section; without it the flat keys, whose latency is for 100 new tokens by definition."""
+    """The ``inference`` section, or else the flat keys, whose latency is for 100 new tokens by definition."""
     inference = record.section("inference")
     latency, throughput = inference.number("latency_sec"), inference.number("tokens_per_sec")
     if latency is not None or throughput is not None:
@@ -225,14 +230,14 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
 
 
 def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
-    """Peak memory of the whole run; records of before segments were kept have that of the last process."""
+    """Peak memory of the whole run. Records of versions without segments only have that of the last process."""
     summary = record.section("summary")
     peaks = {
         "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
         "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
         "host_memory": summary.number("peak_rss_bytes_rank0"),
     }
-    if not resumed_untold(record):
+    if not only_last_process_recorded(record):
         return peaks
     notes.append("peak memory was recorded of the last process alone: treated as unknown")
     return dict.fromkeys(peaks)
@@ -243,12 +248,12 @@ def _first(*values: float | None) -> float | None:
 
 
 def _last(values: list[float | None]) -> float | None:
-    """The last epoch's value, not the last known one: an earlier epoch's loss is not final."""
+    """The value of the last epoch, even if unknown: the loss of an earlier epoch is not the final one."""
     return values[-1] if values else None
 
 
 def _total(values: list[float | None]) -> float | None:
-    """The sum; unknown where any part is."""
+    """The sum; None if any value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 
@@ -259,7 +264,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _mean_rate(rates: list[float | None], *, times: list[float | None]) -> float | None:
-    """Mean rate over the epochs, weighted by their seconds where both are known for each."""
+    """Mean rate over the epochs, weighted by their seconds if both are known for each epoch."""
     if len(rates) == len(times) and (total := _total(times)):
         pairs = zip(rates, times, strict=True)
         amounts = [rate * seconds for rate, seconds in pairs if rate is not None and seconds is not None]

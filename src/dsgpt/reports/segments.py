@@ -1,4 +1,4 @@
-"""The processes that made a run: who executed which steps, and in what they differed."""
+"""The segments of a run: which steps each of its processes executed, and how they differ."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dsgpt.reports.fields import Fields
 
 HARDWARE, DEVICES, STRATEGY = "hardware", "devices", "strategy"
 NOTED = ("host", "launcher", "code")
-"""What may differ between segments without making their times incomparable: told in the notes."""
+"""What may differ between segments that can still be compared in time; mentioned in the notes."""
 VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
 FIGURES = (
     "train_time_sec",
@@ -23,26 +23,26 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Segment:
-    """The steps that one process took."""
+    """The steps that one process executed."""
 
     first_step: int
     last_step: int | None
-    """None where a record does not say."""
+    """None if the record does not say."""
     setup: Mapping[str, str | None] = field(default_factory=dict)
-    """How it executed them, by what is told; empty where nothing was recorded."""
+    """How it executed them, by name; empty if nothing was recorded."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
-    """``FIGURES`` of this process alone."""
+    """``FIGURES`` of this segment."""
     quantized: str | None = None
-    """What Zero++ rounded, a fact of the work."""
+    """What Zero++ quantized, a fact of the work."""
 
 
 def read_segments(record: Fields) -> tuple[Segment, ...]:
-    """The segments that took steps, in order, with one in front for steps of which nothing is recorded.
+    """The segments that executed steps, in order, after one for earlier steps of which nothing is recorded.
 
-    Records of before segments were kept have one, of their last process.
+    A record of a version without segments has one segment, that of its last process.
     """
-    told = [_read(section) for section in record.sections("segments")]
-    found = [segment for segment in told if segment is not None]
+    read = [_read(section) for section in record.sections("segments")]
+    found = [segment for segment in read if segment is not None]
     took_steps = [segment for segment in found if segment.last_step and segment.last_step >= segment.first_step]
     segments = took_steps or found[-1:] or [_only_one(record)]
     if (first := segments[0].first_step) > 1:
@@ -50,8 +50,8 @@ def read_segments(record: Fields) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def resumed_untold(record: Fields) -> bool:
-    """Whether the run was resumed by a version that recorded the last process alone."""
+def only_last_process_recorded(record: Fields) -> bool:
+    """Whether the run was resumed by a version that only recorded the last process."""
     return record.raw("resumed_from") is not None and not record.sections("segments")
 
 
@@ -64,7 +64,7 @@ def _read(section: Fields) -> Segment | None:
 
 
 def _only_one(record: Fields) -> Segment:
-    """What an older record says of its last process, from the step on at which that went on."""
+    """The segment of the last process in an older record, from the step at which it resumed."""
     name = re.fullmatch(r"step-(\d{1,12})", record.text("resumed_from") or "")
     setup = _setup(record, record.section("training_config"))
     return Segment(int(name[1]) + 1 if name else 1, None, setup)
@@ -92,11 +92,11 @@ def _yes_or_no(value: object) -> str | None:
 
 
 def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
-    """``none``, ``weights``, ``gradients``, or both; None where it is not known.
+    """What Zero++ quantized: ``none``, ``weights``, ``gradients`` or both; None if unknown.
 
     Args:
-        config: says it, in records of today.
-        given: the JSON, by which an earlier record is judged.
+        config: has the answer in current records.
+        given: the recipe, which has it for earlier records.
     """
     asked = (given or {}).get("zero_optimization")
     found = []
@@ -112,9 +112,9 @@ def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
 
 
 def machine(record: Fields) -> str | None:
-    """The hardware in words; the host's name only where nothing else was recorded.
+    """The hardware in words; the host's name if nothing else was recorded.
 
-    How many GPUs a run could see is left out: hiding some of them does not make it another machine.
+    The number of visible GPUs is left out: a machine with hidden GPUs is the same machine.
     """
     hardware = record.section("hardware")
     gpu, cpu, cores = hardware.text("gpu_name"), hardware.text("cpu_name"), hardware.number("cpu_count")
@@ -125,7 +125,7 @@ def machine(record: Fields) -> str | None:
 
 
 def devices(hardware: Fields) -> str | None:
-    """How much of the machine the run used: "2 GPUs", "2 CPU devices of 1 thread"."""
+    """The devices that the run used: "2 GPUs", "2 CPU devices of 1 thread"."""
     world, kind, threads = hardware.number("world_size"), hardware.text("device"), hardware.number("threads_per_device")
     if not world or kind is None:
         return None
@@ -137,35 +137,42 @@ def devices(hardware: Fields) -> str | None:
 
 
 def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str | None:
-    """A value per segment in words: "ddp", or "zero2 to step 200, ddp from step 201"; None where none is known."""
+    """A value per segment in words: "ddp", or "zero2 to step 200, ddp from step 201"; None if no value is known."""
     pieces: list[tuple[str | None, int]] = []
     for value, segment in zip(values, segments, strict=True):
         if not pieces or pieces[-1][0] != value:
             pieces.append((value, segment.first_step))
     if len(pieces) == 1:
         return pieces[0][0]
-    told = [f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)]
+    earlier = [
+        f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)
+    ]
     last, start = pieces[-1]
-    return ", ".join([*told, f"{last or 'not recorded'} from step {start:,}"])
+    return ", ".join([*earlier, f"{last or 'not recorded'} from step {start:,}"])
 
 
-def said(segments: Sequence[Segment], what: str) -> str | None:
-    """``over_time`` of an entry of the segments' ``setup``."""
+def setup_over_time(segments: Sequence[Segment], what: str) -> str | None:
+    """``over_time`` for one entry of the segments' ``setup``."""
     return over_time(segments, [segment.setup.get(what) for segment in segments])
 
 
 def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
-    """In what the segments of which something is recorded differ, a text for each.
+    """The entries of ``setup`` that differ between the recorded segments, one text for each.
 
     Args:
         segments: of one run.
-        noted: those of ``NOTED``, else what bears on times and memory, but the hardware, which has a stamp of its own.
+        noted: compare the entries of ``NOTED``; otherwise those that affect times and memory, without the hardware,
+            which has a warning of its own.
     """
-    told = [segment for segment in segments if segment.setup]
-    names = NOTED if noted else [name for name in told[-1].setup if name not in {HARDWARE, *NOTED}]
-    return [f"{name} {said(told, name)}" for name in names if len({segment.setup[name] for segment in told}) > 1]
+    recorded = [segment for segment in segments if segment.setup]
+    names = NOTED if noted else [name for name in recorded[-1].setup if name not in {HARDWARE, *NOTED}]
+    return [
+        f"{name} {setup_over_time(recorded, name)}"
+        for name in names
+        if len({segment.setup[name] for segment in recorded}) > 1
+    ]
 
 
-def untold(segments: Sequence[Segment]) -> str | None:
-    """Which steps of the run nobody recorded the execution of: "steps 1 to 200"."""
+def unrecorded_steps(segments: Sequence[Segment]) -> str | None:
+    """The steps of the run whose execution was not recorded: "steps 1 to 200"."""
     return next((f"steps 1 to {each.last_step:,}" for each in segments if not each.setup), None)

@@ -1,4 +1,4 @@
-"""One quiet look for every picture: colours for the colour-blind, told apart in grey by hatch, dash and marker."""
+"""The style of all pictures: colours for the colour-blind, and hatches, dashes and markers for grey print."""
 
 import io
 import textwrap
@@ -19,7 +19,7 @@ DOTS_PER_INCH = 150
 STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.155
 INK, QUIET = "#222222", "#666666"
 BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-"""Keeps grid lines from crossing a number."""
+"""A background for numbers, so that grid lines do not cross them."""
 # Seaborn's colour-blind palette in the order that also alternates dark and light.
 _COLOURS = [sns.color_palette("colorblind")[i] for i in (0, 1, 2, 4, 3, 8, 9, 5)]
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "+++", "oo", "**")
@@ -34,17 +34,17 @@ class Look:
     colour: tuple[float, float, float]
     hatch: str
     hatch_colour: str
-    """Dark on light bars, light on dark ones."""
+    """Dark on light bars, light on dark bars."""
     marker: str
     dashes: tuple[int, tuple[float, ...]]
     width: float
-    """Line width in points: later runs are thinner, so that curves which coincide all stay visible."""
+    """Line width in points. Later runs are thinner, so that curves that coincide are all visible."""
     marker_size: float
-    """In points; smaller for later runs, so that single points which coincide all stay visible."""
+    """In points. Smaller for later runs, so that points that coincide are all visible."""
 
 
 def look(index: int, *, count: int) -> Look:
-    """The look of run ``index`` of ``count``; the lists have coprime lengths, so that looks repeat late."""
+    """The look of run ``index`` of ``count``. The lists have coprime lengths, so that looks repeat late."""
     colour = _COLOURS[index % len(_COLOURS)]
     brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
     earlier = 1 - index / (count - 1) if count > 1 else 0.0
@@ -61,7 +61,7 @@ def look(index: int, *, count: int) -> Look:
 
 @contextmanager
 def quiet_style() -> Iterator[None]:
-    """Draw inside in the project's style, whatever the user's matplotlibrc says; nothing is changed outside."""
+    """A context with the project's style, independent of the user's matplotlibrc; outside nothing changes."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.use("Agg")
@@ -82,14 +82,14 @@ def quiet_style() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Frame:
-    """A figure with its words set above and below, and the space for its panels."""
+    """A figure with its texts above and below, and the space for its panels."""
 
     figure: Figure
     body: SubFigure
 
 
 def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width: float, height: float) -> Frame:
-    """A figure of ``width`` inches whose panels get ``height`` inches, under a title and boxed ``warnings``."""
+    """A figure of ``width`` inches whose panels get ``height`` inches, with title, boxed ``warnings`` and captions."""
     stamp = _wrapped(warnings, width=int(width * 11.5))
     caption = _wrapped(captions, width=int(width * 14.5))
     above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
@@ -108,19 +108,19 @@ def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG: the same bytes for the same input, without the writer's name or time."""
+    """The figure as PNG, without software name or time: the same input gives the same bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def note_inside(axes: Axes, text: str, **place: Any) -> Text:
-    """A quiet remark inside the axes, for what cannot be drawn."""
+    """A remark inside the axes, in place of what cannot be drawn."""
     return axes.text(**place, s=text, style="italic", color=QUIET, fontsize=9, va="center", bbox=BEHIND_TEXT)
 
 
 def _wrapped(lines: Sequence[str], *, width: int) -> str:
-    """The lines broken at ``width`` characters; none takes more than four rows, so that a long one hides no other."""
+    """The lines, wrapped at ``width`` characters; each is cut after four rows, so that all have room."""
     rows = []
     for line in lines:
         broken = textwrap.wrap(line, width, break_on_hyphens=False)

@@ -1,26 +1,26 @@
-"""What a run computed, fact by fact: what two runs must agree in to have done the same work."""
+"""The facts of a run's work: two runs did the same work if all of them agree."""
 
 from typing import Any
 
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.fields import Fields
-from dsgpt.reports.segments import over_time, quantized, read_segments, resumed_untold
+from dsgpt.reports.segments import only_last_process_recorded, over_time, quantized, read_segments
 
 RANDOM = "random"
-"""The initial weights of a run without ``--init_from``: by its seed, which is a fact of its own."""
+"""The initial weights of a run without ``--init_from``: they depend on the seed, which is a separate fact."""
 UNCHANGED: dict[str, Any] = {}
-"""Nothing changed when the run was resumed, or it never was."""
+"""Nothing changed when the run was resumed, or it was never resumed."""
 EXECUTED_BY = "executed by"
-"""The change of strategy or ranks, which does not change the training."""
+"""Name of a change of strategy or ranks, which does not change the training."""
 ENDS_WITH_THE_RUN = ("WarmupDecayLR", "WarmupCosineLR")
-"""Schedules that decay until the end of the run, where the recipe names no other step."""
+"""Schedules that decay until the end of the run, unless the recipe names another step."""
 
 
 def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> dict[str, Any]:
-    """Every fact of the work by its name; None where the record does not say.
+    """Every fact of the work by name; None if the record does not say.
 
     Args:
-        record: of generation 2.1; one of the older generation holds no fact.
+        record: of schema 2.1; records of the older generation contain no fact.
         steps: optimizer steps made.
         tokens: tokens trained on.
     """
@@ -53,16 +53,16 @@ def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> d
 
 
 def _initial_weights(config: Fields) -> str | None:
-    """``random``, or the sha256 of those that the run started from."""
+    """``random``, or the sha256 of the weights that the run started from."""
     if not config.has("init_from"):
         return None
     return RANDOM if config.raw("init_from") is None else config.section("init_from").text("sha256")
 
 
 def _optimizer_settings(config: Fields) -> Any:
-    """What the optimizer was given beside its type and learning rate, which are facts of their own.
+    """The optimizer's settings without type and learning rate, which are separate facts.
 
-    Which implementation of the same formulas computed it (``torch_adam``) changes no training.
+    ``torch_adam`` is left out: it selects an implementation of the same formulas.
     """
     settings = config.raw("optimizer_params")
     if not isinstance(settings, dict):
@@ -71,7 +71,7 @@ def _optimizer_settings(config: Fields) -> Any:
 
 
 def _scheduler(config: Fields) -> Any:
-    """The schedule, with the step at which its decay ends; without one in the recipe, that is the last of the run."""
+    """The schedule, with the step at which its decay ends: by default the last step of the run."""
     scheduler = config.raw("scheduler")
     if not (isinstance(scheduler, dict) and "total_num_steps" in scheduler and _ends_with_the_run(scheduler)):
         return scheduler
@@ -83,26 +83,26 @@ def _ends_with_the_run(scheduler: dict[str, Any]) -> bool:
 
 
 def _loss_scaling(config: Fields) -> Any:
-    """How the loss was scaled; records that do not say it scaled none but in fp16."""
+    """How the loss was scaled. Versions that did not record it scaled only in fp16."""
     if config.has("loss_scaling"):
         return config.raw("loss_scaling")
     return {"type": "none"} if config.text("precision") in {"fp32", "bf16"} else None
 
 
 def _quantized(record: Fields) -> str | None:
-    """What Zero++ rounded to 8 bits or less on its way: a run may go on with or without it."""
+    """What Zero++ quantized for communication, which may change at a resume."""
     if record.sections("segments"):
         segments = read_segments(record)
         found = [segment.quantized for segment in segments]
         return None if None in found else over_time(segments, found)
-    if resumed_untold(record):
+    if only_last_process_recorded(record):
         return None
     given = record.section("deepspeed_config").raw("given")
     return quantized(record.section("training_config"), given if isinstance(given, dict) else None)
 
 
 def _changes(record: Fields, config: Fields) -> Any:
-    """What ``--allow_changed`` let change, by its name and step; who executes the run may change freely."""
+    """What changed with ``--allow_changed``, by name and step, without changes of strategy or ranks."""
     changes = record.raw("changed_at_resume")
     if not isinstance(changes, list):
         never_resumed = record.has("resumed_from") and record.raw("resumed_from") is None
@@ -121,5 +121,5 @@ def _changes(record: Fields, config: Fields) -> Any:
 
 
 def _or_none(value: Any) -> Any:
-    """A null in a change stands for the absence of the thing, which is known."""
+    """``none`` for null: in a change, null means that the setting was absent, not that it is unknown."""
     return "none" if value is None else value

@@ -16,10 +16,10 @@ def cuda_devices() -> int:
 
 
 def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ) -> str:
-    """Why the processes of this machine cannot have a GPU each; empty where they can.
+    """Why the processes of this machine cannot have a GPU each; empty if they can.
 
-    Slurm may show every task its own GPU alone (``srun --gpus-per-task=1``). Then one is enough, if each process is a
-    task: those that another launcher started inside a task would share its GPU.
+    Slurm may show each task only its own GPU (``srun --gpus-per-task=1``). Then one visible GPU is enough if each
+    process is a task of its own; ranks that another launcher started inside a task would share its GPU.
     """
     gpus, processes = cuda_devices(), topology.local_world_size
     tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
@@ -32,19 +32,19 @@ def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ)
 
 
 def default_precision(kind: str) -> str:
-    """fp32 on CPU, bf16 on GPUs that compute it, fp16 on older ones."""
+    """fp32 on CPU, bf16 on GPUs that support it, fp16 on older GPUs."""
     if kind == "cpu":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device:
-    """Make the device of this process ready and the default for CUDA calls.
+    """Select the device of this process, and make it the default for CUDA calls.
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        local_rank: the GPU's index on this machine, where more than one is seen.
-        threads: CPU threads that this process computes with; None leaves torch's choice.
+        local_rank: the GPU's index on this machine, if more than one is visible.
+        threads: CPU threads of this process; None keeps torch's default.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -56,7 +56,7 @@ def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device
 
 
 def describe_hardware(kind: str) -> dict[str, object]:
-    """What a record says of the machine: GPU and CPU names and counts, memory in bytes; null where unknown."""
+    """The machine for a record: GPU and CPU names and counts, memory in bytes; None where unknown."""
     on_gpu = kind == "cuda"
     return {
         "device": kind,

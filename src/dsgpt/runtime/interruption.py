@@ -1,7 +1,7 @@
-"""Requests to end a run early: signals, and the end of its launcher. Imports no torch.
+"""Requests to stop a run early: signals, and the end of its launcher. Imports no torch.
 
-The first request lets the run finish its step and save. A thread looks after the rest, because Python's own handlers
-wait for as long as the main thread waits for another rank.
+After the first request the run finishes its step and saves. A thread handles what follows, because Python runs signal
+handlers in the main thread only, which may be waiting for another rank.
 """
 
 import contextlib
@@ -21,27 +21,27 @@ from dsgpt.runtime.launcher import Launcher
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """From schedulers and launchers, from Slurm and spot instances, from the keyboard, from a terminal that is closed."""
 ECHO_SEC = {True: 2.0, False: 0.2}
-"""Signals so close to the first are the same request: launchers (True: there is one) pass on what their ranks got from
-the terminal or the batch system already."""
+"""Seconds after the first signal in which further signals count as the same request, with and without a launcher: a
+launcher forwards signals that its ranks already got from the terminal or the batch system."""
 ORPHAN_SEC = 25
-"""How long ranks whose launcher has ended may take for their step and save; then they end at once."""
+"""Seconds that ranks have for their step and save after their launcher ended; then they end at once."""
 UNWIND_SEC = 10
-"""How long a rank that has nothing to save may take to leave; it may wait for peers that will never come."""
+"""Seconds that a rank with nothing to save has to exit: it may be waiting for a rank that is gone."""
 _POLL_SEC = 1.0
 _CLOSE = b"\0"
 
 
 class Interruption:
-    """Whether this process was asked to end its run, and by what. A context: it listens from enter to exit.
+    """Whether this process was asked to stop its run, and by what. A context: it listens from enter to exit.
 
     Args:
-        launcher: who waits for this rank; None where nobody is known to.
-        speaks: whether this rank tells the user that it heard.
+        launcher: the launcher of this rank; None if there is none.
+        speaks: whether this rank prints that it got the request.
     """
 
     def __init__(self, launcher: Launcher | None = None, *, speaks: bool = True) -> None:
         self.reason: str | None = None
-        """The first request, for example ``SIGTERM``; None while there is none."""
+        """The first request, for example ``SIGTERM``; None before any."""
         self._launcher = launcher
         self._echo_sec = ECHO_SEC[launcher is not None]
         self._speaks = speaks
@@ -73,8 +73,8 @@ class Interruption:
 
     @contextlib.contextmanager
     def patience(self, patient: bool = True) -> Iterator[None]:
-        """Inside, a request waits until somebody looks at ``reason``; outside, or inside ``patience(False)``, it is
-        raised in the main thread at once.
+        """Inside, a request only sets ``reason``. Outside, or inside ``patience(False)``, it is raised in the main
+        thread at once.
         """
         before, self._patient = self._patient, patient
         try:
@@ -83,9 +83,9 @@ class Interruption:
             self._patient = before
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread, between two of Python's instructions."""
+        """Handle a signal in the main thread, between two Python instructions."""
         if not self._patient and not self._raised:
-            self._raised = True  # an echo must not disturb the way out
+            self._raised = True  # a repeated signal must not disturb the unwinding
             raise Interrupted(f"stopped by {self.reason or signal.Signals(number).name}")
 
     def _listen(self) -> None:
@@ -108,19 +108,19 @@ class Interruption:
             self._ask(name, now)
             self._say(f"{name}: the run stops after this step and saves; once more ends it at once")
         elif name == signal.SIGHUP.name:
-            return  # a terminal that is closed may send several
+            return  # a closed terminal may send several
         elif now - self._asked_at > self._echo_sec:
             _leave_at_once(f"{name} after {self.reason}", EXIT_INTERRUPTED)
 
     def _orphaned(self) -> None:
-        self._launcher = None  # known now
+        self._launcher = None  # report it only once
         now = time.monotonic()
         if self._asked_at is None:
             self._ask("the end of its launcher", now)
             if not self._patient:
                 main = threading.main_thread().ident
                 assert main is not None  # it runs
-                signal.pthread_kill(main, signal.SIGTERM)  # an echo of what was just noted
+                signal.pthread_kill(main, signal.SIGTERM)  # raises Interrupted there
         self._deadline = (now + ORPHAN_SEC, EXIT_INTERRUPTED)
 
     def _ask(self, reason: str, now: float) -> None:
@@ -130,12 +130,12 @@ class Interruption:
 
     def _say(self, line: str) -> None:
         if self._speaks and self._patient:
-            with contextlib.suppress(OSError):  # of a terminal that is gone; this thread must go on
+            with contextlib.suppress(OSError):  # the terminal is gone; this thread must continue
                 print(line, file=sys.stderr, flush=True)
 
 
 def _outlives_its_terminal() -> bool:
-    """Whether it was started with ``nohup``."""
+    """Whether the process was started with ``nohup``."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -146,9 +146,9 @@ def _leave_at_once(why: str, code: int) -> NoReturn:
 
 
 def leave_to_the_rank(*_: Any) -> None:
-    """Let a data worker ignore these signals, which terminals and schedulers send to it too.
+    """Make a data worker ignore these signals, which terminals and schedulers send to it too.
 
-    The rank needs its workers to finish the step, and they end with the rank.
+    The rank needs its workers to finish the step; they end with the rank.
     """
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:

@@ -1,7 +1,7 @@
-"""What offload needs of a machine besides Python: a compiler, asynchronous I/O, direct I/O, memory that may be locked.
+"""What offload needs from a machine besides Python: a compiler, asynchronous I/O, direct I/O, locked memory.
 
-Each probe does in small what DeepSpeed would do later, and answers with what stands in the way; DeepSpeed itself would
-stop in the middle of a compilation or of a write, in words that do not say what to do.
+Each probe tries on a small scale what DeepSpeed would do later, and returns what is missing. DeepSpeed itself would
+fail during a compilation or a write, with messages that do not say what to do.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DIRECT_IO_BYTES = 1024
-"""DeepSpeed pads what it swaps to multiples of this (``swap_tensor/utils.py``, ``AIO_ALIGNED_BYTES``)."""
+"""DeepSpeed pads swapped tensors to multiples of this (``swap_tensor/utils.py``, ``AIO_ALIGNED_BYTES``)."""
 _USES_LIBAIO = """
 #include <libaio.h>
 extern "C" int probe() { io_context_t context = 0; return io_setup(1, &context) < 0 || io_destroy(context) < 0; }
@@ -28,9 +28,9 @@ _MLOCK_ONFAULT = 1
 
 
 def compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler that PyTorch would call, which may be several words; empty where there is none.
+    """The command of the C++ compiler, as words; empty if there is none.
 
-    ``CXX`` as it is set, such as ``ccache g++``; otherwise ``c++``, PyTorch's default, or by its own name.
+    It is ``CXX`` if set (``ccache g++``), otherwise the first of ``c++`` (PyTorch's default), ``g++`` and ``clang++``.
     """
     if words := shlex.split(os.environ.get("CXX", "")):
         found = shutil.which(words[0])
@@ -39,20 +39,20 @@ def compiler() -> tuple[str, ...]:
 
 
 def libaio_problem(compiler: Sequence[str]) -> str:
-    """Why asynchronous I/O by libaio cannot be compiled or does not work here; empty where it does.
+    """Why asynchronous I/O with libaio cannot be compiled or does not work here; empty if it does.
 
-    Compiles and links a library of two lines, as the build of DeepSpeed's swapping would, and calls it: header, library
-    and the system call in one.
+    Compiles and links a library of two lines, as DeepSpeed builds its swapping, and calls it. This tests the header,
+    the library and the system call together.
 
     Args:
-        compiler: the words of its command.
+        compiler: the command, as words.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "probe.so"
         built = _output_of([*compiler, "-x", "c++", "-", "-shared", "-fPIC", "-o", str(library), "-laio"], _USES_LIBAIO)
         if built.returncode:
             return "finds no libaio with its header: install it (Debian: apt-get install libaio-dev)"
-        # In a child, as a process that has loaded a library keeps it.
+        # In a child process: a process cannot unload a library.
         called = _output_of([sys.executable, "-S", "-c", _CALL, str(library)])
     if called.returncode == _REFUSED:
         return "may not use asynchronous I/O: the system refuses io_setup (see /proc/sys/fs/aio-max-nr)"
@@ -68,8 +68,8 @@ def _output_of(command: list[str], text: str = "") -> subprocess.CompletedProces
 
 
 def direct_io_problem(folder: Path) -> str:
-    """Why files in ``folder``, which exists, cannot be written past the page cache; empty where they can."""
-    block = memoryview(mmap.mmap(-1, mmap.PAGESIZE))[:DIRECT_IO_BYTES]  # aligned, as direct I/O wants it
+    """Why files in ``folder``, which exists, cannot be written with O_DIRECT; empty if they can."""
+    block = memoryview(mmap.mmap(-1, mmap.PAGESIZE))[:DIRECT_IO_BYTES]  # aligned, as direct I/O requires
     try:
         with tempfile.NamedTemporaryFile(prefix=".direct-io-", dir=folder) as file:
             handle = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
@@ -85,13 +85,13 @@ def direct_io_problem(folder: Path) -> str:
 
 
 def may_lock(size: int) -> bool:
-    """Whether this process may keep ``size`` bytes in memory for good; asks the system without taking the memory."""
+    """Whether this process may lock ``size`` bytes in memory. Asks the system without using the memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or size <= limit:
         return True
     try:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # not even addresses for so much
+    except OSError:  # not enough address space
         return False
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(region)))
     result: int = ctypes.CDLL(None).mlock2(address, ctypes.c_size_t(size), _MLOCK_ONFAULT)

@@ -1,4 +1,4 @@
-"""The group of all ranks. Every function also works, as a no-op, in a process that has no peers."""
+"""The process group of all ranks. In a process without a group, every function acts as for a single rank."""
 
 import contextlib
 import os
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for its peers before it gives up; rank 0 may be hashing data or writing a checkpoint."""
+"""How long a rank waits for the others: rank 0 may be hashing data or writing a checkpoint."""
 
 
 @contextlib.contextmanager
 def joined(topology: Topology, device: torch.device) -> Iterator[None]:
-    """Join the ranks that the launcher started, over nccl on GPUs and gloo on CPU, and leave them at the end.
+    """Form the group of all ranks, over nccl on GPUs and gloo on CPU, and destroy it at the end.
 
-    A single process without a launcher forms a group of its own, whatever variables an earlier job left behind:
-    DeepSpeed needs one. After an error the group is left to the end of the process: to take it down may wait for peers
-    that will never come.
+    A process without a launcher forms a group of one rank, because DeepSpeed needs a group; variables of an earlier
+    job are overwritten. After an error the group is not destroyed: that could wait for ranks that are gone.
     """
     if topology.launcher == "python":
         os.environ.update(
@@ -45,11 +44,11 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
 
 
 def _store_of_a_restart() -> "Store | None":
-    """Where ranks meet that ``torchrun --max-restarts`` started again on one machine; None where PyTorch finds it.
+    """The store of ranks that ``torchrun --max-restarts`` restarted on one machine; None if PyTorch's own will do.
 
-    With ``--master_port`` PyTorch 2.13 keeps one store for all attempts and gives each the same keys
-    (``static_tcp_rendezvous.py``, ``_create_c10d_store``): new ranks would find the addresses of dead ones there.
-    Launchers of several machines do not count attempts alike, and make a new store for each.
+    With ``--master_port`` PyTorch 2.13 keeps one store for all attempts, with the same keys
+    (``static_tcp_rendezvous.py``, ``_create_c10d_store``): restarted ranks would read the addresses of dead ones.
+    Launchers on several machines count attempts differently, and make a new store for each attempt.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     of_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -63,7 +62,7 @@ def _store_of_a_restart() -> "Store | None":
 
 
 class HostGroup:
-    """All ranks, meeting in host memory whatever the device: nothing here waits for a GPU. Made by all together."""
+    """A gloo group of all ranks on any device: nothing here waits for a GPU. Collective: every rank makes one."""
 
     def __init__(self) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -79,7 +78,7 @@ class HostGroup:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -92,7 +91,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's ``value``, by rank, on every rank. Only for small values of ours: they travel pickled."""
+    """Every rank's ``value``, in rank order, on every rank. For small values only: they are pickled."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

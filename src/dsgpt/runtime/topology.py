@@ -1,4 +1,4 @@
-"""Who this process is among its peers, read from the variables that every launcher sets. Imports no torch."""
+"""Rank, world size and parallel sizes, from the environment variables that launchers set. Imports no torch."""
 
 import os
 import socket
@@ -10,10 +10,10 @@ from dsgpt.common.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Over how many ranks one copy of the model is spread, in each way; further ranks are data parallel."""
+    """Over how many ranks one copy of the model is split, in each way; further ranks are data parallel."""
 
     tensor: int = 1
-    """Ranks that share every matrix of a layer."""
+    """Ranks that hold a shard of every matrix."""
     pipeline: int = 1
     """Stages: ranks that hold different layers."""
     sequence: int = 1
@@ -25,7 +25,7 @@ class ParallelSizes:
         return self.tensor * self.pipeline * self.sequence
 
     def __str__(self) -> str:
-        """``pipeline 2 x tensor 2``; ``1`` where nothing is split."""
+        """``pipeline 2 x tensor 2``; ``1`` if nothing is split."""
         split = {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
         return " x ".join(f"{name} {size}" for name, size in split.items() if size > 1) or "1"
 
@@ -34,9 +34,9 @@ class ParallelSizes:
 class Topology:
     """The place of one process in the run.
 
-    Ranks are laid out, from the outermost to the innermost, by pipeline stage, data, sequence and tensor: tensor peers,
-    who talk most, are neighbours. DeepSpeed's own layouts (``PipeModelDataParallelTopology``, AutoTP, Ulysses) are the
-    same where they exist.
+    Ranks are laid out, from the outermost to the innermost, by pipeline stage, data, sequence and tensor: tensor ranks
+    communicate most and are neighbours. DeepSpeed's layouts (``PipeModelDataParallelTopology``, AutoTP, Ulysses) are
+    the same.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Topology:
     launcher: str
     """``python``, ``deepspeed`` or ``torchrun``."""
     sizes: ParallelSizes = field(default=ParallelSizes())
-    """How the model is split; the launcher does not know it, the recipe does."""
+    """How the model is split: the recipe says it, not the launcher."""
 
     def split(self, sizes: ParallelSizes) -> "Topology":
         """The same processes with the model split by ``sizes``, whose product divides ``world_size``."""
@@ -63,39 +63,39 @@ class Topology:
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of every split matrix this rank holds."""
+        """Index of this rank's shard of every split matrix."""
         return self.rank % self.sizes.tensor
 
     @property
     def sequence_rank(self) -> int:
-        """Which part of every sequence this rank reads."""
+        """Index of the part of every sequence that this rank reads."""
         return self.rank // self.sizes.tensor % self.sizes.sequence
 
     @property
     def data_rank(self) -> int:
-        """Which share of every global batch this rank reads."""
+        """Index of the share of every global batch that this rank reads."""
         return self.rank // (self.sizes.tensor * self.sizes.sequence) % self.data_parallel_size
 
     @property
     def stage(self) -> int:
-        """Which layers of the pipeline this rank holds."""
+        """Index of the pipeline stage that this rank holds."""
         return self.rank // (self.sizes.tensor * self.sizes.sequence * self.data_parallel_size)
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for the run: prints, and writes the records."""
+        """Whether this is rank 0, which prints and writes the records."""
         return self.rank == 0
 
 
 def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_flag: int | None = None) -> Topology:
-    """The topology that the launcher announced; a single process where there was no launcher.
+    """The topology from the launcher's variables; a single process if there is no launcher.
 
     Args:
         environment: the variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``.
         local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
 
     Raises:
-        UserError: a variable is no whole number.
+        UserError: a variable is not a whole number.
     """
     world_size = _whole(environment, "WORLD_SIZE", 1)
     rank = _whole(environment, "RANK", 0)
@@ -126,7 +126,7 @@ def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, for ranks to meet at."""
+    """A free TCP port of this machine, for the ranks' rendezvous."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

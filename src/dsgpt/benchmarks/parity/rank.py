@@ -22,7 +22,7 @@ from dsgpt.benchmarks.parity.reference import train_reference
 from dsgpt.benchmarks.parity.split import Split
 from dsgpt.benchmarks.parity.traffic import compared
 from dsgpt.benchmarks.parity.used_rates import UsedRates
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.device import bring_up
 from dsgpt.runtime.interruption import Interruption

@@ -77,7 +77,7 @@ class PipelineParallel(DeepSpeedStrategy):
         """The gradient norm of the whole model: every parameter counts on one stage and one tensor peer.
 
         ``ds_pipe_replicated`` marks the tied embedding on all stages but the first that has it. Squares are summed in
-        fp64, as in ``optimization.clipping.global_norm``.
+        fp64, as in ``optimization.optimizer.global_norm``.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self._parameters.items():

@@ -14,11 +14,11 @@ from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.clipping import global_norm
 from dsgpt.optimization.optimizer import (
     STATE_NAMES,
     begin_state,
     build_optimizer,
+    global_norm,
     parameter_groups,
     set_learning_rate,
 )
