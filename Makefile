@@ -3,6 +3,7 @@
 # make test    style, types and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill, stop, damage and fill the disk: every run must go on
+# make records  remake the committed records whose sources have changed, and their pages
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
 # make charts  the README's pictures again, from the committed records
 #
@@ -19,7 +20,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help demo style check test test-pythons test-here parity faults charts
+.PHONY: help demo style check test test-pythons test-here parity faults records charts
 .DEFAULT_GOAL := help
 
 help:
@@ -91,6 +92,9 @@ parity: $(BIN)/.installed
 
 faults: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py faults
+
+records: $(BIN)/.installed
+	@$(BIN)/python src/benchmark.py records
 
 charts: $(BIN)/.installed
 	$(BIN)/python charts/generate_charts.py --output-dir docs/images \

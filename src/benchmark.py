@@ -1,27 +1,57 @@
-"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each goes on from any,
-``faults`` that no fault costs more than the steps since the last checkpoint; ``saving`` measures how long training
-waits for checkpoints.
+"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each resumes the run of
+any other, ``faults`` that no fault costs more than the steps since the last checkpoint; ``saving`` measures how long
+training waits for checkpoints. ``records`` remakes the committed records of all of them.
 
-Every measurement is a command of its own with its own flags; all of them leave a JSON record and a page made of it.
+Every measurement is a command with its own flags, and writes a JSON record and a page made of it.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from dsgpt.benchmarks.faults import command as faults
 from dsgpt.benchmarks.faults.plan import KILLS
 from dsgpt.benchmarks.faults.plan import SEED as FAULT_SEED
+from dsgpt.benchmarks.harness.command import SuiteOptions
+from dsgpt.benchmarks.harness.pages import SuitePage, make_page
+from dsgpt.benchmarks.harness.records import RECORDS, check_lines, remake_records
+from dsgpt.benchmarks.harness.tested import STRATEGIES
 from dsgpt.benchmarks.parity import command as parity
-from dsgpt.benchmarks.parity.matrix import STRATEGIES
-from dsgpt.benchmarks.resume import command as any_to_any
+from dsgpt.benchmarks.resume import command as resume
 from dsgpt.benchmarks.resume.matrix import PAIRS, SEED
 from dsgpt.benchmarks.saving import command as saving
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.script import run_script
 
+Options = TypeVar("Options", bound=SuiteOptions)
+Options_contra = TypeVar("Options_contra", bound=SuiteOptions, contravariant=True)
+
+
+class RunSuite(Protocol[Options_contra]):
+    """Runs a suite; the exit code comes back."""
+
+    def __call__(self, options: Options_contra, *, repository: Path) -> int: ...
+
+
+@dataclass(frozen=True)
+class Suite(Generic[Options]):
+    """A measurement: its flags by their names, what runs it, and its page."""
+
+    options: type[Options]
+    run: RunSuite[Options]
+    page: SuitePage
+
+
+SUITES: dict[str, Suite[Any]] = {
+    "parity": Suite(parity.ParityOptions, parity.run_parity, parity.PAGE),
+    "resume": Suite(resume.ResumeOptions, resume.run_resume, resume.PAGE),
+    "faults": Suite(faults.FaultOptions, faults.run_faults, faults.PAGE),
+    "saving": Suite(saving.SavingOptions, saving.run_saving, saving.PAGE),
+}
+COMMANDS = (*SUITES, "records")
 REPOSITORY = Path(__file__).resolve().parent.parent
 DESCRIPTIONS = {
     "parity": """\
@@ -29,16 +59,21 @@ parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks,
 AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
 is caught. Exit code 0: all are equal and all bugs were caught; 1: not so.""",
     "resume": """\
-resume: let every strategy take up one and the same checkpoint and write it again, which must give the same bytes; and
-let pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must
-give the losses of a run that nobody disturbed. Exit code 0: they do; 1: not so.""",
+resume: let every strategy load one and the same checkpoint and write it again, which must give the same bytes; and let
+pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must give
+the losses of an undisturbed run. Exit code 0: they do; 1: not so.""",
     "faults": """\
 faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
-resume every run, which must end with the losses of a run that nobody disturbed, to the last bit. Exit code 0: they all
-do; 1: not so.""",
+resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
+not so.""",
     "saving": """\
 saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
+    "records": """\
+records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
+and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
+is skipped, so that an interrupted run continues with the record that it was at. Exit code 0: all are up to date, or
+--check; 1: a source changed meanwhile; else that of the command that failed.""",
 }
 EXAMPLES = {
     "parity": f"""\
@@ -63,6 +98,13 @@ examples:
 examples:
   python src/benchmark.py saving
   python src/benchmark.py saving --rounds 10""",
+    "records": f"""\
+examples:
+  python src/benchmark.py records --check
+  python src/benchmark.py records
+  python src/benchmark.py records --only saving
+
+names: {", ".join(RECORDS)}""",
 }
 
 
@@ -73,187 +115,119 @@ def main() -> int:
     reader = Reader()
     flags = read_words(_parser(what, reader), reader, words, elsewhere={})
     reader.problems.raise_if_any()
-    return COMMANDS[what](flags)
+    return _remake(flags) if what == "records" else _measure(SUITES[what], flags)
+
+
+def _measure(suite: Suite[Any], flags: argparse.Namespace) -> int:
+    page: Path = flags.page or (flags.table_from or flags.output).with_suffix(".md")
+    if flags.table_from:
+        make_page(suite.page, flags.table_from, page, repository=REPOSITORY)
+        print(page)
+        return EXIT_DONE
+    values = {field.name: getattr(flags, field.name) for field in fields(suite.options)}
+    return suite.run(suite.options(**values | {"page": page}), repository=REPOSITORY)
+
+
+def _remake(flags: argparse.Namespace) -> int:
+    if flags.check:
+        for line in check_lines(REPOSITORY, only=flags.only):
+            print(line)
+        return EXIT_DONE
+    return remake_records(REPOSITORY, only=flags.only)
 
 
 def _parser(what: str, reader: Reader) -> Parser:
-    """For one measurement; for none of them where the first word names none."""
+    """The parser of one command; without one, of the first word alone."""
     parser = Parser(
         description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
         epilog=EXAMPLES[what] if what else "flags: python src/benchmark.py parity --help, and so on",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=tuple(COMMANDS), help="what to measure")
-    if what == "parity":
-        _add_parity_flags(parser, reader)
-    elif what == "resume":
-        _add_resume_flags(parser, reader)
-    elif what == "faults":
-        _add_fault_flags(parser, reader)
-    elif what == "saving":
-        _add_saving_flags(parser, reader)
+    parser.add_argument("what", choices=COMMANDS, help="what to measure, or records")
+    if what:
+        _Flags(parser, reader).add(what)
     return parser
 
 
-def _add_parity_flags(parser: Parser, reader: Reader) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=reader.whole("--ranks", low=1),
-        nargs="+",
-        metavar="N",
-        help="only these numbers of processes (default: 1, 2, 4 and 8)",
-    )
-    parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="only these strategies (default: all)")
-    parser.add_argument(
-        "--core", action="store_true", help="only what `make test` runs: each strategy in a few trainings"
-    )
-    _add_device_flag(parser, reader, "cpu, where every machine can run everything, or cuda with a GPU for each rank")
-    _add_output_flags(parser, "parity")
+class _Flags:
+    """Adds the flags of a command to its parser."""
 
+    def __init__(self, parser: Parser, reader: Reader) -> None:
+        self._parser, self._reader = parser, reader
 
-def _add_resume_flags(parser: Parser, reader: Reader) -> None:
-    parser.add_argument(
-        "--pairs",
-        type=reader.whole("--pairs", low=0),
-        default=PAIRS,
-        metavar="N",
-        help=f"how many pairs of strategies (default: {PAIRS})",
-    )
-    parser.add_argument(
-        "--seed",
-        type=reader.whole("--seed", low=0),
-        default=SEED,
-        metavar="N",
-        help=f"that the pairs are drawn with (default: {SEED}, as in docs/resume.md)",
-    )
-    parser.add_argument("--core", action="store_true", help="only what `make test` runs")
-    _add_output_flags(parser, "resume")
+    def add(self, what: str) -> None:
+        """Those of the command ``what``."""
+        add_own = {
+            "parity": self._of_parity,
+            "resume": self._of_resume,
+            "faults": self._of_faults,
+            "saving": self._of_saving,
+            "records": self._of_records,
+        }
+        add_own[what]()
+        if what in SUITES:
+            self._output(what)
 
+    def _of_parity(self) -> None:
+        self._parser.add_argument(
+            "--ranks",
+            type=self._reader.whole("--ranks", low=1),
+            nargs="+",
+            default=(),
+            metavar="N",
+            help="only these numbers of processes (default: 1, 2, 4 and 8)",
+        )
+        self._only("STRATEGY", "strategies")
+        self._core("only what `make test` runs: each strategy in a few trainings")
+        self._device("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
-def _add_fault_flags(parser: Parser, reader: Reader) -> None:
-    parser.add_argument(
-        "--kills",
-        type=reader.whole("--kills", low=0),
-        default=KILLS,
-        metavar="N",
-        help=f"how many kills (default: {KILLS})",
-    )
-    parser.add_argument(
-        "--seed",
-        type=reader.whole("--seed", low=0),
-        default=FAULT_SEED,
-        metavar="N",
-        help=f"that victims and instants are drawn with (default: {FAULT_SEED}, as in docs/faults.md)",
-    )
-    parser.add_argument("--core", action="store_true", help="only what `make test` runs")
-    _add_output_flags(parser, "faults")
+    def _of_resume(self) -> None:
+        self._number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
+        self._number(
+            "--seed", default=SEED, text=f"that the pairs are drawn with (default: {SEED}, as in docs/resume.md)"
+        )
+        self._core("only what `make test` runs")
 
+    def _of_faults(self) -> None:
+        self._number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
+        drawn = f"that victims and instants are drawn with (default: {FAULT_SEED}, as in docs/faults.md)"
+        self._number("--seed", default=FAULT_SEED, text=drawn)
+        self._core("only what `make test` runs")
 
-def _add_saving_flags(parser: Parser, reader: Reader) -> None:
-    parser.add_argument(
-        "--rounds",
-        type=reader.whole("--rounds", low=1),
-        default=5,
-        metavar="N",
-        help="runs of each save mode (default: 5)",
-    )
-    _add_device_flag(parser, reader, "cpu or cuda")
-    _add_output_flags(parser, "saving")
+    def _of_saving(self) -> None:
+        self._number("--rounds", default=5, low=1, text="runs of each save mode (default: 5)")
+        self._device("cpu or cuda")
 
+    def _of_records(self) -> None:
+        self._parser.add_argument("--check", action="store_true", help="remake nothing; list which records are old")
+        self._only("NAME", "records")
 
-def _add_device_flag(parser: Parser, reader: Reader, text: str) -> None:
-    parser.add_argument(
-        "--device",
-        type=reader.choice("--device", ("cpu", "cuda"), "cpu"),
-        default="cpu",
-        metavar="KIND",
-        help=f"{text} (default: cpu)",
-    )
+    def _number(self, flag: str, *, default: int, text: str, low: int = 0) -> None:
+        read = self._reader.whole(flag, low=low)
+        self._parser.add_argument(flag, type=read, default=default, metavar="N", help=text)
 
+    def _only(self, metavar: str, what: str) -> None:
+        self._parser.add_argument(
+            "--only", nargs="+", default=(), metavar=metavar, help=f"only these {what} (default: all)"
+        )
 
-def _add_output_flags(parser: Parser, what: str) -> None:
-    record = Path("checkpoint") / what / f"{what}.json"
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=record,
-        metavar="RECORD",
-        help=f"the record to write (default: {record.as_posix()})",
-    )
-    parser.add_argument("--page", type=Path, metavar="MD", help="the page to write (default: beside the record)")
-    parser.add_argument(
-        "--table-from", type=Path, metavar="RECORD", help="run nothing; make the page from a record of before"
-    )
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="leave recipes, logs and measurements of every training there"
-    )
+    def _core(self, text: str) -> None:
+        self._parser.add_argument("--core", action="store_true", help=text)
 
+    def _device(self, text: str) -> None:
+        read = self._reader.choice("--device", ("cpu", "cuda"), "cpu")
+        self._parser.add_argument("--device", type=read, default="cpu", metavar="KIND", help=f"{text} (default: cpu)")
 
-def _page(flags: argparse.Namespace) -> Path:
-    return flags.page or (flags.table_from or flags.output).with_suffix(".md")
-
-
-def _parity(flags: argparse.Namespace) -> int:
-    if flags.table_from:
-        return _only_page(parity.make_page, flags)
-    options = parity.ParityOptions(
-        ranks=flags.ranks or (),
-        only=flags.only or (),
-        core=flags.core,
-        output=flags.output,
-        page=_page(flags),
-        keep=flags.keep,
-        device=flags.device,
-    )
-    return parity.run_parity(options, repository=REPOSITORY)
-
-
-def _resume(flags: argparse.Namespace) -> int:
-    if flags.table_from:
-        return _only_page(any_to_any.make_page, flags)
-    options = any_to_any.ResumeOptions(
-        pairs=flags.pairs,
-        seed=flags.seed,
-        core=flags.core,
-        output=flags.output,
-        page=_page(flags),
-        keep=flags.keep,
-    )
-    return any_to_any.run_resume(options, repository=REPOSITORY)
-
-
-def _faults(flags: argparse.Namespace) -> int:
-    if flags.table_from:
-        return _only_page(faults.make_page, flags)
-    options = faults.FaultOptions(
-        kills=flags.kills,
-        seed=flags.seed,
-        core=flags.core,
-        output=flags.output,
-        page=_page(flags),
-        keep=flags.keep,
-    )
-    return faults.run_faults(options, repository=REPOSITORY)
-
-
-def _saving(flags: argparse.Namespace) -> int:
-    if flags.table_from:
-        return _only_page(saving.make_page, flags)
-    options = saving.SavingOptions(
-        rounds=flags.rounds, device=flags.device, output=flags.output, page=_page(flags), keep=flags.keep
-    )
-    return saving.run_saving(options, repository=REPOSITORY)
-
-
-def _only_page(make_page: Callable[[Path, Path], None], flags: argparse.Namespace) -> int:
-    page = _page(flags)
-    make_page(flags.table_from, page)
-    print(page)
-    return EXIT_DONE
-
-
-COMMANDS = {"parity": _parity, "resume": _resume, "faults": _faults, "saving": _saving}
+    def _output(self, what: str) -> None:
+        record = Path("checkpoint") / what / f"{what}.json"
+        for flag, default, metavar, text in (
+            ("--output", record, "RECORD", f"the record to write (default: {record.as_posix()})"),
+            ("--page", None, "MD", "the page to write (default: beside the record)"),
+            ("--table-from", None, "RECORD", "run nothing; make the page from a record of before"),
+            ("--keep", None, "DIR", "leave recipes, logs and measurements of every training there"),
+        ):
+            self._parser.add_argument(flag, type=Path, default=default, metavar=metavar, help=text)
 
 
 if __name__ == "__main__":

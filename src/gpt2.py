@@ -6,5 +6,5 @@ from dsgpt.common.script import prepare_output
 from dsgpt.main import leave, train
 
 if __name__ == "__main__":
-    prepare_output(lose=True)  # train.log has it all; no reader that left ends a training
+    prepare_output(lose=True)  # train.log has every line; a reader that has gone does not end the run
     leave(train(sys.argv[1:]))

@@ -15,7 +15,7 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.main import train
-from dsgpt.training import run
+from dsgpt.training import preparation
 
 
 @pytest.fixture
@@ -118,14 +118,14 @@ def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
 def test_a_passing_error_is_no_other_run(demo, monkeypatch, number):
     baseline(demo, steps=1)
     failures = [OSError(number, os.strerror(number), "somewhere")]
-    plan = run.plan_resume
+    plan = preparation.plan_resume
 
     def fail_once(*given, **named):
         if failures:
             raise failures.pop()
         return plan(*given, **named)
 
-    monkeypatch.setattr(run, "plan_resume", fail_once)
+    monkeypatch.setattr(preparation, "plan_resume", fail_once)
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
     assert demo._go_on_or_anew(words) == "--resume"
     assert not failures
@@ -134,7 +134,7 @@ def test_a_passing_error_is_no_other_run(demo, monkeypatch, number):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
     baseline(demo, steps=1)
-    monkeypatch.setattr(run, "plan_resume", lambda *given, **named: os.kill(os.getpid(), number))
+    monkeypatch.setattr(preparation, "plan_resume", lambda *given, **named: os.kill(os.getpid(), number))
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
     with pytest.raises(KeyboardInterrupt):
         demo._go_on_or_anew(words)

@@ -1,22 +1,15 @@
-"""The README tells the truth: its figures are the committed records', its paths exist, its flags are known."""
+"""The README's results are those of the committed records. ``tests/test_pages.py`` checks its commands and links."""
 
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from small_run import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.strip()
-]
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +38,3 @@ def test_every_result_is_a_row_of_the_comparison(comparison):
     assert "same work: yes" in comparison
     machine = re.search(r"^machine: (.*?)\.", comparison, flags=re.MULTILINE).group(1)
     assert machine in results
-
-
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_links_lead_somewhere(path):
-    assert (REPOSITORY / path).exists()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_name_scripts_and_flags_that_exist(command):
-    words = shlex.split(command, comments=True)
-    scripts = [word for word in words if word.endswith(".py")]
-    for script in scripts:
-        source = REPOSITORY / script
-        assert source.exists()
-        known = subprocess.run(
-            [sys.executable, str(source), "--help"], capture_output=True, text=True, check=True
-        ).stdout
-        for flag in (word for word in words[words.index(script) :] if word.startswith("--")):
-            assert re.search(rf"{flag}\b", known), f"{script} knows no {flag}"
-    for recipe in re.findall(r"ds_configs/\S+\.json", command):
-        assert Path(REPOSITORY / recipe).exists()
-    if words[0] == "make":
-        assert f"\n{words[1]}:" in MAKEFILE

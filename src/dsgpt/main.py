@@ -1,4 +1,4 @@
-"""What happens around every training process: reading the request, and turning its end into an exit code."""
+"""A training process from its command line to its exit code."""
 
 import contextlib
 import errno
@@ -24,20 +24,20 @@ from dsgpt.common.errors import (
 from dsgpt.common.script import complain
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import resolve
-from dsgpt.data.token_file import TokenFileError
+from dsgpt.data.sidecar import TokenFileError
 from dsgpt.runtime.interruption import Interruption
 from dsgpt.runtime.launcher import Launcher
 from dsgpt.runtime.topology import read_topology
 
 WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
-"""Whose end ends the run; a process that a shell started alone may well outlive the shell."""
+"""Launchers whose exit stops the run. A process started from a shell may outlive the shell."""
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
 PATIENCE_SEC = 10
-"""How long another rank leaves the word to rank 0, whose launcher usually ends it meanwhile."""
+"""Seconds other ranks wait before they print the error themselves. The launcher usually ends them before."""
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run ``src/gpt2.py`` with ``arguments``; the exit code comes back."""
+    """Run ``src/gpt2.py`` with ``arguments``; returns the exit code."""
     _find_tools_beside_interpreter()
     speaks = True
     try:
@@ -45,8 +45,8 @@ def train(arguments: Sequence[str]) -> int:
         speaks = topology.is_main
         launcher = Launcher() if topology.launcher in WATCHED_LAUNCHERS else None
         with Interruption(launcher, speaks=speaks) as interruption:
-            _train(arguments, speaks, interruption)
-    except TokenFileError as error:  # found while reading; a worker process puts its traceback before the message
+            _train(arguments, interruption, speaks=speaks)
+    except TokenFileError as error:  # while reading; a data worker puts its traceback before the message
         line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
         return _complain([line], EXIT_USER_ERROR, speaks=True)
     except UserError as error:
@@ -63,34 +63,35 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Do the dry run of ``arguments`` in silence, and raise what ``train`` would make an exit code of.
+    """Do a dry run with ``arguments``, without output.
 
     Raises:
-        DifferentRunError: nothing is wrong but that the folder's run is another one.
-        UserError: something else is.
-        OSError: the system refuses, perhaps for now.
-        KeyboardInterrupt: somebody ended it.
+        DifferentRunError: the run folder holds a run with other settings, and nothing else is wrong.
+        UserError: something else is wrong.
+        OSError: the system refuses, perhaps only now.
+        KeyboardInterrupt: it was interrupted.
     """
     _find_tools_beside_interpreter()
     with Interruption(speaks=False) as interruption:
-        _train([*arguments, "--dry_run"], False, interruption)
+        _train([*arguments, "--dry_run"], interruption, speaks=False)
 
 
-def _train(arguments: Sequence[str], speaks: bool, interruption: Interruption) -> None:
+def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> None:
     options, problems = parse_arguments(arguments)
     topology = read_topology(local_rank_flag=options.local_rank)
     config = resolve(options, topology=topology, problems=problems)
-    from dsgpt.telemetry.console import Console  # noqa: PLC0415 - torch and tqdm take seconds; --help should not
+    from dsgpt.telemetry.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.training.run import run  # noqa: PLC0415
 
-    run(config, Console(speaks=speaks), interruption)
+    with logging_to_console(speaks=speaks):
+        run(config, interruption)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, after everything it wrote is out.
+    """End this process at once, after its output is flushed.
 
-    At an ordinary exit a thread of gloo may still run while C++ takes its objects apart, which aborts the process: a
-    finished run of two ranks then ended with signal 6, once in about a hundred launches.
+    At an ordinary exit a thread of gloo may still run while C++ destroys its objects, which aborts the process: about
+    one in a hundred finished runs of two ranks then ended with signal 6.
     """
     for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(OSError):  # of a terminal that is gone
@@ -99,7 +100,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _find_tools_beside_interpreter() -> None:
-    """Put the environment's bin folder on PATH: it holds ninja, also when nobody activated the environment."""
+    """Put the environment's bin folder, which holds ninja, on PATH: the environment may not be activated."""
     beside = str(Path(sys.executable).parent)
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if beside not in folders:
@@ -107,9 +108,9 @@ def _find_tools_beside_interpreter() -> None:
 
 
 def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
-    """Print each line once; ``code`` comes back.
+    """Print each line; returns ``code``.
 
-    Ranks see the same mistake together, so the others speak only if rank 0 does not.
+    All ranks usually fail with the same error: the others print it only if rank 0 did not end the run before.
     """
     if not speaks:
         time.sleep(PATIENCE_SEC)
@@ -119,7 +120,7 @@ def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
 def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
     if not isinstance(error, Interrupted):
         return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
-    if speaks and not error.together:  # what ranks agreed to, the run has told and logged
+    if speaks and not error.together:  # else the run has printed and logged it
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(f"{error}; continue with --resume", file=sys.stderr, flush=True)
     return EXIT_STOPPED

@@ -57,9 +57,9 @@ def by_deepspeed(tool: str, *words: object) -> None:
     finished(subprocess.run(command, capture_output=True, text=True, check=False, env=environment))
 
 
-def readme_flags(tool: str, places: dict[str, str]) -> list[str]:
-    """What the README gives to one of DeepSpeed's scripts, in other ``places``, each of which it must name."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+def page_flags(tool: str, places: dict[str, str]) -> list[str]:
+    """What the page gives to one of DeepSpeed's scripts, in other ``places``, each of which it must name."""
+    text = (REPOSITORY / "docs" / "exporting.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if f"python -m {tool}" in line]
     words = shlex.split(line.split(tool)[1], comments=True)
     assert places.keys() <= set(words)
@@ -108,7 +108,7 @@ def test_so_does_its_function_and_the_model_takes_them(folder, run):
 
 def test_the_universal_conversion_gives_the_moments(folder, tmp_path):
     places = {"exported/demo-ds/global_step200": f"{folder}/as-deepspeed-zero3/global_step3"}
-    words = readme_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
+    words = page_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
     by_deepspeed("deepspeed.checkpoint.ds_to_universal", *words, "--num_extract_workers", 1, "--num_merge_workers", 1)
     moments = load_file(folder / "zero3" / STEP / "optimizer.safetensors")
     assert moments["wte.weight.exp_avg"].abs().max() > 0

@@ -24,7 +24,7 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.formats.hugging_face import published_shape
 from dsgpt.formats.pretrained import PretrainedWeights, read_json, weight_files
 from dsgpt.formats.vocabulary_files import end_of_text_id, token_ids
-from dsgpt.inference.checkpoint_model import load_model
+from dsgpt.inference.trained_model import load_model
 from dsgpt.main import train
 from dsgpt.model.config import GPT2Config
 from dsgpt.prepare.documents import SourceFile, json_lines_reader
@@ -33,13 +33,13 @@ from dsgpt.prepare.preparation import Place
 from dsgpt.reports.comparison import comparison_markdown, console_summary
 from dsgpt.reports.runs import read_run
 from dsgpt.runtime.topology import read_topology
-from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.meter import StepMeter
 from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after, read_steps
 from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
 from dsgpt.training.journal import Journal
 from dsgpt.training.resume import plan_resume
-from dsgpt.training.run_description import CHANGES_KEY, fixed_facts, record_facts
+from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_to_match
+from dsgpt.training.sinks import file_and_console_sinks
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
@@ -93,24 +93,25 @@ def _asked(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, An
     files = {"train": config.train.path, "val": config.val.path}
     hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     hashes["initial weights"] = None
-    return config, hashes, record_facts(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
+    return config, hashes, describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
 
 
 def take_up(folder: Path) -> None:
     """What a resumed run does with the state and the record that its plan let through, up to its next checkpoint."""
     config, hashes, facts = _asked(folder)
-    start = plan_resume(config, fixed=fixed_facts(config, hashes=hashes), problems=Problems())
+    start = plan_resume(config, settings=settings_to_match(config, hashes=hashes), problems=Problems())
     if start.checkpoint is None:
         return
     state, lines = read_run_state(start.checkpoint), config.run_dir / STEPS_FILE
     drop_steps_after(lines, state.step)
     facts = {**facts, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
-    journal = Journal(config, torch.device("cpu"), Console(speaks=False), facts, first_step=state.step)
+    sinks = file_and_console_sinks(config, done=state.step)
+    journal = Journal(config, device=torch.device("cpu"), description=facts, sinks=sinks, done=state.step)
     try:
         earlier = read_earlier_record(config.run_dir)
     except JsonError:  # which a resume tells, and goes on without
         earlier = None
-    journal.take_up(state, lines, earlier=earlier or EarlierRecord())
+    journal.resume(state, lines, earlier=earlier or EarlierRecord())
     journal.epoch_done(len(state.epochs))
     write_run_state(folder, journal.state(state.step))
     read_run_state(folder)
@@ -142,7 +143,7 @@ def take_up_lines(folder: Path) -> None:
     lines = folder / "run" / "metrics.jsonl"
     drop_steps_after(lines, 9)
     meter = StepMeter(CPU, tokens_per_step=128)
-    meter.take_up(read_steps(lines), done=9, epoch_start=5)
+    meter.resume(read_steps(lines), done=9, epoch_start=5)
 
 
 def compare(folder: Path) -> None:
@@ -200,13 +201,14 @@ def page(suite: str) -> Callable[[Path], None]:
     """Make the page of a suite from a record, as ``--table-from`` does."""
 
     def read(folder: Path) -> None:
-        from dsgpt.benchmarks.faults.command import make_page as faults_page
-        from dsgpt.benchmarks.parity.command import make_page as parity_page
-        from dsgpt.benchmarks.resume.command import make_page as resume_page
-        from dsgpt.benchmarks.saving.command import make_page as saving_page
+        from dsgpt.benchmarks.faults.command import PAGE as FAULTS
+        from dsgpt.benchmarks.harness.pages import make_page
+        from dsgpt.benchmarks.parity.command import PAGE as PARITY
+        from dsgpt.benchmarks.resume.command import PAGE as RESUME
+        from dsgpt.benchmarks.saving.command import PAGE as SAVING
 
-        makers = {"parity": parity_page, "resume": resume_page, "faults": faults_page, "saving": saving_page}
-        makers[suite](folder / f"{suite}.json", folder / "page.md")
+        pages = {page.name: page for page in (PARITY, RESUME, FAULTS, SAVING)}
+        make_page(pages[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
 
     return read
 

@@ -1,4 +1,4 @@
-"""The formulas against figures worked out by hand; ``tests/parity/test_cost.py`` holds them against real trainings."""
+"""The formulas against figures worked out by hand; ``benchmarks/parity/test_traffic.py`` holds real trainings."""
 
 import json
 

@@ -16,10 +16,10 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.reports.runs import Run, read_run
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.console import Console
 from dsgpt.training.data_check import data_hash, initial_weights_hash
 from dsgpt.training.journal import Journal
-from dsgpt.training.run_description import record_facts
+from dsgpt.training.run_description import describe_run
+from dsgpt.training.sinks import file_and_console_sinks
 
 WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
 
@@ -72,23 +72,24 @@ def resolved(folder: Path, asked: Asked) -> RunConfig:
 
 
 def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[dict], Any] = lambda _: None) -> Run:
-    """The run as the charts read it from the record that ``record_facts`` and ``Journal`` write when it has ended.
+    """The run as the charts read it from the record that ``describe_run`` and ``Journal`` write when it has ended.
 
     ``change`` edits the record before it is read, in place.
     """
-    config, console, problems = resolved(folder, asked), Console(speaks=False), Problems()
+    config, problems = resolved(folder, asked), Problems()
     files = {"train": config.train, "val": config.val}
     hashes: dict[str, str | None] = {
-        key: data_hash(file, verify=False, console=console, problems=problems) for key, file in files.items()
+        key: data_hash(file, verify=False, problems=problems) for key, file in files.items()
     }
-    hashes["initial weights"] = initial_weights_hash(config, console)
-    facts = record_facts(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
+    hashes["initial weights"] = initial_weights_hash(config)
+    description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
     config.run_dir.mkdir(parents=True)
-    journal = Journal(config, torch.device("cpu"), console, facts, first_step=0)
+    sinks = file_and_console_sinks(config, done=0)
+    journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks)
     for step in range(1, config.total_steps + 1):
         number = torch.tensor(1.0)
         result = StepResult(loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
-        journal.step_done(journal.meter.start(), step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
+        journal.step_done(journal.step_begins(), step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
     journal.flush()
     journal.write("completed")
     journal.close()

@@ -11,12 +11,12 @@ import pytest
 from small_run import REPOSITORY
 from training_runs import data_flags
 
-from dsgpt.benchmarks.harness import launch
+from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.benchmarks.harness.launch import Assignment, Launch, run_job
-from dsgpt.benchmarks.harness.measurement import read_rank
+from dsgpt.benchmarks.harness.rank_files import read_rank
+from dsgpt.benchmarks.harness.tested import STRATEGIES
 from dsgpt.benchmarks.harness.work import write_recipe
-from dsgpt.benchmarks.parity.matrix import STRATEGIES, Cell
 from dsgpt.runtime.machine_probe import compiler, libaio_problem
 
 NO_LIBAIO = not (found := compiler()) or bool(libaio_problem(found))
@@ -187,13 +187,13 @@ class Launched:
         run = self._folder / cell.after / "killed" if cell.after else folder / "run"
         (folder / "run.json").write_text(json.dumps(str(run)), encoding="utf-8")
         words = [cell.what, "--run_type", STRATEGIES[cell.strategy].run_type]
-        return Assignment(folder=str(folder), flags=[*words, *cell.words(corpus, folder / "recipe.json", run)])
+        words += cell.words(corpus, folder / "recipe.json", run)
+        return Assignment(folder=str(folder), flags=words, call="strategy_worker:observe")
 
     def seen(self, name: str) -> Seen:
         """What the cell of this name came to."""
         index, folder = self._names.index(name), self._folder / name
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "WORKER", "strategy_worker")
             here = Path(__file__).parent
             patch.setenv("PYTHONPATH", f"{here}:{here.parent}", prepend=os.pathsep)
             while self._done <= index:

@@ -1,4 +1,4 @@
-"""A rank of the tests in this folder: the parity suite's worker, which makes other observations.
+"""A rank of the tests in this folder, in the suites' worker.
 
 One launch serves many cells, each in a forked child of its own. The first word of a cell's flags names the observation,
 the others are flags of ``src/gpt2.py``.
@@ -8,7 +8,6 @@ import gc
 import hashlib
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import roll_back
 
 from dsgpt import main as command
-from dsgpt.benchmarks.harness import worker
-from dsgpt.benchmarks.harness.measurement import rank_file
+from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.checkpointing.training_state import StateReader, write_training_state
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.flags import parse_arguments
@@ -36,8 +34,8 @@ from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
 from dsgpt.strategies.pytorch.master_weights import DTYPES
 from dsgpt.telemetry.model_state import state_bytes
-from dsgpt.training.loop import training_batches
-from dsgpt.training.run import _dropout_seed
+from dsgpt.training.batches import training_batches
+from dsgpt.training.run import dropout_seed
 
 STEPS = 2
 """Of an observed strategy; the first one changes weights."""
@@ -183,7 +181,7 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
         import_deepspeed(device)
         held = Held()
         _watch_the_model_being_made(held)
-        torch.manual_seed(_dropout_seed(config))
+        torch.manual_seed(dropout_seed(config))
         strategy = build_strategy(config, device)
         sizes = [shape.numel() for shape in parameter_shapes(config.model).values()]
         facts = {"place": place, "whole": sum(sizes), "largest": max(sizes), "most_while_built": held.most}
@@ -228,13 +226,8 @@ OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 }
 
 
-def observe(words: list[str], folder: Path, *, bug: str, reference: bool) -> None:
-    """Stands in for ``dsgpt.benchmarks.parity.rank.run_cell``."""
+def observe(words: list[str], folder: Path) -> None:
+    """What every rank of a cell calls; see ``dsgpt.benchmarks.harness.launch.Assignment``."""
     observation, *flags = words
     facts = OBSERVATIONS[observation](flags)
     write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "time": time.time(), **facts})
-
-
-if __name__ == "__main__":
-    worker.run_cell = observe
-    sys.exit(worker.main(sys.argv[1:]))

@@ -23,8 +23,8 @@ from dsgpt.strategies.build import build_strategy
 from dsgpt.strategies.pytorch.baseline import Baseline
 from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy
 from dsgpt.telemetry.communication import Communication
-from dsgpt.training.loop import training_batches, validation_batches
-from dsgpt.training.run import _dropout_seed
+from dsgpt.training.batches import training_batches, validation_batches
+from dsgpt.training.run import dropout_seed
 
 CPU = torch.device("cpu")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -136,7 +136,7 @@ def dropped_out(run_type: str, flags: list[str], topology: Topology) -> list[tup
     strategy.model.train()
     losses = []
     for _ in range(2):
-        torch.manual_seed(_dropout_seed(config))
+        torch.manual_seed(dropout_seed(config))
         losses.append(float(strategy._training_loss(batch)))
     return gather_objects(tuple(losses))
 

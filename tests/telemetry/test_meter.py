@@ -59,11 +59,11 @@ def test_a_resumed_run_counts_its_earlier_steps():
     lines.insert(4, {"step": 4, "val_loss": 2.0, "wall_time_sec": 1000.0})
     lines[-1]["wall_time_sec"] = 2000.0
     meter = StepMeter(CPU, tokens_per_step=100)
-    meter.take_up(lines, done=5, epoch_start=0)
+    meter.resume(lines, done=5, epoch_start=0)
     assert meter.run == meter.epoch == earlier.run
     assert 2000 <= meter.wall_seconds() < 2010
     other_epoch = StepMeter(CPU, tokens_per_step=100)
-    other_epoch.take_up(lines, done=5, epoch_start=5)
+    other_epoch.resume(lines, done=5, epoch_start=5)
     assert (other_epoch.run, other_epoch.epoch) == (earlier.run, Figures())
 
 
@@ -79,7 +79,7 @@ def test_wall_time_is_when_the_step_ended():
 def test_lost_steps_make_sums_unknown_and_counts_stay():
     _, lines = metered(5)
     meter = StepMeter(CPU, tokens_per_step=100)
-    meter.take_up(lines[2:], done=5, epoch_start=3, wall_sec=70.0, last_loss=9.0)
+    meter.resume(lines[2:], done=5, epoch_start=3, wall_sec=70.0, last_loss=9.0)
     assert (meter.run.steps, meter.run.train_sec, meter.run.loss_mean()) == (5, None, None)
     assert (meter.epoch.steps, meter.epoch.loss_mean(), meter.last_loss) == (2, 4.5, 9.0)
     meter.stop(meter.start(), step=6, epoch=0, result=result(1.0), dataload_sec=0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsgpt.telemetry.record import RunRecord, StepLog, drop_steps_after, finite, mean, percentile, read_steps
+from dsgpt.training.sinks import RecordSink
 
 LINES = [
     {"step": 1, "loss": 4.0},
@@ -90,11 +91,11 @@ def test_nothing_has_no_mean():
 
 def written(tmp_path: Path, *, inference: dict[str, Any] | None) -> dict[str, Any]:
     epoch = {"train_time_sec": 9.0, "train_loss_avg_global": 2.0, "val_loss_avg_global": None}
-    record = RunRecord(tmp_path / "r.json", {"run_id": "x"}, epochs=[epoch])
-    record.inference = inference
-    record.summary = {"mean_tokens_per_sec_global": float("nan")}
-    record.status = "completed"
-    record.write()
+    summary = {"mean_tokens_per_sec_global": float("nan")}
+    record = RunRecord(
+        description={"run_id": "x"}, status="completed", epochs=[epoch], summary=summary, inference=inference
+    )
+    RecordSink(tmp_path / "r.json").record(record)
     return json.loads((tmp_path / "r.json").read_text())
 
 

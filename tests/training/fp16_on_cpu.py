@@ -18,7 +18,7 @@ from dsgpt.runtime.process_group import joined
 from dsgpt.runtime.topology import Topology, read_topology
 from dsgpt.strategies.deepspeed.zero import Zero
 from dsgpt.strategies.pytorch.baseline import Baseline
-from dsgpt.training.loop import training_batches
+from dsgpt.training.batches import training_batches
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from dsgpt.runtime.launcher import launcher_command
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
 from dsgpt.strategies.pytorch.baseline import Baseline
-from dsgpt.training.loop import training_batches
+from dsgpt.training.batches import training_batches
 
 CPU = torch.device("cpu")
 DYNAMIC = LossScaling()

@@ -10,7 +10,7 @@ from run_folders import Killed, errors, go_on
 from small_run import command_line, write_inputs
 
 from dsgpt.main import train
-from dsgpt.training import run
+from dsgpt.training import run, trainer
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -76,8 +76,8 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
         with (tmp_path / "run" / ".lock").open("a") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    monkeypatch.setattr(run, "fit", probe)
-    monkeypatch.setattr(run, "mark_complete", lambda *args: None)
+    monkeypatch.setattr(trainer.Trainer, "fit", probe)
+    monkeypatch.setattr(trainer, "mark_complete", lambda *args: None)
     assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
 
 

@@ -11,14 +11,15 @@ from small_run import command_line
 
 from dsgpt.main import train
 from dsgpt.training import checkpoint as checkpoint_module
-from dsgpt.training import completion, journal, run, saving
+from dsgpt.training import completion, saving, sinks
 from dsgpt.training.journal import Journal
+from dsgpt.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("where", ["train_step", "save_checkpoint"])
 def test_a_killed_run_leaves_its_record(finished_run, tmp_path, monkeypatch, where):
     if where == "train_step":
-        monkeypatch.setattr(run, "fit", Killed.now)
+        monkeypatch.setattr(Trainer, "fit", Killed.now)
     else:
         monkeypatch.setattr(checkpoint_module, "try_to_write", Killed.now)
     monkeypatch.setattr(Journal, "end_early", lambda self, status: None)  # a kill gives no time for it
@@ -83,7 +84,7 @@ def test_no_memory_for_inference_is_no_failure(finished_run, tmp_path, monkeypat
 
 def test_the_log_is_durable_before_the_checkpoint_is_published(finished_run, tmp_path, monkeypatch):
     order: list[str] = []
-    noted(monkeypatch, journal.StepLog, "sync", order)
+    noted(monkeypatch, sinks.StepLog, "sync", order)
     noted(monkeypatch, checkpoint_module.store, "publish", order)
     assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
     assert order == ["sync", "publish"]

@@ -66,7 +66,7 @@ class Manifest:
     device: str | None = None
     """``cpu`` or ``cuda``."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """The settings that a resumed run must match, by the names of ``training.run_description.fixed_facts``."""
+    """The settings that a resumed run must match, by the names of ``training.run_description.settings_to_match``."""
 
     @property
     def size(self) -> int:

@@ -42,7 +42,7 @@ class Change:
     step: Count
     """Of the checkpoint."""
     name: str
-    """One of ``fixed_facts``, or ``executed by``."""
+    """One of ``settings_to_match``, or ``executed by``."""
     before: Any
     after: Any
 

@@ -1,4 +1,4 @@
-"""Errors that scripts turn into an exit code, and the exit codes (the table is in README.md)."""
+"""Errors that scripts turn into an exit code, and the exit codes (the table is in docs/exit-codes.md)."""
 
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2

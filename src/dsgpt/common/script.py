@@ -23,7 +23,7 @@ class OutputError(OSError):
 
 
 def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
-    """Run ``main`` and end this process with its exit code (the table is in README.md).
+    """Run ``main`` and end this process with its exit code (the table is in docs/exit-codes.md).
 
     If the reader of its output closed it (``| head -1``), the exit code is 141 and nothing is printed, as if SIGPIPE
     had ended the process.

@@ -65,20 +65,9 @@ def plan_batch(
         The plan, or None if there is none; and a line about what ``enforce_global`` changed, or None.
     """
     total, micro, steps = request.global_batch_size, request.micro_batch_size, request.gradient_accumulation_steps
-    if total is None:
-        # DeepSpeed would multiply the other two by the ranks, and so train another model on every number of them.
-        here = (
-            f" ({micro * steps * data_parallel_size} is what the split gives on these ranks)" if micro and steps else ""
-        )
-        problems.add(f"the global batch is not given: set train_batch_size in the JSON or --global_batch_size{here}")
-        return None, None
-    given = {"global batch": total, "micro batch": micro, "accumulation": steps}
-    too_large = [f"{name} {value:,}" for name, value in given.items() if value is not None and value > LARGEST_BATCH]
-    if too_large:
-        problems.add(f"{' and '.join(too_large)} is too large: at most {LARGEST_BATCH:,}")
-        return None, None
-    if total % data_parallel_size:
-        problems.add(_indivisible(total, data_parallel_size))
+    trouble = _impossible(total, micro, steps, ranks=data_parallel_size)
+    if trouble or total is None:
+        problems.add(trouble)
         return None, None
     share, changed = total // data_parallel_size, None
     chosen = _matching_micro_batch(share, micro, steps)
@@ -100,6 +89,24 @@ def plan_batch(
     return plan, changed
 
 
+def _impossible(total: int | None, micro: int | None, steps: int | None, *, ranks: int) -> str:
+    """Why no split of ``total`` over ``ranks`` exists; empty if one does."""
+    if total is None:
+        # DeepSpeed would multiply the other two by the ranks, and so train another model on every number of them.
+        here = f" ({micro * steps * ranks} is what the split gives on these ranks)" if micro and steps else ""
+        return f"the global batch is not given: set train_batch_size in the JSON or --global_batch_size{here}"
+    given = {"global batch": total, "micro batch": micro, "accumulation": steps}
+    too_large = [f"{name} {value:,}" for name, value in given.items() if value is not None and value > LARGEST_BATCH]
+    if too_large:
+        return f"{' and '.join(too_large)} is too large: at most {LARGEST_BATCH:,}"
+    if total % ranks:
+        return (
+            f"global batch {total} is not divisible by {ranks} ranks: take --global_batch_size "
+            f"{multiples_around(total, ranks)}, or {divisors_around(total, ranks)} ranks"
+        )
+    return ""
+
+
 def _matching_micro_batch(share: int, micro: int | None, steps: int | None) -> int | None:
     """The micro batch that splits ``share`` sequences of a rank as asked; None where there is none."""
     if micro is None and steps is None:
@@ -107,13 +114,6 @@ def _matching_micro_batch(share: int, micro: int | None, steps: int | None) -> i
     if micro is None:
         return share // steps if steps and share % steps == 0 else None
     return micro if share % micro == 0 and steps in (None, share // micro) else None
-
-
-def _indivisible(total: int, ranks: int) -> str:
-    return (
-        f"global batch {total} is not divisible by {ranks} ranks: take --global_batch_size "
-        f"{multiples_around(total, ranks)}, or {divisors_around(total, ranks)} ranks"
-    )
 
 
 def _inconsistent(total: int, ranks: int, micro: int | None, steps: int | None) -> str:

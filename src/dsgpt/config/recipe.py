@@ -1,7 +1,7 @@
-"""The recipe: what a DeepSpeed JSON means to EVERY strategy. Reads, checks and writes one.
+"""The recipe: what a DeepSpeed JSON means to every strategy. Reads, checks and writes one.
 
-One recipe can be handed from a laptop's baseline to a cluster, because it is read and checked in the same way whichever
-strategy will run. Imports neither torch nor DeepSpeed.
+A recipe is read and checked in the same way for every strategy, so one file serves the baseline on a laptop and a
+cluster. Imports neither torch nor DeepSpeed.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from dsgpt.config.recipe_blocks import (
     TensorParallelRecipe,
     TorchStrategies,
 )
-from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistake, no_null
+from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistakes_of, no_null
 from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
@@ -42,12 +42,12 @@ DEEPSPEED_KEYS = (
 )
 """Keys that DeepSpeed's engine is given as they are; they mean nothing to other strategies.
 
-They change how a step is computed and not what is computed, with one exception inside ``zero_optimization``: Zero++'s
-``zero_quantized_weights`` and ``zero_quantized_gradients`` round what travels, so that the training is another one.
+They change how a step is computed, and not its result, with one exception inside ``zero_optimization``: Zero++'s
+``zero_quantized_weights`` and ``zero_quantized_gradients`` round what ranks send, so the training is another one.
 """
 
 PARALLEL_KEYS = ("tensor_parallel", "pipeline", "sequence_parallel_size")
-"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies tell DeepSpeed what it needs."""
+"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies configure DeepSpeed by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class RecipeSettings(Block):
     def _one_precision(cls, fp16: Fp16 | None, info: ValidationInfo) -> Fp16 | None:
         bf16 = info.data.get("bf16")
         if fp16 and fp16.enabled and bf16 and bf16.enabled:
-            raise mistake("and bf16 are both enabled; keep one")
+            raise ValueError("and bf16 are both enabled; keep one")
         return fp16
 
     @field_validator("aio")
@@ -113,7 +113,7 @@ class RecipeSettings(Block):
     def _swaps_files(cls, aio: AioRecipe | None, info: ValidationInfo) -> AioRecipe | None:
         zero = info.data.get("zero_optimization")
         if aio and zero and "nvme" not in {zero.offload_optimizer.device, zero.offload_param.device}:
-            raise mistake("means nothing without offload to nvme: leave it out")
+            raise ValueError("means nothing without offload to nvme: leave it out")
         return aio
 
     @property
@@ -215,7 +215,6 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     try:
         settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            problems.add(f"{': '.join(map(str, (path, *one['loc'])))} {one['msg']}")
+        problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error)))
         return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))

@@ -17,7 +17,6 @@ from dsgpt.config.recipe_values import (
     NamedBlock,
     Number,
     Positive,
-    mistake,
     must_be,
     one_of,
 )
@@ -50,7 +49,7 @@ class OptimizerRecipe(NamedBlock):
     @classmethod
     def _needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
         if nesterov and info.data.get("momentum") == 0:
-            raise mistake("needs a momentum above 0")
+            raise ValueError("needs a momentum above 0")
         return nesterov
 
 
@@ -153,7 +152,7 @@ class PipelineRecipe(Block):
             matches = any(re.search(pattern, name, re.IGNORECASE) for name in PIPELINE_LAYERS)
             if kind == "type" and ":" not in pattern and matches:
                 return value
-        raise mistake(
+        raise ValueError(
             f'must be "parameters", "uniform", or "type:" and a pattern that one of {", ".join(PIPELINE_LAYERS)} '
             f'matches, such as "type:block"; not {value!r}'
         )
@@ -162,7 +161,7 @@ class PipelineRecipe(Block):
 def _only_false(value: Any) -> bool:
     if value is False:
         return value
-    raise mistake("is not supported; blocks are recomputed whole, so leave it out or set it to false")
+    raise ValueError("is not supported; blocks are recomputed whole, so leave it out or set it to false")
 
 
 _Off = Annotated[bool, BeforeValidator(_only_false)]

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Self
+from types import NoneType
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
     BeforeValidator,
@@ -19,35 +20,47 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs, InitErrorDetails, PydanticCustomError
 
 from dsgpt.common.json_files import clipped, clipped_text
 from dsgpt.common.problems import MOST_KEYS, did_you_mean
 
 IN_A_FILE = "in a file"
 """The context of a validation whose values are JSON's."""
+_NO_OBJECT = (NoneType, bool, int, float, str, list)
+"""What JSON has besides objects."""
+_MISSING = "is missing"
+_AUTO = 'is "auto": write the value, or leave the key out for its default'
 
 
-def mistake(text: str) -> PydanticCustomError:
-    """The error of a validator whose message is ``text``; the value's place is put before it."""
-    return PydanticCustomError("mistake", "{text}", {"text": text})
+class Mistake(NamedTuple):
+    """A value or key that is wrong."""
+
+    place: tuple[int | str, ...]
+    """The keys that lead to it."""
+    text: str
+    """What is wrong; the place is put before it."""
 
 
-def _auto() -> PydanticCustomError:
-    return mistake('is "auto": write the value, or leave the key out for its default')
+def mistakes_of(error: ValidationError) -> list[Mistake]:
+    """All mistakes that a validation found."""
+    return [Mistake(each["loc"], _text_of(each["type"], each["msg"])) for each in error.errors(include_url=False)]
+
+
+def _text_of(kind: str, message: str) -> str:
+    return _MISSING if kind == "missing" else message.removeprefix("Value error, ")
 
 
 def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
-    """Says ``must be WORDS, not VALUE`` for every way in which a value is not of its type; ``cure`` adds to it."""
+    """Reports a value of another type as ``must be WORDS, not VALUE``, followed by what ``cure`` says about it."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         """The value, of its type."""
         if value == "auto":
-            raise _auto()
+            raise ValueError(_AUTO)
         try:
             return handler(value)
         except ValidationError:
-            raise mistake(f"must be {words}, not {clipped(value)}{cure(value)}") from None
+            raise ValueError(f"must be {words}, not {clipped(value)}{cure(value)}") from None
 
     return WrapValidator(check)
 
@@ -74,7 +87,7 @@ Fraction = Annotated[float, Strict(), Field(ge=0, le=1), must_be("a number from 
 
 def _no_null(value: Any, info: ValidationInfo) -> Any:
     if value is None and info.context == IN_A_FILE:
-        raise mistake("is null: write the value, or leave the key out for its default")
+        raise ValueError("is null: write the value, or leave the key out for its default")
     return value
 
 
@@ -94,35 +107,31 @@ class Block:
     @model_validator(mode="wrap")
     @classmethod
     def _in_own_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        found: list[Mistake] = []
         if isinstance(value, dict):
             value, found = cls._flat(value)
-        elif isinstance(value, cls | ArgsKwargs):
-            found = []
-        else:
-            raise _auto() if value == "auto" else mistake(f"must be an object in braces, not {clipped(value)}")
+        elif isinstance(value, _NO_OBJECT):
+            raise ValueError(_AUTO if value == "auto" else f"must be an object in braces, not {clipped(value)}")
         try:
             block = handler(value)
         except ValidationError as error:
-            for one in error.errors(include_url=False):
-                text = (
-                    f"is missing{cls.MISSING.get(str(one['loc'][-1]), '')}" if one["type"] == "missing" else one["msg"]
-                )
-                found.append(_detail(cls._place(one["loc"]), text))
+            found += [cls._moved(each) for each in mistakes_of(error)]
             raise _together(found) from None
         if found:
             raise _together(found)
         return block
 
     @classmethod
-    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[InitErrorDetails]]:
+    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
         """The keys that are fields, and a mistake for each of the others."""
         known = {each.name for each in fields(cls)}
         return {key: value[key] for key in value if key in known}, unknown_keys(value, known, refused=cls.REFUSED)
 
     @classmethod
-    def _place(cls, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        """Where the JSON has what pydantic calls ``loc``."""
-        return loc
+    def _moved(cls, each: Mistake) -> Mistake:
+        """A mistake in a field, at its place in the JSON."""
+        hint = cls.MISSING.get(str(each.place[-1]), "") if each.text == _MISSING else ""
+        return each._replace(text=each.text + hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +142,10 @@ class NamedBlock(Block):
     """The parameters of each name."""
 
     @classmethod
-    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[InitErrorDetails]]:
+    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
         found, params = unknown_keys(value, ("type", "params")), value.get("params", {})
         if not isinstance(params, dict):
-            found.append(_detail(("params",), f"must be an object in braces, not {clipped(params)}"))
+            found.append(Mistake(("params",), f"must be an object in braces, not {clipped(params)}"))
             raise _together(found)
         name = value.get("type")
         known = cls.PARAMS.get(name if isinstance(name, str) else "", set().union(*cls.PARAMS.values()))
@@ -145,8 +154,9 @@ class NamedBlock(Block):
         return flat | {key: value[key] for key in ("type",) if key in value}, found
 
     @classmethod
-    def _place(cls, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        return loc if loc == ("type",) else ("params", *loc)
+    def _moved(cls, each: Mistake) -> Mistake:
+        found = super()._moved(each)
+        return found if found.place == ("type",) else found._replace(place=("params", *found.place))
 
     @model_serializer(mode="wrap")
     def _nested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -160,23 +170,26 @@ def unknown_keys(
     *,
     refused: Mapping[str, str] | None = None,
     inside: tuple[str, ...] = (),
-) -> list[InitErrorDetails]:
+) -> list[Mistake]:
     """A mistake for each key that is not ``known``, with the nearest one, or for ``refused`` ones the reason."""
     unknown, refused = [key for key in values if key not in known], refused or {}
     found = []
     for key in unknown[:MOST_KEYS]:
         if key in refused:
-            found.append(_detail((*inside, key), f"is not supported: {refused[key]}"))
+            found.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
         else:
-            found.append(_detail((*inside, clipped_text(key)), f"is no known key{did_you_mean(key, known)}"))
+            found.append(Mistake((*inside, clipped_text(key)), f"is no known key{did_you_mean(key, known)}"))
     if len(unknown) > MOST_KEYS:
-        found.append(_detail(inside, f"has {len(unknown) - MOST_KEYS:,} more keys that are not known"))
+        found.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more keys that are not known"))
     return found
 
 
-def _detail(place: tuple[int | str, ...], text: str) -> InitErrorDetails:
-    return InitErrorDetails(type=mistake(text), loc=place, input=None)
-
-
-def _together(found: list[InitErrorDetails]) -> ValidationError:
-    return ValidationError.from_exception_data("recipe", found)
+def _together(found: list[Mistake]) -> ValidationError:
+    """One error with every mistake, for pydantic to add to those of the other blocks."""
+    return ValidationError.from_exception_data(
+        "recipe",
+        [
+            {"type": "value_error", "loc": each.place, "input": None, "ctx": {"error": ValueError(each.text)}}
+            for each in found
+        ],
+    )

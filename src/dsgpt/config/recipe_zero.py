@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Strict, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from dsgpt.config.recipe_values import Block, Elements, Flag, Limit, Positive, Text, mistake, must_be, no_null, one_of
+from dsgpt.config.recipe_values import Block, Elements, Flag, Limit, Positive, Text, must_be, no_null, one_of
 
 _Place = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")]
 
@@ -96,11 +96,11 @@ class ZeroRecipe(Block):
         if block.device == "none" or stage == 3:
             return block
         if info.field_name == "offload_param":
-            raise mistake("needs ZeRO stage 3")
+            raise ValueError("needs ZeRO stage 3")
         if block.device == "nvme":
-            raise mistake("to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu")
+            raise ValueError("to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu")
         if stage == 0:
-            raise mistake("needs ZeRO stage 1, 2 or 3")
+            raise ValueError("needs ZeRO stage 1, 2 or 3")
         return block
 
     @field_validator("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
@@ -108,7 +108,7 @@ class ZeroRecipe(Block):
     def _zero_plus_plus_fits_stage(cls, value: Any, info: ValidationInfo) -> Any:
         unused = 1 if info.field_name == "zero_hpz_partition_size" else False
         if value != unused and info.data.get("stage", 3) != 3:
-            raise mistake("needs ZeRO stage 3")
+            raise ValueError("needs ZeRO stage 3")
         return value
 
 

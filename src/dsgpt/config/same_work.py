@@ -1,12 +1,11 @@
-"""What of a run's options, recipe and model changes the training that it computes, and what does not.
+"""Which options, recipe keys and model fields change the training, and which do not.
 
-Two runs did the same work where everything in ``COUNTED`` agrees. Each entry names the facts under which
-``reports/work_facts.py`` reads it from a record. ``HARMLESS`` says of everything else why it may differ. A test holds
-both against the fields of ``Options``, ``Recipe`` and ``GPT2Config`` and against ``recipe_keys``: a new option, field
-or key must be put into one of them.
+Two runs did the same work if everything in ``COUNTED`` agrees. Each entry names the facts under which
+``reports/work_facts.py`` reads it from a record. ``HARMLESS`` says why everything else may differ. A test compares both
+with the fields of ``Options``, ``GPT2Config``, ``Recipe`` and its blocks: a new one must be put into one of them.
 
-Names are ``--flag`` for an option, ``model.FIELD``, ``recipe.NAME`` for the top level of a recipe, and ``BLOCK.NAME``
-for what is inside one of its blocks. Imports nothing, so that charts start fast.
+Names are ``--flag`` for an option, ``model.FIELD``, ``recipe.KEY`` for the top level of a recipe, and ``BLOCK.KEY`` for
+a key in one of its blocks. Imports nothing, so that charts start fast.
 """
 
 WORK_FACTS = (
@@ -27,7 +26,7 @@ WORK_FACTS = (
     "tokens",
     "precision",
 )
-"""The amount of work, in the order in which it is shown."""
+"""Facts about the amount of work, in the order in which they are shown."""
 
 TRAINING_FACTS = (
     "initial weights",
@@ -41,7 +40,7 @@ TRAINING_FACTS = (
     "seed",
     "changed at resume",
 )
-"""What leaves the amount of work alone and makes it a different training."""
+"""Facts that change the training, and not the amount of work."""
 
 LATER_FACTS = frozenset(
     {
@@ -55,10 +54,10 @@ LATER_FACTS = frozenset(
         "changed at resume",
     }
 )
-"""Facts that records of generation 2.1 need not hold: not asked for where no run recorded them."""
+"""Facts that records of generation 2.1 may lack. They are not compared if no run recorded them."""
 
 RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
-"""Those of them that a resume may change: asked for wherever a run was resumed."""
+"""Those of them that a resume may change. They are compared if a run was resumed."""
 
 _LENGTH = ("optimizer steps", "scheduler")
 _SETTINGS = ("optimizer settings",)
@@ -119,11 +118,11 @@ COUNTED: dict[str, tuple[str, ...]] = {
     "zero_optimization.zero_quantized_weights": _QUANTIZED,
     "zero_optimization.zero_quantized_gradients": _QUANTIZED,
 }
-"""What changes the training, and the facts of which at least one then differs."""
+"""What changes the training, with the facts of which at least one then differs."""
 
-_EXECUTES = "says who computes a step and not what is computed; the parity suite holds the losses together"
+_EXECUTES = "says who computes a step, not what is computed; the parity suite compares the losses"
 _SPLIT = "splits the same global batch; sums over it agree up to their order, which the parity suite bounds"
-_PLACES = "says where state lies or how much travels at once; values are the same"
+_PLACES = "says where state is kept or how much is sent at once; values are the same"
 _PRINTS = "prints, times or watches"
 _SAVES = "says when, where or how a state is written, not what it is"
 _SWAPS = "says how files are read and written while state is swapped"
@@ -246,7 +245,7 @@ BLOCKS = {
     "zero_optimization.offload_optimizer": "offload_optimizer",
     "zero_optimization.offload_param": "offload_param",
 }
-"""Names that hold others, which count or not one by one.
+"""Blocks, whose keys count or not one by one.
 
-The presence of the block ``activation_checkpointing`` asks for what ``--activation_checkpointing`` does.
+The presence of the block ``activation_checkpointing`` does what ``--activation_checkpointing`` does.
 """

@@ -1,4 +1,4 @@
-"""How long the trained model takes to answer: one prompt, batch 1, greedy, key-value cache, warm."""
+"""Times generation with a trained model: one prompt, batch 1, greedy, key-value cache, after a warm-up."""
 
 import statistics
 import time
@@ -47,7 +47,7 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
 def _timed(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
     started = time.perf_counter()
     for _ in generate(model, prompt, new_tokens=new_tokens):
-        pass  # each id is fetched from the device as it is made, as an application would
+        pass  # fetches each id from the device as soon as it is generated, as an application does
     if prompt.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started

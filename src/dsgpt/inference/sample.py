@@ -1,19 +1,23 @@
 """Text in, text out, with the model and tokenizer of a checkpoint."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
+from dsgpt.checkpointing.selection import ModelFiles, find_checkpoint, open_model_files
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
 from dsgpt.formats.tokenizer_files import open_tokenizer, reason_of
-from dsgpt.inference.checkpoint_model import load_model
 from dsgpt.inference.decode import generate
+from dsgpt.inference.trained_model import load_model
 from dsgpt.model.config import GPT2Config
 from dsgpt.runtime.device import cuda_devices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def sample(
@@ -30,7 +34,16 @@ def sample(
 ) -> Iterator[str]:
     """Yield ``samples`` texts: the prompt and up to ``new_tokens`` more tokens, or fewer where a document ends.
 
-    ``which``, of the checkpoints of a run folder, is ``latest`` or ``best``.
+    Args:
+        path: a run folder, or one checkpoint.
+        which: the checkpoint of a run folder: ``latest`` or ``best``.
+        prompt: the start of every text; empty for the start of a document.
+        samples: texts.
+        new_tokens: the most tokens to add; the model's positions may end earlier.
+        temperature: 0 takes the likeliest token always.
+        top_k: the number of likeliest tokens to sample from.
+        seed: of the random stream that all samples share.
+        device_kind: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         UserError: no usable checkpoint, no tokenizer in it, or numbers that make no sense.
@@ -43,40 +56,40 @@ def sample(
         seed=seed,
         device_kind=device_kind,
     )
+    files, tokenizer = _open(path, which=which)
+    device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
+    model = load_model(files, device)
+    ids = _encode(prompt, tokenizer, model.config)
+    generator = torch.Generator(device).manual_seed(seed)
+    for _ in range(samples):
+        tokens = generate(
+            model,
+            torch.tensor(ids, device=device),
+            new_tokens=min(new_tokens, model.config.block_size - len(ids)),
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+        )
+        text = tokenizer.decode(list(itertools.takewhile(lambda token: token != tokenizer.eos_token_id, tokens)))
+        yield f"{prompt}{text}"
+
+
+def _open(path: Path, *, which: str) -> tuple[ModelFiles, "PreTrainedTokenizerBase"]:
     checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
     files = open_model_files(checkpoint)
     if files.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer, because its training data came without one; cannot read text")
-    tokenizer = open_tokenizer(files.tokenizer, what=str(files.tokenizer))
-    device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
-    model = load_model(files, device)
-    start = _encode(prompt, tokenizer, model.config)
-    room = model.config.block_size - len(start)
-    generator = torch.Generator(device).manual_seed(seed)
-    for _ in range(samples):
-        ids = []
-        for token in generate(
-            model,
-            torch.tensor(start, device=device),
-            new_tokens=min(new_tokens, room),
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
-        ):
-            if token == tokenizer.eos_token_id:
-                break
-            ids.append(token)
-        yield prompt + tokenizer.decode(ids)
+    return files, open_tokenizer(files.tokenizer, what=str(files.tokenizer))
 
 
-def _encode(prompt: str, tokenizer: Any, config: GPT2Config) -> list[int]:
-    """The ids to continue: at least one, all known to the model, with room for one more."""
+def _encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
+    """The ids of the prompt: at least one, all in the model's vocabulary, with a position left for one more."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError("--prompt is not valid UTF-8 text") from error
     try:
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise UserError(f"--prompt {prompt!r}: the tokenizer cannot encode it ({reason_of(error)})") from error
     if not ids and tokenizer.eos_token_id is None:

@@ -1,17 +1,19 @@
-"""Counts what a rank communicates: every collective, send and receive between entering and leaving ``Communication``.
+"""Counts the collectives, sends and receives of a rank, in calls and bytes: what ``planning.communication`` predicts.
 
-All of them pass PyTorch's dispatcher as ``c10d::`` or ``_c10d_functional::`` operators, whoever calls them: this
-package, DeepSpeed, FSDP's hooks in the backward pass, DDP's reducer in C++. Nothing is patched, and an operator that is
-not known here is reported instead of being left out.
+All of them pass PyTorch's dispatcher as ``c10d::`` or ``_c10d_functional::`` operators, whichever code calls them: this
+package, DeepSpeed, FSDP's hooks in the backward pass, DDP's reducer in C++. Nothing is patched. An operator that is
+not listed here is reported instead of being left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,7 +70,7 @@ _FUNCTIONAL = {
 }
 _OPERATORS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL}
 _LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
-"""Operators of the same two names that move nothing between ranks."""
+"""Operators in the same two namespaces that send nothing."""
 
 
 @dataclass
@@ -84,41 +86,46 @@ class Traffic:
 
     @property
     def ring_bytes(self) -> int:
-        """What this rank sends, if the collectives are rings."""
+        """Bytes that this rank sends if the collectives are rings."""
         return round(self.payload_bytes * ring_factor(self.operation, len(self.group)))
 
 
-class Communication(TorchDispatchMode):
-    """While it is entered, notes what this rank communicates; changes nothing of it."""
+class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """A context that counts what this rank communicates inside, and changes nothing of it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._traffic: dict[tuple[str, tuple[int, ...]], Traffic] = {}
         self.unknown: set[str] = set()
-        """Operators that may have communicated and cannot be counted."""
+        """Names of operators that may have communicated and are not counted."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Run compiled code as it is; without this it would run eagerly, and round differently, while it is watched."""
+        """Run compiled code as it is; otherwise it would run eagerly inside, and round differently."""
         return True
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What was seen, in the order in which each kind appeared first."""
+        """What was counted, in the order in which each kind appeared first."""
         return list(self._traffic.values())
 
     def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Count ``func`` and run it; leave what DTensor and its like make of an operator to them, and see that."""
+        self,
+        func: Callable[..., object],
+        types: tuple[type[Tensor], ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Count ``func`` and run it. DTensor and its like first turn an operator into others, which are counted."""
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor for kind in types):
             return NotImplemented
-        known = _OPERATORS.get(getattr(func, "namespace", None))
-        if known is not None:
-            self._note(func, known, args, kwargs or {})
+        if isinstance(func, OpOverload) and func.namespace in _OPERATORS:
+            self._note(func, _OPERATORS[func.namespace], args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _note(self, func: Any, known: dict[str, _Operator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(
+        self, func: OpOverload, known: dict[str, _Operator], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         name = func._schema.name.partition("::")[2]
         if name in _LOCAL:
             return
@@ -126,7 +133,7 @@ class Communication(TorchDispatchMode):
             self.unknown.add(func._schema.name)
             return
         operator = known[name]
-        # The schema may be longer than the call: what was left out has its default.
+        # The schema may be longer than the call: an argument that is not given has its default.
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         group = _ranks(given)
         payload = sum(tensor.nbytes for tensor in _tensors(given[operator.payload])) if operator.payload else 0
@@ -138,7 +145,7 @@ class Communication(TorchDispatchMode):
 def _ranks(given: dict[str, Any]) -> tuple[int, ...]:
     if "group_name" in given:
         group = given["group_name"]
-        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        group = _resolve_process_group(dist.distributed_c10d.GroupName(group)) if isinstance(group, str) else group
     else:
         group = given["process_group"]
     if isinstance(group, torch.ScriptObject):

@@ -1,14 +1,27 @@
-"""What a run says: to the terminal and, word for word, to ``train.log``. Progress bars go to the terminal alone."""
+"""Where the lines of a run go: standard output and ``train.log``.
+
+Every module logs to ``logging.getLogger(__name__)``, below the logger ``dsgpt``. Rank 0 adds handlers to it; the other
+ranks disable it. A line has no prefix: its level says who may filter it, not how it looks. Progress bars are shown on a
+terminal alone.
+"""
 
 import contextlib
+import logging
 import sys
 import time
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from tqdm import tqdm
 
 from dsgpt.common.files import PRINTABLE, append_to
+
+_PACKAGE = logging.getLogger("dsgpt")
+_PACKAGE.addHandler(logging.NullHandler())
+_SILENT = logging.CRITICAL + 1
 
 
 def duration(seconds: float) -> str:
@@ -23,52 +36,102 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-class Console:
-    """Speaks on the main rank and is silent on the others."""
+def print_line(line: str = "") -> None:
+    """Print one line to standard output, above a progress bar if one is shown.
 
-    def __init__(self, *, speaks: bool) -> None:
-        self._speaks = speaks
-        self._log: FileIO | None = None
+    The line is lost if the terminal is closed, its reader has ended or the disk is full: none of these ends a run.
+    """
+    with contextlib.suppress(OSError):
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints every record as a line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_line(self.format(record))
+
+
+@contextlib.contextmanager
+def logging_to_console(*, speaks: bool) -> Iterator[None]:
+    """Inside, print what this package logs from level INFO on.
+
+    Args:
+        speaks: whether this rank prints and logs at all; the other ranks are silent.
+    """
+    handler = _ConsoleHandler() if speaks else logging.NullHandler()
+    level, propagate = _PACKAGE.level, _PACKAGE.propagate
+    _PACKAGE.setLevel(logging.INFO if speaks else _SILENT)
+    _PACKAGE.propagate = False  # handlers that a library gave the root logger would print every line again
+    _PACKAGE.addHandler(handler)
+    try:
+        yield
+    finally:
+        _PACKAGE.removeHandler(handler)
+        _PACKAGE.setLevel(level)
+        _PACKAGE.propagate = propagate
+
+
+class LogFile(logging.Handler):
+    """Copies log lines to a file that is opened later. A context: it receives what is logged inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: FileIO | None = None
         self._early: list[str] = []
 
-    def log_to(self, path: Path) -> None:
-        """Copy what was said so far, and all that follows, to ``path``, after what it holds already."""
-        if self._speaks:
-            self._log = append_to(path)  # unbuffered: a line that a full disk refuses must not come again
-            self._log.write("".join(f"{line}\n" for line in self._early).encode(errors=PRINTABLE))
-            self._early.clear()
+    def open(self, path: Path) -> None:
+        """Append the lines so far, and all that follow, to ``path``.
 
-    def say(self, line: str = "") -> None:
-        """Print one line, above a progress bar if one is shown.
-
-        A terminal that is gone, a reader that ended and a full disk end no training: the line is lost.
+        Raises:
+            OSError: the file system refuses.
         """
-        if not self._speaks:
-            return
-        with contextlib.suppress(OSError):
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
-        if self._log is None:
+        self._file = append_to(path)  # unbuffered: a line that a full disk refuses must not come again
+        self._file.write("".join(f"{line}\n" for line in self._early).encode(errors=PRINTABLE))
+        self._early.clear()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line; a line that the file system refuses is lost."""
+        line = self.format(record)
+        if self._file is None:
             self._early.append(line)
             return
         with contextlib.suppress(OSError):
-            self._log.write(f"{line}\n".encode(errors=PRINTABLE))
+            self._file.write(f"{line}\n".encode(errors=PRINTABLE))
 
-    def progress(self, *, total: int, done: int = 0, what: str, unit: str) -> "Progress":
-        """A progress bar with its time to completion; where the output is no terminal, only the printed lines tell."""
-        return Progress(total=total, done=done, what=what, unit=unit, shown=self._speaks and sys.stderr.isatty())
+    def __enter__(self) -> Self:
+        _PACKAGE.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _PACKAGE.removeHandler(self)
+        self.close()
 
     def close(self) -> None:
-        """Close the log."""
-        if self._log:
-            self._log.close()
-            self._log = None
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        super().close()
 
 
 class Progress:
-    """A tqdm bar, and the time left in words for lines that are logged."""
+    """A tqdm bar, and the time left in words for lines that are logged.
 
-    def __init__(self, *, total: int, done: int, what: str, unit: str, shown: bool) -> None:
+    Args:
+        total: units of work.
+        done: units done before.
+        what: the name of the work.
+        unit: the name of a unit.
+        shown: whether there is a bar; by default where this rank logs and standard error is a terminal.
+    """
+
+    def __init__(self, *, total: int, what: str, unit: str, done: int = 0, shown: bool | None = None) -> None:
+        if shown is None:
+            shown = _PACKAGE.isEnabledFor(logging.INFO) and sys.stderr.isatty()
         self._bar = tqdm(
             total=total, initial=done, desc=what, unit=unit, disable=not shown, dynamic_ncols=True, leave=False
         )
@@ -90,3 +153,23 @@ class Progress:
     def close(self) -> None:
         """Remove the bar."""
         self._bar.close()
+
+
+class Console:
+    """Prints lines and progress bars for commands that have no log: suites and conversions.
+
+    Args:
+        speaks: whether it prints at all.
+    """
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks = speaks
+
+    def say(self, line: str = "") -> None:
+        """Print one line as ``print_line`` does."""
+        if self._speaks:
+            print_line(line)
+
+    def progress(self, *, total: int, what: str, unit: str) -> Progress:
+        """A progress bar, on a terminal alone."""
+        return Progress(total=total, what=what, unit=unit, shown=self._speaks and sys.stderr.isatty())

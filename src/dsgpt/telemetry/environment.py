@@ -10,7 +10,7 @@ import torch
 
 
 def software_versions() -> dict[str, str | None]:
-    """The ``env`` block of a record; null for what is not installed."""
+    """The ``env`` block of a record; None for a package that is not installed."""
     return {
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
@@ -33,7 +33,7 @@ def host_name() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of this code, with ``-dirty`` behind it if files differ from it; None outside a checkout."""
+    """The commit of this code, followed by ``-dirty`` if files differ from it; None outside a git checkout."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(

@@ -1,7 +1,6 @@
-"""Peak memory of this process, in bytes; None where it cannot be known."""
+"""Peak memory of this process, in bytes; None where it is unknown."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -9,7 +8,7 @@ import torch
 def peak_rss_bytes() -> int | None:
     """Largest resident set of this process so far.
 
-    From ``/proc/self/status`` (VmHWM): ``getrusage`` counts what the launcher held before it became this process.
+    From ``/proc/self/status`` (VmHWM): ``getrusage`` also counts what the launcher held before it became this process.
     """
     status = Path("/proc/self/status")
     if not status.exists():
@@ -28,10 +27,10 @@ def peak_cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
 
 
 class TrainingPeaks:
-    """Peak memory of training steps and validations; saving and generating are kept out as far as it can be done.
+    """Peak memory of training steps and validations, without that of saves and generation as far as possible.
 
-    The GPU's counters are started anew after each save. The peak of the resident set cannot be: a save's share of it
-    shows from the next ``note`` on, but that of the last save, and the measurement of inference, do not.
+    The GPU's counters are reset after each save. The peak of the resident set cannot be reset: from the next ``note``
+    on it includes a save's share. It never includes that of the last save, nor that of measuring inference.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,21 +38,21 @@ class TrainingPeaks:
         self._allocated: int | None = None
         self._reserved: int | None = None
         self._rss: int | None = None
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Let the GPU's counters start anew: what was allocated until now was no training."""
+    def reset(self) -> None:
+        """Reset the GPU's counters: what was allocated until now was not for training."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def note(self) -> None:
-        """Take the peaks so far."""
+        """Read the peaks so far."""
         allocated, reserved = peak_cuda_bytes(self._device)
         self._allocated = _larger(self._allocated, allocated)
         self._reserved = _larger(self._reserved, reserved)
         self._rss = _larger(self._rss, peak_rss_bytes())
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, int | None]:
         """The memory keys of an epoch's record and of the summary, as of the last ``note``."""
         return {
             "max_cuda_mem_allocated_bytes_rank0": self._allocated,

@@ -1,19 +1,33 @@
-"""Times optimizer steps without making the device wait, and turns them into the lines and figures of the record."""
+"""Times optimizer steps without making the device wait, and computes the lines and figures of the record from them."""
 
 import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
+from torch import Tensor
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.data.loader import Batch
 from dsgpt.telemetry.record import mean, percentile
 
 WARM_UP_STEPS = 3
-"""The first steps of a process compile, allocate and tune; throughput and step-time figures leave them out."""
+"""The first steps of a process, which compile, allocate and tune: throughput and step times do not count them."""
+
+
+class StepValues(Protocol):
+    """What the meter reads of a ``strategies.base.StepResult``, which telemetry may not import."""
+
+    @property
+    def loss(self) -> Tensor: ...
+    @property
+    def grad_norm(self) -> Tensor: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def skipped(self) -> Tensor: ...
 
 
 class TimedBatches:
@@ -39,38 +53,47 @@ class TimedBatches:
 
 
 _COUNTED = {"loss", "step_time_sec", "dataload_time_sec", "warm_up"}
-"""What a line must hold to be counted as a step."""
+"""The keys that a line must have to be counted as a step."""
+
+Mark = float | torch.cuda.Event
+"""An instant in the device's own time: seconds on CPU, an event on a GPU, which runs behind Python."""
 
 
 class _Clock:
-    """Marks instants in the device's own time: events on a GPU, which run behind Python; the wall clock on CPU."""
+    """Marks instants in the device's own time."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's has no types
         event.record()
         return event
 
-    def reached(self, mark: Any) -> bool:
-        return not self._on_gpu or mark.query()
+    def reached(self, mark: Mark) -> bool:
+        if isinstance(mark, float):
+            return True
+        passed: bool = mark.query()  # type: ignore[no-untyped-call]  # torch's has no types
+        return passed
 
-    def seconds_between(self, first: Any, second: Any) -> float:
-        if not self._on_gpu:
+    def seconds_between(self, first: Mark, second: Mark) -> float:
+        if isinstance(first, float):
+            assert isinstance(second, float)  # a clock makes marks of one kind
             return second - first
+        assert not isinstance(second, float)
         second.synchronize()
-        return first.elapsed_time(second) / 1000
+        milliseconds: float = first.elapsed_time(second)
+        return milliseconds / 1000
 
 
 class _Pending(NamedTuple):
     step: int
     epoch: int
-    result: Any  # a StepResult, which telemetry, the lower layer, does not import
-    started: Any
-    ended: Any
+    result: StepValues
+    started: Mark
+    ended: Mark
     dataload_sec: float
     watched: bool
 
@@ -81,11 +104,11 @@ class Figures:
 
     steps: int = 0
     loss_sum: float | None = 0.0
-    """None where steps were lost."""
+    """None where lines of steps are missing."""
     train_sec: float | None = 0.0
-    """All steps, the warm-up too; None where steps were lost."""
+    """Of all steps, warm-up included; None where lines of steps are missing."""
     counted_tokens: int = 0
-    """Without the warm-up, as are the two lists."""
+    """Without warm-up, like the two lists."""
     step_secs: list[float] = field(default_factory=list)
     dataload_secs: list[float] = field(default_factory=list)
 
@@ -101,7 +124,7 @@ class Figures:
             self.dataload_secs.append(line["dataload_time_sec"])
 
     def expect(self, steps: range, counted: list[int]) -> None:
-        """Know that ``steps`` were made; where others were ``counted``, or one twice, the sums are unknown."""
+        """Make the sums unknown unless exactly ``steps``, which were taken, are ``counted``, each once."""
         if counted != list(steps):
             self.steps, self.loss_sum, self.train_sec = len(steps), None, None
 
@@ -124,10 +147,10 @@ class StepMeter:
         self.epoch = Figures()
         self.run = Figures()
         self.process = Figures()
-        """Of the steps that this process took itself."""
+        """Of the steps that this process took."""
         self.last_loss: float | None = None
 
-    def take_up(
+    def resume(
         self,
         lines: Iterable[dict[str, Any]],
         *,
@@ -136,14 +159,14 @@ class StepMeter:
         wall_sec: float | None = None,
         last_loss: float | None = None,
     ) -> None:
-        """Count what an earlier process of this run logged; what was lost of it makes sums unknown, not wrong.
+        """Count the steps that earlier processes of this run logged; lines that are missing make sums unknown.
 
         Args:
-            lines: of ``metrics.jsonl``, up to step ``done``.
-            done: optimizer steps made.
+            lines: those of ``metrics.jsonl`` up to step ``done``.
+            done: optimizer steps taken.
             epoch_start: how many of them belong to finished epochs.
-            wall_sec: seconds of the run so far, None to take those of the last line.
-            last_loss: loss of step ``done``, None to take that of the last step in ``lines``.
+            wall_sec: seconds of the run so far; None takes those of the last line.
+            last_loss: loss of step ``done``; None takes that of the last step in ``lines``.
         """
         counted: list[int] = []
         for line in lines:
@@ -160,23 +183,23 @@ class StepMeter:
         self.last_loss = last_loss if last_loss is not None else self.last_loss
 
     def wall_seconds(self) -> float:
-        """Seconds since the run started; a stop between two processes of a resumed run is not counted."""
+        """Seconds since the run started, without those between the processes of a resumed run."""
         return self._earlier_wall_sec + self.process_wall_seconds()
 
     def process_wall_seconds(self) -> float:
-        """Seconds since this process began with the run."""
+        """Seconds since this process started the run."""
         return time.perf_counter() - self._started
 
-    def start(self) -> Any:
+    def start(self) -> Mark:
         """Mark the start of a step."""
         return self._clock.mark()
 
     def stop(
-        self, started: Any, *, step: int, epoch: int, result: Any, dataload_sec: float, watched: bool = False
+        self, started: Mark, *, step: int, epoch: int, result: StepValues, dataload_sec: float, watched: bool = False
     ) -> None:
         """Mark the end of a step; its values stay on the device until ``flush``.
 
-        A step that was ``watched`` took longer for it, and is left out of the figures as the warm-up is.
+        A step whose traffic was measured (``watched``) took longer for it: it is left out like the warm-up.
         """
         self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec, watched))
 
@@ -184,7 +207,7 @@ class StepMeter:
         """The steps since the last call as lines of ``metrics.jsonl``.
 
         Args:
-            wait: for the device; without it, steps that it has not finished are left out, and come with a later call.
+            wait: for the device; otherwise steps that it has not finished are left to a later call.
         """
         pending, self._pending = self._pending, []
         lines = []
@@ -224,7 +247,7 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
     """Check the loss and gradient norm of every step.
 
     Raises:
-        NonFiniteError: one is NaN or infinite; only the norm of a step that fp16 loss scaling skipped may be.
+        NonFiniteError: one is NaN or infinite; the norm may be where fp16 loss scaling skipped the step.
     """
     for line in lines:
         norm_counts = not line["skipped"]
@@ -237,12 +260,22 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
 
 
 def throughput(figures: Figures) -> float | None:
-    """Tokens per second over all ranks, training steps only and without the warm-up; None where no step counts."""
+    """Tokens per second over all ranks, of training steps after the warm-up; None without such a step."""
     seconds = sum(figures.step_secs)
     return figures.counted_tokens / seconds if seconds else None
 
 
-def timing_figures(figures: Figures) -> dict[str, float | None]:
+class TimingFigures(TypedDict):
+    """The timing keys of an epoch's record; None where no step counts."""
+
+    tokens_per_sec_global: float | None
+    step_time_mean_sec: float | None
+    step_time_p50_sec: float | None
+    step_time_p95_sec: float | None
+    dataload_time_mean_sec: float | None
+
+
+def timing_figures(figures: Figures) -> TimingFigures:
     """The timing keys of an epoch's record."""
     return {
         "tokens_per_sec_global": throughput(figures),

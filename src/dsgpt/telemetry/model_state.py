@@ -1,4 +1,7 @@
-"""How many bytes of model state a rank holds, and on which device, counted in storages: views add nothing."""
+"""Bytes of model state that a rank holds, by device: what ``planning.model_state`` predicts.
+
+Storages are counted, so that views add nothing.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +15,7 @@ def state_bytes(categories: Mapping[str, Iterable[Tensor]]) -> StateBytes:
     """Bytes of the storages under the tensors of each category.
 
     A storage counts whole and once, in the first category that has a tensor of it: views of a flat buffer, or gradients
-    that live in a bucket, are the buffer. Categories without bytes are there with no device.
+    in a bucket, count as the buffer. A category without bytes has an empty dictionary.
     """
     seen: set[tuple[str, int]] = set()
     totals: StateBytes = {}

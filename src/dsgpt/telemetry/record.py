@@ -7,10 +7,11 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.files import append_to, write_atomic, write_json_atomic
+from dsgpt.common.files import append_to, write_atomic
 from dsgpt.common.json_files import JsonError, parse_json
 from dsgpt.common.problems import is_number
 
@@ -19,7 +20,7 @@ RECORD_FILE = "training_metrics.json"
 STEPS_FILE = "metrics.jsonl"
 COMPLETE_FILE = "RUN_COMPLETE.txt"
 GENERATED_TOKENS = 100
-"""``inference_latency`` is the time to generate this many tokens, and null where the context cannot hold them."""
+"""``inference_latency`` is the time to generate this many tokens; null where the context is shorter."""
 
 _LONGEST_LINE = 1 << 16
 """Bytes; ours have about 400."""
@@ -28,15 +29,15 @@ _NUMBERS = {
     *("loss", "lr", "grad_norm", "val_loss", "val_tokens", "tokens", "tokens_per_sec", "step_time_sec"),
     *("dataload_time_sec", "train_time_sec", "wall_time_sec"),
 }
-"""Keys of a line, by what they hold where they are not null."""
+"""Keys whose values are flags or numbers where they are not null."""
 
 
 def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``; a last line that was torn by a kill is left out.
+    """The lines of a ``metrics.jsonl``, without a last line that a kill cut off.
 
     Args:
         path: the file.
-        damaged: takes the numbers of the other lines that are left out, because a crash or an editor spoiled them.
+        damaged: receives the numbers of the other lines that are left out, which a crash or an editor damaged.
     """
     with path.open("rb") as file:
         number, whole = 0, True
@@ -53,7 +54,7 @@ def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """A line as it was written; None for anything else."""
+    """The values of a line; None where it is damaged."""
     try:
         entry = parse_json(line)
     except JsonError:
@@ -70,10 +71,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def drop_steps_after(path: Path, step: int) -> list[int]:
-    """Cut ``metrics.jsonl`` back to its lines up to ``step``: what a resumed run will write again.
+    """Remove the lines of ``metrics.jsonl`` after ``step``, which a resumed run will write again.
 
     Returns:
-        The numbers of damaged lines, which are dropped too.
+        The numbers of damaged lines, which are removed too.
     """
     damaged: list[int] = []
     kept = [line for line in read_steps(path, damaged=damaged) if line["step"] <= step] if path.exists() else []
@@ -97,12 +98,12 @@ def finite(value: Any) -> Any:
 
 
 def mean(values: list[float]) -> float | None:
-    """The mean, None of nothing."""
+    """The mean; None of an empty list."""
     return sum(values) / len(values) if values else None
 
 
 def percentile(values: list[float], fraction: float) -> float | None:
-    """The smallest value that at least ``fraction`` of ``values`` do not exceed (nearest rank); None of nothing."""
+    """The smallest value that at least ``fraction`` of ``values`` do not exceed (nearest rank); None of none."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
@@ -120,7 +121,7 @@ class StepLog:
         """Append ``entries``, a line each, and hand them to the operating system.
 
         Raises:
-            OSError: it takes nothing; the lines are kept for the next call, and no half line is left.
+            OSError: the system refuses; the lines are kept for the next call, and no partial line is left.
         """
         self._waiting += "".join(_line(entry) for entry in entries).encode()
         end = self._file.seek(0, os.SEEK_END)
@@ -132,7 +133,7 @@ class StepLog:
             raise
 
     def _take_back(self, end: int) -> bytes:
-        """Cut the file back to ``end``; what was after it comes back."""
+        """Cut the file back to ``end``; returns what was after it."""
         with self._path.open("rb") as file:
             file.seek(end)
             written = file.read()
@@ -140,10 +141,10 @@ class StepLog:
         return written
 
     def sync(self) -> None:
-        """Make what was written durable: a checkpoint counts on the lines of its steps.
+        """Make all lines durable: a resume from a checkpoint needs the lines up to its step.
 
         Raises:
-            OSError: not all of it could be.
+            OSError: the file system refuses some of them.
         """
         self.write([])
         os.fsync(self._file.fileno())
@@ -153,25 +154,25 @@ class StepLog:
         self._file.close()
 
 
+@dataclass(kw_only=True)
 class RunRecord:
-    """The record of one run as it grows; ``write`` replaces the file as a whole."""
+    """The contents of ``training_metrics.json`` while the run goes on."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], *, epochs: list[dict[str, Any]]) -> None:
-        self._path = path
-        self.facts = facts
-        self.epochs = epochs
-        self.segments: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
-        self.saves: list[dict[str, Any]] = []
-        self.inference: dict[str, Any] | None = None
-        self.cost: dict[str, Any] | None = None
-        self.status = "running"
+    description: dict[str, Any]
+    """What does not change while a process trains; see ``training.run_description``."""
+    status: str = "running"
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    inference: dict[str, Any] | None = None
+    cost: dict[str, Any] | None = None
 
-    def write(self) -> None:
-        """Write the record as it stands."""
+    def as_dict(self) -> dict[str, Any]:
+        """The record as it is now, ready for JSON: numbers that are not finite are None."""
         record = {
             "schema_version": SCHEMA_VERSION,
-            **self.facts,
+            **self.description,
             "status": self.status,
             "segments": self.segments,
             "epochs": self.epochs,
@@ -181,12 +182,14 @@ class RunRecord:
             "cost": self.cost,
             **self._flat_keys(),
         }
-        write_json_atomic(self._path, finite(record))
+        cleaned: dict[str, Any] = finite(record)
+        return cleaned
 
     def _flat_keys(self) -> dict[str, Any]:
         """The keys of the first generation, which older tools read."""
-        full = self.inference is not None and self.inference["new_tokens"] == GENERATED_TOKENS
-        latency = self.inference["latency_sec"] if full else None
+        latency = None
+        if self.inference is not None and self.inference["new_tokens"] == GENERATED_TOKENS:
+            latency = self.inference["latency_sec"]
         return {
             "train_time_per_epoch": [epoch["train_time_sec"] for epoch in self.epochs],
             "train_loss_per_epoch": [epoch["train_loss_avg_global"] for epoch in self.epochs],

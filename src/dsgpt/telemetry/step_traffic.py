@@ -1,4 +1,7 @@
-"""What one optimizer step costs a rank: bytes of model state, and bytes communicated. Measured once in a run."""
+"""Bytes of model state that a rank holds in an optimizer step, and bytes that it sends. Measured once in a run.
+
+The record calls the result ``cost``.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,22 +13,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dsgpt.runtime.process_group import gather_objects
 from dsgpt.telemetry.communication import Communication, Traffic
 from dsgpt.telemetry.meter import WARM_UP_STEPS
-from dsgpt.telemetry.model_state import StateBytes, state_bytes
+from dsgpt.telemetry.model_state import state_bytes
 
 MODEL_STATE = ("parameters", "gradients", "optimizer", "master")
-"""The categories that make up the total; buffers are told beside them."""
+"""The categories that make up the total; buffers are reported beside it."""
 
 
-class CostMeter:
-    """Watches one step of this process, on every rank, and leaves all others alone.
+class TrafficMeter:
+    """Measures one step of this process on every rank, and leaves all others alone.
 
-    It is the last of the warm-up steps, or the last step of a run that has fewer: first steps allocate and trace, and
-    the time of later ones counts. A step that fp16 overflow skipped tells nothing, so the next one is watched too.
+    It measures the last of the warm-up steps, or the last step of a shorter run: the first steps allocate and trace,
+    and the time of later ones counts. A step that fp16 overflow skipped has no gradients to measure: the next step is
+    then measured too.
 
     Args:
-        state_tensors: this rank's model state at the moment, by category; ``gradients`` is among them.
+        state_tensors: returns this rank's model state at the moment, by category, with ``gradients`` among them.
         last_step: of the run.
-        report: takes the ``cost`` block of the record, on every rank.
+        report: called on every rank with the ``cost`` block of the record.
     """
 
     def __init__(
@@ -41,11 +45,11 @@ class CostMeter:
         self._steps_seen = 0
         self._done = False
         self.watched = False
-        """Whether the latest step was watched, which takes time."""
+        """Whether the latest step was measured, which takes time."""
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Around the execution of optimizer step ``step``; collective."""
+        """Measure the optimizer step ``step``, which is executed inside, if it is its turn; collective."""
         self._steps_seen += 1
         self.watched = not self._done and (self._steps_seen >= WARM_UP_STEPS or step == self._last_step)
         if not self.watched:
@@ -54,17 +58,17 @@ class CostMeter:
         gradients = _GradientWatch(self._state_tensors)
         with gradients, Communication() as communication:
             yield
-        state = state_bytes(self._state_tensors()) | {"gradients": gradients.most}
-        ranks = gather_objects((state, communication.traffic, communication.unknown))
+        state: KnownStateBytes = {**state_bytes(self._state_tensors()), "gradients": gradients.most}
+        ranks: list[RankTraffic] = gather_objects((state, communication.traffic, communication.unknown))
         self._done = all(state["gradients"] is not None for state, _, _ in ranks)
         if self._done or step == self._last_step:
-            self._report(cost_record(step, ranks))
+            self._report(traffic_record(step, ranks))
 
 
 class _GradientWatch:
-    """Takes the gradients' bytes whenever an optimizer begins to step, and keeps the most; None if none stepped.
+    """The most bytes that gradients take when an optimizer begins to step; None if no optimizer stepped.
 
-    An engine may step one parameter group after the other, and free the gradients of each.
+    An engine may step one parameter group after another, and free the gradients of each.
     """
 
     def __init__(self, state_tensors: Callable[[], Mapping[str, Iterable[Tensor]]]) -> None:
@@ -82,9 +86,9 @@ class _GradientWatch:
         self._handle.remove()
 
 
-def cost_line(cost: dict[str, Any]) -> str:
+def traffic_line(measured: dict[str, Any]) -> str:
     """The ``cost`` block in a few words."""
-    state, traffic = cost["model_state_bytes_per_rank"], cost["communication_per_step"]
+    state, traffic = measured["model_state_bytes_per_rank"], measured["communication_per_step"]
     parts = ", ".join(f"{name} {_size(state[name])}" for name in MODEL_STATE if state[name] != 0)
     sent = "unknown" if traffic is None else _size(traffic["ring_bytes_per_rank"])
     return f"cost: model state of a rank {_size(state['total'])} ({parts}); sent per step {sent}"
@@ -101,13 +105,15 @@ def _size(size: int | None) -> str:
     return f"{size / unit:.3g} {name}"
 
 
-RankCost = tuple[StateBytes, list[Traffic], set[str]]
+KnownStateBytes = Mapping[str, dict[str, int] | None]
+"""``StateBytes``, with None for gradients that no optimizer stepped on."""
+RankTraffic = tuple[KnownStateBytes, list[Traffic], set[str]]
 """What one rank measured: its model state, its traffic, and operators that could not be counted."""
 
 
-def cost_record(step: int, ranks: list[RankCost]) -> dict[str, Any]:
+def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
     """The ``cost`` block of the record: the rank with the most model state, the one that sends most, and all totals."""
-    unknown = sorted(set().union(*(unknown for _, _, unknown in ranks)))
+    unknown = sorted({operator for _, _, unknown in ranks for operator in unknown})
     return {
         "measured_step": step,
         "model_state_bytes_per_rank": _state_record([state for state, _, _ in ranks]),
@@ -116,8 +122,8 @@ def cost_record(step: int, ranks: list[RankCost]) -> dict[str, Any]:
     }
 
 
-def _state_record(ranks: list[dict[str, dict[str, int] | None]]) -> dict[str, Any]:
-    """Gradients, and with them the total, are None where the measured step was skipped."""
+def _state_record(ranks: list[KnownStateBytes]) -> dict[str, Any]:
+    """The gradients and the total are None where the measured step was skipped."""
     sums = [
         {name: None if by_device is None else sum(by_device.values()) for name, by_device in state.items()}
         for state in ranks

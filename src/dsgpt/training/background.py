@@ -1,4 +1,4 @@
-"""A piece of work of the main rank that goes on beside training, and how all ranks hear of its end."""
+"""Work that a thread of the main rank does while training continues; all ranks learn together when it ends."""
 
 import threading
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from dsgpt.runtime.process_group import HostGroup, from_main
 
 
 class Background:
-    """One piece of work at a time, in a thread of the main rank. Every rank makes one and calls it alike.
+    """One piece of work at a time, in a thread of the main rank. Every rank has one and makes the same calls.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
         is_main: whether this is the main rank.
     """
 
@@ -22,10 +22,10 @@ class Background:
         self._result = 0
         self._error: BaseException | None = None
         self.busy = False
-        """Whether something was begun whose end was not waited for; the same on every rank."""
+        """Whether work was begun and not waited for; the same on every rank."""
 
     def begin(self, work: Callable[[], int]) -> None:
-        """Let the main rank do ``work``; nothing may be under way."""
+        """Start ``work`` on the main rank; no other work may be running."""
         self.busy, self._error = True, None
         if self._is_main:
             self._thread = threading.Thread(target=self._do, args=(work,), name="background")
@@ -34,24 +34,30 @@ class Background:
     def _do(self, work: Callable[[], int]) -> None:
         try:
             self._result = work()
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001 - ``wait`` raises it on every rank
             self._error = error
             if not isinstance(error, SaveError | NonFiniteError):
                 print_traceback()
 
     def is_done(self) -> bool:
-        """Whether the work has ended; collective, and the same answer everywhere."""
-        return self.busy and bool(self._ranks.largest(int(self._is_main and not self._thread.is_alive())))
+        """Whether there is work that has ended; collective, with the same answer on every rank."""
+        if not self.busy:
+            return False
+        ended = self._thread is not None and not self._thread.is_alive()
+        return bool(self._ranks.largest(int(ended)))
 
     def wait(self) -> int:
-        """Wait for the end of the work, and answer with its result, on every rank; collective.
+        """Wait for the end of the work; returns its result on every rank; collective.
 
         Raises:
-            NonFiniteError: as the work did, on every rank.
-            SaveError: the work failed in another way.
+            NonFiniteError: the work raised it; on every rank.
+            SaveError: the work failed in another way; on every rank.
         """
-        _, error, result = self.end()
-        kind, message, result = from_main((type(error).__name__, str(error), result))
+        _, error, own = self.end()
+        kind: str
+        message: str
+        result: int
+        kind, message, result = from_main((type(error).__name__, str(error), own))
         if kind == NonFiniteError.__name__:
             raise NonFiniteError(message)
         if kind == SaveError.__name__:
@@ -61,10 +67,10 @@ class Background:
         return result
 
     def end(self) -> tuple[bool, BaseException | None, int]:
-        """Wait for the end of the work on this rank, whatever it is; not collective.
+        """Wait for the end of the work on this rank; not collective.
 
         Returns:
-            Whether this rank had something under way that nobody had waited for, its error, and its result.
+            Whether this rank had work that was not waited for, its error, and its result.
         """
         had = self._thread is not None
         if self._thread is not None:

@@ -1,11 +1,12 @@
-"""One checkpoint of a run: the state of training, the random states and the tokenizer together.
+"""Writes one checkpoint of a run: the state of training, the random states and the tokenizer.
 
-Ranks write and then compare notes, so that a failure of one is the failure of all, with its reason, and nobody waits
-for a rank that has given up.
+After each part the ranks exchange whether they succeeded. A failure of one rank becomes a failure of all, with its
+reason, and no rank waits for one that has given up.
 """
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,33 +21,32 @@ from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.training_state import Counters, GatheringError, KeptState, write_training_state
 from dsgpt.checkpointing.writing import reason_of, require_room, try_to_write
 from dsgpt.common.errors import NonFiniteError, SaveError, UserError
-from dsgpt.common.files import print_traceback, write_json_atomic
+from dsgpt.common.files import print_traceback, remove, write_json_atomic
 from dsgpt.config.run_config import RunConfig
 from dsgpt.formats.tokenizer_files import copy_tokenizer
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.runtime.process_group import from_main, gather_objects
 from dsgpt.strategies.base import Strategy
-from dsgpt.telemetry.environment import software_versions
 from dsgpt.training.data_check import data_tokenizer
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What goes into a checkpoint besides tensors, as it was when the save began."""
+    """What a checkpoint holds besides tensors, as it was when the save began."""
 
     config: RunConfig
     folder: Path
-    """Where it is written before it is published."""
+    """The folder it is written in before it is published."""
     state: RunState
     about: dict[str, Any]
+    """What the manifest says of the run; see ``about_run``."""
     counters: Counters
-    warn: Callable[[str], None]
-    """Tells the user what went wrong beside a checkpoint that is good."""
 
     def complete(self) -> int:
-        """Add what is not there yet, and publish; main rank only.
+        """Add the remaining files, and publish; main rank only.
 
         Returns:
             The bytes of the checkpoint.
@@ -61,35 +61,50 @@ class Contents:
         try:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
         except OSError as error:
-            self.warn(f"{final.name} is saved, but the older ones could not be cleared up: {reason_of(error)}")
+            logger.warning(f"{final.name} is saved, but the older ones could not be cleared up: {reason_of(error)}")
         return parse_manifest(final).size
+
+
+def about_run(config: RunConfig, *, settings: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest of every checkpoint says of the run.
+
+    Args:
+        config: the run.
+        settings: those that a resumed run must match.
+        description: of the run, as its record has it.
+    """
+    return {
+        "strategy": config.strategy_name,
+        "topology": asdict(config.topology),
+        "device": config.device,
+        "versions": description["env"],
+        "precision": config.precision,
+        "run_id": description["run_id"],
+        "fixed": settings,
+    }
 
 
 def open_checkpoint(
     config: RunConfig,
     strategy: Strategy,
-    device: torch.device,
     *,
+    device: torch.device,
     state: RunState,
-    fixed: dict[str, Any],
-    run_id: str | None,
+    about: dict[str, Any],
     prepare: Callable[[], None],
-    warn: Callable[[str], None],
 ) -> Contents:
     """Make the folder and write every rank's random state into it; collective.
 
     Args:
         config: the run.
-        strategy: has the state.
+        strategy: has the counters.
         device: of this rank.
-        state: where the run stands.
-        fixed: what must agree when it is resumed.
-        run_id: of the record.
-        prepare: makes durable what the checkpoint counts on, on every rank.
-        warn: as in ``Contents``.
+        state: of the run.
+        about: from ``about_run``; read on the main rank alone.
+        prepare: makes durable what a resume needs besides the checkpoint; called on every rank.
 
     Raises:
-        SaveError: on every rank, where one could not write; nothing is left of the attempt.
+        SaveError: on every rank, where one could not write; the attempt is removed.
     """
     folder, rank = store.partial_folder(config.run_dir, state.step), config.topology.rank
 
@@ -102,10 +117,9 @@ def open_checkpoint(
     contents = Contents(
         config=config,
         folder=folder,
-        state=copy.deepcopy(state),  # the run goes on with its lists while a thread writes
-        about=_about(config, fixed=fixed, run_id=run_id),
+        state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
+        about=about,
         counters=strategy.counters(),
-        warn=warn,
     )
     with _removed_after_failure(contents):
         _together(make_folder)
@@ -121,8 +135,8 @@ def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
         The bytes of the checkpoint; 0 on other ranks than the main one.
 
     Raises:
-        SaveError: on every rank, where the main rank could not write; nothing is left of the attempt.
-        NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
+        SaveError: on every rank, where the main rank could not write; the attempt is removed.
+        NonFiniteError: a weight is NaN or infinite; the attempt is removed.
     """
     writes, shapes = contents.config.topology.is_main, parameter_shapes(contents.config.model)
 
@@ -131,7 +145,8 @@ def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
         return write_training_state(contents.folder, states, contents.counters, shapes=shapes, writes=writes)
 
     with _removed_after_failure(contents):
-        _refuse_non_finite(from_main(_together(write)), step=contents.state.step)
+        spoiled: list[str] = from_main(_together(write))
+        _refuse_non_finite(spoiled, step=contents.state.step)
         return _together(lambda: contents.complete() if writes else 0)
 
 
@@ -139,21 +154,21 @@ def keep_state(contents: Contents, strategy: Strategy, kept: KeptState) -> None:
     """Copy the state of training into the main rank's memory; collective.
 
     Raises:
-        SaveError: on every rank, where the memory could not be had; nothing is left of the attempt.
+        SaveError: on every rank, where the memory could not be allocated; the attempt is removed.
     """
     with _removed_after_failure(contents):
         _together(lambda: kept.keep(strategy.iter_state(), keeps=contents.config.topology.is_main))
 
 
 def write_kept(contents: Contents, kept: KeptState) -> int:
-    """Write a state of training that was kept in memory, and publish; on the main rank alone, without the others.
+    """Write a state of training that was kept in memory, and publish; main rank only, not collective.
 
     Returns:
         The bytes of the checkpoint.
 
     Raises:
-        SaveError: it could not be written; nothing is left of the attempt.
-        NonFiniteError: a weight is NaN or infinite; nothing is left of the attempt.
+        SaveError: it could not be written; the attempt is removed.
+        NonFiniteError: a weight is NaN or infinite; the attempt is removed.
     """
     shapes = parameter_shapes(contents.config.model)
     with _removed_after_failure(contents):
@@ -173,11 +188,11 @@ def write_kept(contents: Contents, kept: KeptState) -> int:
 
 
 def _together(action: Callable[[], T]) -> T:
-    """Do ``action`` on this rank, and hear how it went on the others.
+    """Do ``action`` on this rank, and check that it succeeded on the others; collective.
 
     Raises:
         SaveError: on every rank, with the reason of each that failed.
-        GatheringError: on this rank alone; the others are somewhere else in their collectives.
+        GatheringError: on this rank alone; the others may be waiting in another collective.
     """
     reason = None
     try:
@@ -186,7 +201,7 @@ def _together(action: Callable[[], T]) -> T:
         raise
     except OSError as error:
         reason = reason_of(error)
-    except Exception as error:  # noqa: BLE001 - the others must hear of it, or they would wait for this rank
+    except Exception as error:  # noqa: BLE001 - the others must learn of it, or they would wait for this rank
         print_traceback()
         reason = f"{type(error).__name__}: {error}"
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
@@ -201,20 +216,22 @@ def _removed_after_failure(contents: Contents) -> Iterator[None]:
         yield
     except (SaveError, NonFiniteError):
         if contents.config.topology.is_main:
-            with contextlib.suppress(OSError):  # the reason of the failure may forbid this too; the next start does it
-                store.remove(contents.folder)
+            with contextlib.suppress(
+                OSError
+            ):  # whatever prevented the save may prevent this; the next start removes it
+                remove(contents.folder)
         raise
 
 
 def _require_room_for_another(run_dir: Path) -> None:
-    """Before the first byte: the next checkpoint will be about as large as the last."""
+    """Check the free space before the first byte: the checkpoint will be about as large as the last one."""
     found = store.checkpoints(run_dir)
-    with contextlib.suppress(UserError):  # nothing is known of its size
+    with contextlib.suppress(UserError):  # the size of the last one is unknown
         require_room(run_dir, parse_manifest(found[0]).size if found else 0)
 
 
 def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
-    """The last update may have spoiled weights whose loss nobody has seen yet."""
+    """The last update may have made weights infinite, with which no loss was computed yet."""
     if spoiled:
         raise NonFiniteError(
             f"step {step}: {', '.join(spoiled[:3])} became NaN or infinite: training stopped, and this state is not "
@@ -223,19 +240,7 @@ def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
 
 
 def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Take the tokenizer along where data preparation left one; training itself needs none."""
+    """Copy the data's tokenizer, if it has one; training itself needs none."""
     source, _ = data_tokenizer(config.train)
     if source is not None:
         copy_tokenizer(source, folder / store.TOKENIZER)
-
-
-def _about(config: RunConfig, *, fixed: dict[str, Any], run_id: str | None) -> dict[str, Any]:
-    return {
-        "strategy": config.strategy_name,
-        "topology": asdict(config.topology),
-        "device": config.device,
-        "versions": software_versions(),
-        "precision": config.precision,
-        "run_id": run_id,
-        "fixed": fixed,
-    }

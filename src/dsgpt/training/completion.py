@@ -1,5 +1,6 @@
-"""The end of a run: how fast the trained model answers, and the word that everything is done."""
+"""The end of a run: the inference speed of the trained model, and the file that says that the run is complete."""
 
+import logging
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,44 +10,45 @@ from dsgpt.common.errors import Interrupted
 from dsgpt.common.files import write_atomic
 from dsgpt.config.run_config import RunConfig
 from dsgpt.inference.latency import measure_latency
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.inference.trained_model import build_model
 from dsgpt.runtime.interruption import Interruption
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.pytorch.master_weights import DTYPES
-from dsgpt.telemetry.console import Console, duration
+from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE
-from dsgpt.training.journal import Journal
+
+logger = logging.getLogger(__name__)
 
 
 def measure_inference(
-    config: RunConfig,
-    console: Console,
-    device: torch.device,
-    strategy: Strategy,
-    journal: Journal,
-    interruption: Interruption,
-) -> None:
-    """Time the trained model on the main rank while the others wait; the same plain model for every strategy.
+    config: RunConfig, strategy: Strategy, *, device: torch.device, interruption: Interruption
+) -> dict[str, Any] | None:
+    """Time generation with the trained model, on the main rank while the others continue; collective.
 
-    A GPU that training fills may have no room for it: then inference stays unknown, and the run is complete all the
-    same. A request to stop ends it at once: nothing of it would be saved.
+    The model is the same plain one for every strategy. A request to stop ends the measurement at once, because nothing
+    of it would be saved.
+
+    Returns:
+        The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
+        stop, the model has a single position, or a GPU has no memory left for a second copy of the model.
     """
     weights = whole_weights(strategy, keep=config.topology.is_main)
     if not config.topology.is_main or interruption.reason:
-        return
+        return None
+    measured = None
     try:
         with interruption.patience(False):
-            journal.record.inference = _latency(config, device, weights)
+            measured = _latency(config, weights, device=device)
     except Interrupted:
-        return
+        return None
     except torch.OutOfMemoryError:
-        console.say("inference   not measured: the GPU has no memory left for a second copy of the model")
-    if journal.record.inference is not None:
-        console.say(
-            f"inference   {journal.record.inference['new_tokens']} tokens in "
-            f"{journal.record.inference['latency_sec']:.2f} s, {journal.record.inference['tokens_per_sec']:.0f} "
-            "tokens/s (batch 1, greedy, key-value cache)"
+        logger.info("inference   not measured: the GPU has no memory left for a second copy of the model")
+    if measured is not None:
+        logger.info(
+            f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, "
+            f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
         )
+    return measured
 
 
 def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -58,17 +60,19 @@ def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _latency(config: RunConfig, device: torch.device, weights: dict[str, torch.Tensor]) -> dict[str, Any] | None:
-    model = GPT2(config.model)
-    model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
-    model.to(device, DTYPES[config.precision]).eval()
+def _latency(config: RunConfig, weights: dict[str, torch.Tensor], *, device: torch.device) -> dict[str, Any] | None:
+    model = build_model(config.model, weights, device=device, dtype=DTYPES[config.precision])
     ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
     return measure_latency(model, ids)
 
 
-def mark_complete(config: RunConfig, journal: Journal, console: Console) -> None:
-    """Write ``RUN_COMPLETE.txt`` and say the result; main rank only."""
-    summary = journal.record.summary
+def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
+    """Write ``RUN_COMPLETE.txt`` and print the result; main rank only.
+
+    Args:
+        config: the run.
+        summary: that of its record.
+    """
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     line = (
         f"finished {config.total_steps} steps at {finished}: train loss {_loss(summary['final_train_loss'])}, "
@@ -76,11 +80,11 @@ def mark_complete(config: RunConfig, journal: Journal, console: Console) -> None
     )
     write_atomic(config.run_dir / COMPLETE_FILE, f"{line}\n".encode())
     seconds, speed = summary["train_time_sec"], summary["mean_tokens_per_sec_global"]
-    console.say(
+    logger.info(
         f"{line}, training {'of unknown time' if seconds is None else duration(seconds)}"
         + (f", {speed:,.0f} tokens/s" if speed else "")
     )
-    console.say(f"the record is {config.run_dir / RECORD_FILE}")
+    logger.info(f"the record is {config.run_dir / RECORD_FILE}")
 
 
 def _loss(value: float | None) -> str:

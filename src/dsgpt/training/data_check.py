@@ -1,5 +1,6 @@
-"""What a run knows of its data files, and of published weights to start from, before it trusts them."""
+"""Checks of the data files, and of the published weights to start from, before a run uses them."""
 
+import logging
 from pathlib import Path
 
 from dsgpt.common.errors import UserError
@@ -11,17 +12,19 @@ from dsgpt.data.token_file import TokenFile
 from dsgpt.formats.hub_models import model_folder
 from dsgpt.formats.tokenizer_files import fault_of
 from dsgpt.formats.vocabulary_files import token_ids
-from dsgpt.telemetry.console import Console
+from dsgpt.telemetry.console import Progress
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Beside the token files, as data preparation leaves it."""
+"""Beside the token files, where data preparation writes it."""
 
 
 def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
     """The folder of the tokenizer that made ``file``, None where the sidecar names none.
 
     Returns:
-        The folder, and what forbids to train on the file where the tokenizer that the sidecar names is not there.
+        The folder, and why the file must not be trained on, if the tokenizer that the sidecar names is not there.
     """
     folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
     if facts is None:
@@ -40,7 +43,7 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
 
 
 def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
-    """What is wrong with the tokenizer in ``folder``, no words if nothing is."""
+    """What is wrong with the tokenizer in ``folder``; empty if nothing is."""
     vocabulary = folder / "tokenizer.json"
     if not folder.is_dir() and not folder.is_symlink():
         return f"{folder}: is missing"
@@ -48,26 +51,25 @@ def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
         return f"{folder}: {fault}"
     if not any(folder.iterdir()):
         return f"{folder}: is empty"
-    if sha256 is None:  # of another tool, or of a kind without tokenizer.json
+    if sha256 is None:  # made by another tool, or without a tokenizer.json
         return ""
     if not vocabulary.is_file():
         return f"{vocabulary}: is missing"
     return "" if sha256_of(vocabulary) == sha256 else f"{vocabulary}: is not the tokenizer that made {made}"
 
 
-def data_hash(file: TokenFile, *, verify: bool, console: Console, problems: Problems) -> str | None:
-    """The sha256 by which records name the file: the sidecar's, or computed where that may be wrong or is missing.
+def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | None:
+    """The sha256 that records name the file by: the sidecar's, or computed where that is missing or in doubt.
 
     Args:
         file: the token file.
-        verify: read the file whole in any case, and hold its largest id against the sidecar too.
-        console: shows the progress of reading, and tells of a file that was hashed again.
-        problems: takes what does not agree; None comes back then.
+        verify: read the whole file in any case, and compare its largest id with the sidecar too.
+        problems: receives what does not agree; None is returned then.
     """
     doubt = file.doubt()
     if file.sidecar.sha256 and not doubt and not verify:
         return file.sidecar.sha256
-    progress, computed = console.progress(total=file.size_bytes, what=f"hashing {file.path.name}", unit="B"), None
+    progress, computed = Progress(total=file.size_bytes, what=f"hashing {file.path.name}", unit="B"), None
     try:
         computed = file.verified_sha256(progress.advance)
     except TokenFileError as error:
@@ -75,29 +77,35 @@ def data_hash(file: TokenFile, *, verify: bool, console: Console, problems: Prob
     finally:
         progress.close()
     if doubt and computed:
-        console.say(f"{doubt}: hashed again, its contents are the sidecar's")
+        logger.info(f"{doubt}: hashed again, its contents are the sidecar's")
     vocabulary = file.sidecar.vocab_size
     if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
         problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
     return computed
 
 
-def initial_weights_hash(config: RunConfig, console: Console) -> str | None:
+def initial_weights_hash(config: RunConfig) -> str | None:
     """The sha256 of the published weights that the run starts or started from; None for random ones."""
-    if config.init_from is None or config.init_from.sha256:
-        return config.init_from and config.init_from.sha256
+    if config.init_from is None:
+        return None
+    if config.init_from.sha256:
+        return config.init_from.sha256
     weights = config.init_from.weights(config.model)
-    progress = console.progress(total=weights.bytes, what="hashing the initial weights", unit="B")
+    progress = Progress(total=weights.bytes, what="hashing the initial weights", unit="B")
     computed = weights.sha256(progress.advance)
     progress.close()
     return computed
 
 
 def check_tokenizer(config: RunConfig, problems: Problems) -> str:
-    """Hold the data's tokenizer against that of the published weights, to which every id has a meaning already.
+    """Compare the data's tokenizer with that of the published weights, which have learned what each id means.
+
+    Args:
+        config: the run.
+        problems: receives a difference.
 
     Returns:
-        What could not be checked, else no words.
+        What could not be checked; empty if everything was.
     """
     source = config.init_from
     if source is None or source.sha256:

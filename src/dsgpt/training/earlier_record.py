@@ -1,4 +1,4 @@
-"""What an earlier process left in a run folder besides checkpoints: its record, its lines, what ``latest`` names."""
+"""What an earlier process left in a run folder besides checkpoints: its record, its lines, the file ``latest``."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +9,12 @@ from dsgpt.common.json_files import Count, JsonError, Seconds, clipped_text, rea
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 
 MAX_RECORD_BYTES = 64 << 20
-"""A line of it for every save: of very long runs it may be large."""
+"""The record has an entry for every save: that of a very long run may be large."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """What one checkpoint cost, as the record's ``saves`` have it."""
+    """An entry of the record's ``saves``."""
 
     step: Count
     mode: str
@@ -25,7 +25,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierSummary:
-    """What a resume needs of the record's ``summary``."""
+    """The keys of the record's ``summary`` that a resume needs."""
 
     failed_saves: Count | None = None
     optimizer_steps: Count | None = None
@@ -33,18 +33,18 @@ class EarlierSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRecord:
-    """What a resume needs of ``training_metrics.json``; everything else is computed again."""
+    """The keys of ``training_metrics.json`` that a resume needs; all others are computed again."""
 
     saves: list[Save] | None = None
-    """None in records of before they were kept."""
+    """None in records of older versions, which did not have them."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)
 
 
 def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
-    """The record that is there; None where there is none.
+    """The record in the folder; None where there is none.
 
     Raises:
-        JsonError: it is no record.
+        JsonError: the file is no record.
     """
     path = run_dir / RECORD_FILE
     if not path.exists():
@@ -53,11 +53,11 @@ def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
 
 
 def why_nothing_was_saved(run_dir: Path) -> str:
-    """Why a folder without checkpoints may be started in afresh, in words: the run was killed before its first one.
+    """A message that a run folder without checkpoints may be started anew: the run was killed before its first one.
 
     Raises:
-        UserError: checkpoints were there, or nothing says that there were none: they may have been moved, or their
-            disk is not mounted, and a fresh start would remove the rest of the run.
+        UserError: there were checkpoints, or nothing says that there were none. They may have been moved, or their disk
+            is not mounted; a fresh start would remove the rest of the run.
     """
     for name in (store.LATEST, store.BEST):
         if named := named_by(run_dir / name):
@@ -83,13 +83,13 @@ def _was(saves: list[Save]) -> str:
 
 
 def missing_newest(run_dir: Path) -> str:
-    """The checkpoint that ``latest`` names, if it is not there; else empty."""
+    """The checkpoint that ``latest`` names if it does not exist; else empty."""
     name = named_by(run_dir / store.LATEST)
     return "" if store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir() else name
 
 
 def named_by(path: Path) -> str:
-    """What the file ``latest`` or ``best`` names, in one line; empty where there is no such file."""
+    """The first line of the file ``latest`` or ``best``; empty where there is no such file."""
     try:
         with path.open("rb") as file:
             return clipped_text(file.read(200).decode("utf-8", errors="replace")) or "nothing"

@@ -1,8 +1,9 @@
-"""What the loop tells the world: console lines, ``metrics.jsonl``, the epochs and the summary of the record."""
+"""What happens in a run: its figures, the state for a checkpoint, the record. Sends the news to sinks."""
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,66 +15,78 @@ from dsgpt.checkpointing.writing import reason_of
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
 from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.console import Console, Progress
 from dsgpt.telemetry.memory import TrainingPeaks
-from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, throughput, timing_figures
-from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, read_steps
-from dsgpt.telemetry.step_traffic import cost_line
+from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, throughput, timing_figures
+from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
 from dsgpt.training.run_description import CHANGES_KEY
 from dsgpt.training.segments import Segments
+from dsgpt.training.sinks import Sink
+
+logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Every rank keeps the figures, which are the same on all of them; only the main rank writes files and speaks."""
+    """The figures of a run. Every rank keeps them, and they agree; the sinks are those of the main rank.
+
+    Args:
+        config: the run.
+        device: of this rank.
+        description: of the run, for the record; empty on other ranks than the main one.
+        sinks: receive what happens, in their order; none on other ranks than the main one.
+        done: optimizer steps of earlier processes.
+    """
 
     def __init__(
-        self, config: RunConfig, device: torch.device, console: Console, facts: dict[str, Any], *, first_step: int
+        self,
+        config: RunConfig,
+        *,
+        device: torch.device,
+        description: dict[str, Any],
+        sinks: Sequence[Sink] = (),
+        done: int = 0,
     ) -> None:
         self._config = config
-        self._console = console
-        self._writes = config.topology.is_main
+        self._sinks = sinks
         self._peaks = TrainingPeaks(device)
         self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
-        self.record = RunRecord(config.run_dir / RECORD_FILE, facts, epochs=[])
-        self._log = StepLog(config.run_dir / STEPS_FILE) if self._writes else None
-        self._progress: Progress = console.progress(
-            total=config.total_steps, done=first_step, what="training", unit="step"
-        )
+        self._segments = Segments(description, done=done)
+        self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
+        self._failed_saves = 0
+        self._refusing: set[tuple[str, Sink]] = set()
+        self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
         self.best_val_loss: float | None = None
-        self._failed_saves = 0
-        self._refused: set[str] = set()
-        self._changes: list[dict[str, Any]] = facts.get(CHANGES_KEY, [])
-        self._segments = Segments(facts, done=first_step)
 
-    def take_up(self, state: RunState, steps_file: Path, *, earlier: EarlierRecord) -> None:
-        """Go on where an earlier process of this run stopped.
+    def resume(self, state: RunState, steps_file: Path, *, earlier: EarlierRecord) -> None:
+        """Continue the figures of earlier processes of this run.
 
-        ``steps_file`` was cut to the steps of ``state``. What is missing in it makes sums unknown. ``earlier`` is the
-        record that the process left.
+        Args:
+            state: of the checkpoint.
+            steps_file: ``metrics.jsonl``, cut back to the steps of ``state``; lines that are missing make sums unknown.
+            earlier: the record of the last process.
         """
-        self._segments.take_up(state)
+        self._segments.resume(state)
         self.record.epochs = [asdict(epoch) for epoch in state.epochs]
         self.record.saves = [asdict(save) for save in earlier.saves or () if save.step <= state.step]
         self.best_val_loss = state.best_val_loss
+        self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
         self._failed_saves = max(state.failed_saves, earlier.summary.failed_saves or 0)
         lines = list(read_steps(steps_file)) if steps_file.exists() else []
-        self._meter.take_up(
+        self._meter.resume(
             lines,
             done=state.step,
             epoch_start=sum(epoch.steps for epoch in state.epochs),
             wall_sec=state.wall_time_sec,
             last_loss=state.last_train_loss,
         )
-        self.last_val_loss, self.last_val_step = state.last_val_loss, state.last_val_step
         if self._meter.run.train_sec is None:
-            self._console.say(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
+            logger.warning(f"{steps_file} lacks steps before {state.step}: sums over them are unknown in the record")
 
     def state(self, step: int) -> RunState:
-        """Where the run stands after ``step``, for a checkpoint."""
-        self._note()
+        """The state of the run after ``step``, for a checkpoint."""
+        self._note_segment()
         return RunState(
             step=step,
             samples_seen=step * self._config.batch.global_batch_size,
@@ -88,20 +101,94 @@ class Journal:
             segments=self._segments.all,
         )
 
-    def _note(self, *, peaks: bool = True) -> None:
-        """Take what this process did so far; without ``peaks``, those of the last time stand."""
-        if peaks:
-            self._peaks.note()
-        self._segments.note(self._meter, self._peaks.figures())
+    @property
+    def epoch_is_open(self) -> bool:
+        """Whether steps were taken since the last record of an epoch."""
+        return self._meter.epoch.steps > 0
+
+    def step_begins(self) -> Mark:
+        """Mark the start of a step, for ``step_done``."""
+        return self._meter.start()
+
+    def step_done(
+        self, started: Mark, *, step: int, epoch: int, result: StepResult, dataload_sec: float, watched: bool
+    ) -> None:
+        """Note a finished step without waiting for the device; print as often as ``--steps_per_print`` says."""
+        self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec, watched=watched)
+        for sink in self._sinks:
+            sink.step_taken()
+        if step % self._config.steps_per_print == 0 or step in {1, self._config.total_steps}:
+            self.flush(due=True)
+
+    def flush(self, *, due: bool = False) -> None:
+        """Send the steps since the last call to the sinks; ``due`` where the last of them is to be printed.
+
+        Raises:
+            NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
+        """
+        lines = self._meter.flush()
+        self._send("lines", lambda sink: sink.steps(lines, due=due))
+        require_finite(lines)
+
+    def traffic_measured(self, measured: dict[str, Any]) -> None:
+        """Note the model state and the traffic of a step."""
+        self.record.cost = {"segment": len(self._segments.all) - 1, **measured}
+        for sink in self._sinks:
+            sink.traffic(measured)
+
+    def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
+        """Note a validation loss.
+
+        Raises:
+            NonFiniteError: it is NaN or infinite.
+        """
+        self.last_val_loss, self.last_val_step = val_loss, step
+        line = {
+            "step": step,
+            "val_loss": val_loss,
+            "val_tokens": tokens,
+            "train_time_sec": self._meter.run.train_sec,
+            "wall_time_sec": self._meter.wall_seconds(),
+        }
+        self._send("lines", lambda sink: sink.validation(line, seconds=seconds))
+        if not math.isfinite(val_loss):
+            raise NonFiniteError(
+                f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
+            )
+        self.best_val_loss = min(val_loss, self.best_val_loss) if self.best_val_loss is not None else val_loss
+        self.write()
+
+    def epoch_done(self, epoch: int) -> None:
+        """Close the record of an epoch, or of its part that the run trained."""
+        figures = self._meter.epoch
+        self._note_segment()
+        earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
+        peaks = self._segments.peaks(since_step=self._meter.run.steps - figures.steps + 1)
+        finished = Epoch(
+            epoch_idx=epoch,
+            epoch_wall_time_sec=max(0.0, self._meter.wall_seconds() - earlier),
+            train_time_sec=figures.train_sec,
+            steps=figures.steps,
+            micro_steps=figures.steps * self._config.batch.gradient_accumulation_steps,
+            optimizer_steps=figures.steps,
+            tokens_processed_global=figures.steps * self._config.tokens_per_step,
+            train_loss_avg_global=figures.loss_mean(),
+            val_loss_avg_global=self.last_val_loss,
+            **peaks,
+            **timing_figures(figures),
+        )
+        self.record.epochs.append(asdict(finished))
+        self._meter.epoch = Figures()
+        self.write()
 
     def saved(self, *, step: int, mode: str, stall_sec: float, total_sec: float, size: int) -> None:
-        """Note what a checkpoint cost.
+        """Note a checkpoint.
 
         Args:
-            step: that it is of.
+            step: its step.
             mode: ``sync`` or ``async``.
-            stall_sec: how long training waited for it.
-            total_sec: from its beginning until it was published.
+            stall_sec: seconds that training waited for it.
+            total_sec: seconds from its beginning until it was published.
             size: bytes of its files.
         """
         seconds = {"save_stall_sec": stall_sec, "save_total_sec": total_sec}
@@ -112,162 +199,53 @@ class Journal:
         self._failed_saves += 1
 
     def before_save(self) -> None:
-        """Make durable what a checkpoint counts on, and the record of a run that may be killed while it saves."""
-        self._write()
-        if self._log:
-            self._log.sync()
+        """Make durable what a resume needs besides the checkpoint, and the record in case the save is killed.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        self._update_record()
+        for sink in self._sinks:
+            sink.record(self.record)
+        for sink in self._sinks:
+            sink.sync()
 
     def after_save(self) -> None:
-        """Keep what a save allocated out of the figures of training."""
-        self._peaks.forget()
-
-    @property
-    def epoch_is_open(self) -> bool:
-        """Whether steps were taken since the last record of an epoch."""
-        return self._meter.epoch.steps > 0
-
-    @property
-    def meter(self) -> StepMeter:
-        """Times the steps."""
-        return self._meter
-
-    def step_done(
-        self, started: Any, *, step: int, epoch: int, result: StepResult, dataload_sec: float, watched: bool
-    ) -> None:
-        """Note a finished step without waiting for the device; print at the rhythm that was asked for."""
-        self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec, watched=watched)
-        self._progress.advance()
-        if step % self._config.steps_per_print == 0 or step in {1, self._config.total_steps}:
-            self.flush(print_last=True)
-
-    def cost_measured(self, cost: dict[str, Any]) -> None:
-        """Note what a step costs a rank, which the next record tells."""
-        self.record.cost = {"segment": len(self._segments.all) - 1, **cost}
-        self._console.say(f"step {cost['measured_step']:>6}/{self._config.total_steps}  {cost_line(cost)}")
-
-    def flush(self, *, print_last: bool = False) -> None:
-        """Write the steps since the last call.
-
-        Raises:
-            NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
-        """
-        lines = self._meter.flush()
-        self._put(lines)
-        if lines and print_last:
-            self._say_step(lines[-1])
-        require_finite(lines)
-
-    def _put(self, lines: list[dict[str, Any]]) -> None:
-        """Add lines to ``metrics.jsonl``; what a full disk does not take comes later, if the run may go on with it."""
-        if self._log:
-            with self._tolerant(STEPS_FILE):
-                self._log.write(lines)
-
-    @contextlib.contextmanager
-    def _tolerant(self, file: str) -> Iterator[None]:
-        """Go on after a refusal of the file system, told once for each ``file``, as ``--on_save_failure`` says.
-
-        Raises:
-            OSError: it does not.
-        """
-        try:
-            yield
-        except OSError as error:
-            if self._config.options.on_save_failure == "stop":
-                raise
-            if file not in self._refused:
-                self._console.say(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
-            self._refused.add(file)
-        else:
-            self._refused.discard(file)
-
-    def end_early(self, status: str) -> None:
-        """Write what is known when an error ends the run, which is told by the caller: no other may hide it."""
-        with contextlib.suppress(RuntimeError, OSError):  # of a broken device, of a full disk
-            lines = self._meter.flush(wait=False)
-            if self._log:
-                self._log.write(lines)
-        with contextlib.suppress(OSError):
-            self.write(status)
-
-    def _say_step(self, line: dict[str, Any]) -> None:
-        norm = line["grad_norm"]
-        skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
-        self._console.say(
-            f"step {line['step']:>6}/{self._config.total_steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
-            f"grad norm {norm:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  {line['step_time_sec'] * 1000:.0f} ms  "
-            f"left {self._progress.time_left()}{skipped}"
-        )
-
-    def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
-        """Note a validation loss.
-
-        Raises:
-            NonFiniteError: it is NaN or infinite.
-        """
-        self.last_val_loss, self.last_val_step = val_loss, step
-        entry = {
-            "step": step,
-            "val_loss": val_loss,
-            "val_tokens": tokens,
-            "train_time_sec": self._meter.run.train_sec,
-            "wall_time_sec": self._meter.wall_seconds(),
-        }
-        self._put([entry])
-        self._console.say(
-            f"step {step:>6}/{self._config.total_steps}  validation loss {val_loss:.4f} on {tokens:,} tokens "
-            f"in {seconds:.1f} s"
-        )
-        if not math.isfinite(val_loss):
-            raise NonFiniteError(
-                f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
-            )
-        self.best_val_loss = min(val_loss, self.best_val_loss) if self.best_val_loss is not None else val_loss
-        self.write()
-
-    def epoch_done(self, epoch: int) -> None:
-        """Close the record of an epoch, or of what the run saw of it."""
-        figures = self._meter.epoch
-        self._note()
-        accumulation = self._config.batch.gradient_accumulation_steps
-        earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)
-        finished = Epoch(
-            epoch_idx=epoch,
-            epoch_wall_time_sec=max(0.0, self._meter.wall_seconds() - earlier),
-            train_time_sec=figures.train_sec,
-            steps=figures.steps,
-            micro_steps=figures.steps * accumulation,
-            optimizer_steps=figures.steps,
-            tokens_processed_global=figures.steps * self._config.tokens_per_step,
-            train_loss_avg_global=figures.loss_mean(),
-            val_loss_avg_global=self.last_val_loss,
-            **self._segments.peaks(since_step=self._meter.run.steps - figures.steps + 1),
-            **timing_figures(figures),
-        )
-        self.record.epochs.append(asdict(finished))
-        self._meter.epoch = Figures()
-        self.write()
+        """Leave what a save allocated out of the figures of training."""
+        self._peaks.reset()
 
     def write(self, status: str = "running") -> None:
-        """Write the record as it stands, or later where the run goes on without; as ``_tolerant`` says.
+        """Send the record to the sinks.
 
         Args:
-            status: of the run; of one that has ended, the record is written or the error raised.
+            status: of the run. A write error while it is ``running`` is handled as ``--on_save_failure`` says; that of
+                a run that has ended is raised.
+
+        Raises:
+            OSError: the file system refuses.
         """
-        with self._tolerant(RECORD_FILE) if status == "running" else contextlib.nullcontext():
-            self._write(status, peaks=status == "running")
+        running = status == "running"
+        self._update_record(status, peaks=running)
+        if running:
+            self._send("record", lambda sink: sink.record(self.record))
+        else:
+            for sink in self._sinks:
+                sink.record(self.record)
 
     def write_saves(self) -> None:
-        """Write the record after a save: a run that is killed now must not look as if nothing had been saved."""
-        with self._tolerant(RECORD_FILE):
-            self._write("running", peaks=False)
+        """Write the record after a save, so that a run that is killed now does not look as if it had saved nothing."""
+        self._update_record(peaks=False)
+        self._send("record", lambda sink: sink.record(self.record))
 
-    def _write(self, status: str = "running", *, peaks: bool = True) -> None:
-        """Its memory figures are of training: without ``peaks``, after a save or the end, the last ones stand."""
+    def _update_record(self, status: str = "running", *, peaks: bool = True) -> None:
+        """Compute the figures of the record.
+
+        Its memory figures are of training: after a save or the end, without ``peaks``, they stay as they were.
+        """
         run = self._meter.run
-        self._note(peaks=peaks)
+        self._note_segment(peaks=peaks)
         self.record.status = status
-        self.record.facts = self._segments.common_facts()
+        self.record.description = self._segments.common_description()
         self.record.segments = [asdict(segment) for segment in self._segments.all]
         self.record.summary = {
             "total_wall_time_sec": self._meter.wall_seconds(),
@@ -281,11 +259,45 @@ class Journal:
             "mean_tokens_per_sec_global": throughput(run),
             **self._segments.peaks(),
         }
-        if self._writes:
-            self.record.write()
+
+    def _note_segment(self, *, peaks: bool = True) -> None:
+        """Update the segment of this process; without ``peaks``, its memory figures stay as they were."""
+        if peaks:
+            self._peaks.note()
+        self._segments.note(self._meter, self._peaks.figures())
+
+    def _send(self, what: str, event: Callable[[Sink], None]) -> None:
+        """Send an event to every sink.
+
+        After a write error, continue if ``--on_save_failure`` allows it: report it once, until ``what`` was written.
+
+        Raises:
+            OSError: the option does not allow it.
+        """
+        for sink in self._sinks:
+            try:
+                event(sink)
+            except OSError as error:
+                if self._config.options.on_save_failure == "stop":
+                    raise
+                if (what, sink) not in self._refusing:
+                    logger.warning(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
+                self._refusing.add((what, sink))
+            else:
+                self._refusing.discard((what, sink))
+
+    def end_early(self, status: str) -> None:
+        """Send what is known when an error ends the run; a further error must not hide the first."""
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(RuntimeError):  # of a broken device
+            lines = self._meter.flush(wait=False)
+        for sink in self._sinks:
+            with contextlib.suppress(OSError):  # of a full disk
+                sink.steps(lines, due=False)
+        with contextlib.suppress(OSError):
+            self.write(status)
 
     def close(self) -> None:
-        """Close the files."""
-        self._progress.close()
-        if self._log:
-            self._log.close()
+        """Close the sinks."""
+        for sink in self._sinks:
+            sink.close()

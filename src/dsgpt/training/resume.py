@@ -1,4 +1,4 @@
-"""What ``--resume`` goes on from: the newest checkpoint that is whole, if this run may go on from it."""
+"""Which checkpoint ``--resume`` continues from: the newest one that is whole, if this run matches its settings."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,46 +23,46 @@ class Start:
     """How a run begins."""
 
     checkpoint: Path | None = None
-    """Where it goes on from; None for a fresh start."""
+    """The checkpoint to resume from; None for a fresh start."""
     finished: bool = False
-    """Nothing is left to do."""
+    """The run in the folder has finished: nothing is left to do."""
     refused: tuple[Path, ...] = ()
     """Newer checkpoints that are damaged."""
     messages: tuple[str, ...] = ()
-    """The same in words; none for an ordinary fresh start."""
+    """Lines that say all this to the user; none for an ordinary fresh start."""
     changes: tuple[dict[str, Any], ...] = ()
-    """What changed now and at earlier resumes, as in ``RunState``."""
+    """What changed at this resume and at earlier ones, as in ``RunState``."""
     run_id: str | None = None
-    """Of the run to go on with."""
+    """That of the resumed run."""
     validates_anew: bool = False
-    """On something else than the checkpoint's run did: its validation losses say nothing about this one's."""
+    """The validation set changed: earlier validation losses cannot be compared with later ones."""
     same_ranks: bool = True
-    """The checkpoint was made by as many ranks, each with the same part in the work, whose random streams go on."""
+    """Every rank does the work of the rank of its number in the checkpoint's run, and continues its random stream."""
 
 
-def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems) -> Start:
-    """Choose the checkpoint to go on from, and compare what made it with this run; changes nothing.
+def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start:
+    """Choose the checkpoint to resume from, and compare its settings with this run's; changes nothing.
 
     Args:
         config: the run.
-        fixed: what must not change without ``--allow_changed``, of this run.
-        problems: takes what did.
+        settings: those of this run that must match, by ``settings_to_match``.
+        problems: receives those that do not match.
 
     Raises:
-        UserError: there are checkpoints, but none is whole; or there were some, and they are gone.
+        UserError: there are checkpoints, but none is whole; or there were some, and they are missing.
     """
     if store.was_overwritten(config.run_dir):
         return Start(messages=(f"--resume: an --overwrite of {config.run_dir} was cut off; starting fresh",))
     if (config.run_dir / COMPLETE_FILE).exists():
-        finished = _plan_finished(config, fixed=fixed, problems=problems)
+        finished = _plan_finished(config, settings=settings, problems=problems)
         if finished is not None:
             return finished
     checkpoint, refused = _newest_whole(config)
     if checkpoint is None:
         return Start(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
     manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
-    moved, same_ranks = _moved(config, manifest), _has_same_ranks(config, manifest)
-    changes = _compare(config, manifest.fixed, fixed, made="the checkpoint", problems=problems)
+    moved, same_ranks = _execution_change(config, manifest), _has_same_ranks(config, manifest)
+    changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
         problems.add(
             f"--resume: {checkpoint} is {state.step} steps on, and this run ends after {config.total_steps}: give "
@@ -75,8 +75,8 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
         refused=tuple(path for path, _ in refused),
         messages=(
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
-            *_newest_is_gone(config.run_dir),
-            _taken_up(config, checkpoint, moved, same_ranks=same_ranks),
+            *_missing_newest_line(config.run_dir),
+            _resuming_line(config, checkpoint, moved, same_ranks=same_ranks),
             *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
             *(["validation changed: the best validation loss begins anew"] if validates_anew else []),
         ),
@@ -87,8 +87,8 @@ def plan_resume(config: RunConfig, *, fixed: dict[str, Any], problems: Problems)
     )
 
 
-def _newest_is_gone(run_dir: Path) -> list[str]:
-    """The warning that the newest checkpoint is not there, so that its steps are taken again."""
+def _missing_newest_line(run_dir: Path) -> list[str]:
+    """A warning if the newest checkpoint is missing, so that its steps are taken again."""
     name = missing_newest(run_dir)
     if not name:
         return []
@@ -96,21 +96,24 @@ def _newest_is_gone(run_dir: Path) -> list[str]:
 
 
 def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
-    """Whether every rank of this run has the part in the work that the rank of its number had in the checkpoint's."""
+    """Whether every rank of this run does the work of the rank of its number in the checkpoint's run."""
+    if manifest.topology is None:
+        return False
     same_split = manifest.topology.sizes == asdict(config.topology.sizes)
     same_number = manifest.topology.world_size == config.topology.world_size
     return same_split and same_number and manifest.device == config.device
 
 
-def _moved(config: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """The change of who executes the run, if it is one; its figures are then those of both."""
-    before = _by(manifest.strategy, manifest.topology.world_size)
-    after = _by(config.strategy_name, config.topology.world_size)
+def _execution_change(config: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
+    """The change of strategy or ranks, if there is one: the figures of the run are then those of both."""
+    assert manifest.strategy is not None and manifest.topology is not None  # by ``require_resumable``
+    before = _strategy_on_ranks(manifest.strategy, manifest.topology.world_size)
+    after = _strategy_on_ranks(config.strategy_name, config.topology.world_size)
     return [{"name": EXECUTED_BY, "before": before, "after": after}] if before != after else []
 
 
-def _taken_up(config: RunConfig, checkpoint: Path, moved: list[dict[str, Any]], *, same_ranks: bool) -> str:
-    """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, in short where nothing changed."""
+def _resuming_line(config: RunConfig, checkpoint: Path, moved: list[dict[str, Any]], *, same_ranks: bool) -> str:
+    """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, shorter where neither changed."""
     line = f"resuming from {checkpoint}"
     for change in moved:
         line += f" ({change['before']}) as {change['after']}"
@@ -119,22 +122,23 @@ def _taken_up(config: RunConfig, checkpoint: Path, moved: list[dict[str, Any]], 
     return line
 
 
-def _by(strategy: str, ranks: int) -> str:
+def _strategy_on_ranks(strategy: str, ranks: int) -> str:
     return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
 
 
-def _plan_finished(config: RunConfig, *, fixed: dict[str, Any], problems: Problems) -> Start | None:
-    """Nothing to do; None where this run may be longer than the finished one, or its checkpoints are gone.
+def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start | None:
+    """The start of a run that has finished; None where this run may be longer, or the checkpoints are missing.
 
-    Nothing will be loaded, so the files of the checkpoint are not verified.
+    The files of the checkpoint are not verified, because nothing will be loaded.
     """
     available = [path for path in store.checkpoints(config.run_dir) if _is_readable(path)]
     if not available:
         return None
     manifest = parse_manifest(available[0])
+    assert manifest.step is not None  # by ``require_resumable``
     if config.total_steps > manifest.step and "total steps" in _allowed(config):
         return None
-    _compare(config, manifest.fixed, fixed, made="the finished run", problems=problems)
+    _compare(config, manifest.fixed, settings, made="the finished run", problems=problems)
     return Start(
         checkpoint=available[0],
         finished=True,
@@ -152,12 +156,13 @@ def _is_readable(checkpoint: Path) -> bool:
 
 
 def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint whose files are all as they were written, and the newer ones with what is wrong.
+    """The newest checkpoint whose files are all undamaged, and the newer ones with what is wrong with each.
 
     Raises:
-        UserError: there are some, and none is whole.
+        UserError: there are checkpoints, and none is whole.
     """
-    refused, run_dir = [], config.run_dir
+    refused: list[tuple[Path, str]] = []
+    run_dir = config.run_dir
     for checkpoint in store.candidates(run_dir):
         try:
             _require_whole(checkpoint, config)
@@ -179,10 +184,10 @@ def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]
 
 
 def _require_whole(checkpoint: Path, config: RunConfig) -> None:
-    """Read and compare every file of a checkpoint that a resume reads.
+    """Verify every file of a checkpoint that a resume reads.
 
     Raises:
-        UserError: one is missing, damaged, not named in the manifest or not what it must be.
+        UserError: a file is missing, damaged, not named in the manifest, or has unusable contents.
     """
     manifest = read_manifest(checkpoint)
     require_resumable(checkpoint, manifest)
@@ -199,11 +204,11 @@ def _require_whole(checkpoint: Path, config: RunConfig) -> None:
 
 
 def _compare(
-    config: RunConfig, saved: dict[str, Any], fixed: dict[str, Any], *, made: str, problems: Problems
+    config: RunConfig, saved: dict[str, Any], settings: dict[str, Any], *, made: str, problems: Problems
 ) -> list[dict[str, Any]]:
-    """What differs and may; what differs and may not goes to ``problems``."""
+    """The settings that differ with leave of ``--allow_changed``; the others that differ go to ``problems``."""
     changes = []
-    for name, value in fixed.items():
+    for name, value in settings.items():
         before = saved.get(name)
         if before == value:
             continue

@@ -1,4 +1,4 @@
-"""What a run says of itself: the plan on the console, the facts of its record, and what a resume must find again."""
+"""The settings of a run: as the console prints them, as the record repeats them, and those a resumed run must match."""
 
 import shlex
 import sys
@@ -17,9 +17,25 @@ from dsgpt.runtime.device import describe_hardware
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.telemetry.environment import git_commit, host_name, software_versions
 
+CHANGES_KEY = "changed_at_resume"
+"""Key of the record: what changed at resumes, as ``RunState.changes``."""
+EXECUTED_BY = "executed by"
+"""The name of a change of strategy or ranks, which needs no ``--allow_changed``."""
+
+CHANGEABLE = {
+    "data": ("train data", "validation data", "validation windows"),
+    "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
+}
+"""What ``--allow_changed`` may name, and which of ``settings_to_match`` may then differ.
+
+Model, seed, sequence length and global batch never change, because they define the samples of a step, nor do the
+optimizer's type and the precision, because they define its state. Launcher, strategy, ranks, micro batch and
+accumulation may always change.
+"""
+
 
 def plan_lines(config: RunConfig) -> list[str]:
-    """Topology, batch split, model and length of the run, for people."""
+    """Topology, batch split, model and length of the run, as the console prints them."""
     topology, batch, model = config.topology, config.batch, config.model
     threads = f", {_counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
     ranks, noun = batch.data_parallel_size, "data rank" if topology.sizes.ranks_per_copy > 1 else "rank"
@@ -48,7 +64,7 @@ def plan_lines(config: RunConfig) -> list[str]:
 
 
 def setup_of(config: RunConfig) -> Setup:
-    """What ``dsgpt.planning`` needs to know of a run."""
+    """The part of a run that ``dsgpt.planning`` predicts from."""
     return Setup(
         run_type=config.run_type,
         model=config.model,
@@ -63,7 +79,7 @@ def setup_of(config: RunConfig) -> Setup:
 
 
 def _state_line(config: RunConfig) -> str:
-    """What a rank will hold and send, by the formulas."""
+    """Bytes that a rank will hold and send, by the formulas."""
     if config.run_type == "optimized" and config.recipe.zero_plus_plus:
         return "not known for Zero++"
     setup = setup_of(config)
@@ -87,7 +103,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def record_facts(
+def describe_run(
     config: RunConfig,
     *,
     hashes: dict[str, str | None],
@@ -95,14 +111,14 @@ def record_facts(
     changes: Sequence[dict[str, Any]],
     run_id: str | None,
 ) -> dict[str, Any]:
-    """The part of the record that does not change while the run goes on.
+    """The part of the record that does not change while this process trains.
 
     Args:
         config: the run.
         hashes: sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none.
-        resumed_from: name of a checkpoint.
+        resumed_from: name of the checkpoint; None for a fresh start.
         changes: what changed at resumes.
-        run_id: that of a run to go on with.
+        run_id: that of the run to resume; None for a new run.
     """
     return {
         "run_id": run_id or uuid.uuid4().hex,
@@ -120,7 +136,7 @@ def record_facts(
             "threads_per_device": config.threads_per_device,
             "launcher": config.topology.launcher,
         },
-        "data": {**_data_facts("train", config.train, hashes), **_data_facts("val", config.val, hashes)},
+        "data": {**_data_file("train", config.train, hashes), **_data_file("val", config.val, hashes)},
         "training_config": _training_config(config, hashes),
         "deepspeed_config": {
             "path": str(config.recipe.path),
@@ -131,7 +147,7 @@ def record_facts(
     }
 
 
-def _data_facts(name: str, file: TokenFile, hashes: dict[str, str | None]) -> dict[str, Any]:
+def _data_file(name: str, file: TokenFile, hashes: dict[str, str | None]) -> dict[str, Any]:
     return {
         f"{name}_path": str(file.path),
         f"{name}_sha256": hashes[name],
@@ -186,7 +202,7 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
 
 
 def _loss_scaling(config: RunConfig) -> dict[str, Any]:
-    """What of the ``fp16`` block acts: a fixed scale makes the rules of a dynamic one mean nothing."""
+    """The keys of the ``fp16`` block that have an effect: with a fixed scale, those of a dynamic one have none."""
     if config.precision != "fp16":
         return {"type": "none"}
     rules = asdict(config.recipe.loss_scaling)
@@ -195,7 +211,7 @@ def _loss_scaling(config: RunConfig) -> dict[str, Any]:
 
 
 def _quantized(config: RunConfig) -> dict[str, bool]:
-    """What Zero++ rounds on its way, which only DeepSpeed does."""
+    """Whether Zero++ quantizes what it sends; only DeepSpeed does."""
     recipe, acts = config.recipe, config.run_type == "optimized"
     return {
         "quantized_weights": acts and recipe.zero_optimization.zero_quantized_weights,
@@ -203,28 +219,11 @@ def _quantized(config: RunConfig) -> dict[str, bool]:
     }
 
 
-CHANGES_KEY = "changed_at_resume"
-"""Of the record: what changed when the run went on, as ``RunState.changes``."""
-EXECUTED_BY = "executed by"
-"""The name of a change of strategy or ranks, which needs no ``--allow_changed``."""
-
-CHANGEABLE = {
-    "data": ("train data", "validation data", "validation windows"),
-    "recipe": ("optimizer", "schedule", "gradient clipping", "loss scaling", "total steps"),
-}
-"""What ``--allow_changed`` may name, and which of ``fixed_facts`` it lets through.
-
-Nothing lets through another model, seed, sequence length or global batch, with which a step would be other samples, nor
-another type of optimizer or another precision, whose state would be another. Who executes the run is no part of this:
-launcher, strategy, ranks, micro batch and accumulation may change as they like.
-"""
-
-
-def fixed_facts(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str, Any]:
-    """What must be the same when a run goes on, by the name that an error message gives it."""
+def settings_to_match(config: RunConfig, *, hashes: dict[str, str | None]) -> dict[str, Any]:
+    """Settings that a resumed run must match, by the name that an error message gives them."""
     recipe = config.recipe
     settings = {**asdict(recipe.optimizer), "betas": list(recipe.optimizer.betas)}
-    settings.pop("torch_adam")  # whose code computes the same update
+    settings.pop("torch_adam")  # torch's code and DeepSpeed's compute the same update
     return {
         "model": config.model.as_dict(),
         "initial weights": hashes.get("initial weights"),

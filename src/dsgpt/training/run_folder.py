@@ -1,4 +1,4 @@
-"""The run folder: whether a run may start in it, go on in it, or has finished there."""
+"""The run folder: whether it holds a run, whose files these are, and what a start removes from it."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dsgpt.checkpointing import store
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import is_regular_file
+from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
@@ -25,17 +25,20 @@ _FILES = (
     RECORD_FILE,
     CONFIG_FILE,
 )
-"""What a run writes beside its checkpoints, in the order of removal: what proves that it is a run goes last.
+"""Files that a run writes beside its checkpoints, in the order of removal: those that prove that it is a run go last.
 
-A kill in between leaves no ``latest``, and no lines without a record: see ``leftovers.why_nothing_was_saved``."""
+A kill in between leaves no ``latest``, and no lines without a record; ``earlier_record.why_nothing_was_saved`` says why
+this matters."""
 _OWN_FOLDERS = (store.STEP_FOLDER, store.PARTIAL_FOLDER, store.DAMAGED_FOLDER)
 _OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"options", "training_config"}}
 
 
-def may_go_on(config: RunConfig, problems: Problems) -> bool:
-    """Whether the folder holds a run that this one is to go on with; changes nothing.
+def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
+    """Whether the folder holds a run that ``--resume`` is to continue; changes nothing.
 
-    What forbids this run goes to ``problems``.
+    Args:
+        config: the run.
+        problems: receives what forbids the run to start in the folder.
     """
     run_dir, options = config.run_dir, config.options
     _check_writable(run_dir, problems)
@@ -48,8 +51,10 @@ def may_go_on(config: RunConfig, problems: Problems) -> bool:
     if not found or options.overwrite:
         return False
     if not options.resume:
+        proof = _proof(run_dir)
+        assert proof is not None  # else what was found is foreign
         problems.add(
-            f"--checkpoint_path {run_dir}: holds a run already ({_proof(run_dir).name}): add --resume to go on with "
+            f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): add --resume to go on with "
             "it, --overwrite to delete it, or name another folder"
         )
         return False
@@ -63,7 +68,7 @@ def may_go_on(config: RunConfig, problems: Problems) -> bool:
 
 
 def contents(run_dir: Path) -> list[str]:
-    """The names of everything there that a run writes, to notice that another process has been there."""
+    """The names of everything in the folder that a run writes, to notice a change by another process."""
     return [path.name for path in _existing(run_dir)] if run_dir.is_dir() else []
 
 
@@ -71,7 +76,7 @@ def make_run_folder(run_dir: Path) -> None:
     """Make the folder.
 
     Raises:
-        UserError: the system does not let this user make it.
+        UserError: the system refuses.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -82,20 +87,20 @@ def make_run_folder(run_dir: Path) -> None:
 
 
 def clear_run_folder(run_dir: Path, start: Start) -> None:
-    """Remove what an earlier process left: for a fresh start its run, else half a save and what was refused.
+    """Remove what an earlier process left: before a fresh start its run, before a resume its incomplete checkpoints.
 
-    The first checkpoint that is set aside marks the run as overwritten, and goes last: after a kill in between,
-    ``--resume`` starts fresh.
+    A resume also marks the checkpoints that it refused as damaged. In an overwritten run, the checkpoints are renamed
+    first and removed last: after a kill in between, ``--resume`` starts fresh.
     """
-    store.remove(run_dir / COMPLETE_FILE)
+    remove(run_dir / COMPLETE_FILE)
     if start.checkpoint is None:
-        for name in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
-            for checkpoint in _folders(run_dir, name):
+        for pattern in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
+            for checkpoint in _folders(run_dir, pattern):
                 store.set_aside(checkpoint, suffix=store.OVERWRITTEN)
         for name in _FILES:
-            store.remove(run_dir / name)
+            remove(run_dir / name)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
-        store.remove(path)
+        remove(path)
     if start.checkpoint is not None:
         for checkpoint in start.refused:
             store.mark_damaged(checkpoint)
@@ -103,24 +108,24 @@ def clear_run_folder(run_dir: Path, start: Start) -> None:
 
 
 def holds_own_config(run_dir: Path) -> bool:
-    """Whether a run of ours left its ``config.json`` there."""
+    """Whether the ``config.json`` in the folder was written by a run of this program."""
     return _is_ours(run_dir / CONFIG_FILE)
 
 
 def _existing(run_dir: Path) -> list[Path]:
-    """Everything in ``run_dir`` that has the name of something a run writes, links too."""
+    """Everything in ``run_dir`` with the name of something that a run writes, links included."""
     files = [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
     return files + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
-    """Folders of that name and links in their place, newest first."""
+    """Folders with such a name, and links in their place, newest first."""
     found = (path for path in run_dir.iterdir() if name.fullmatch(path.name))
     return sorted((path for path in found if path.is_dir() or path.is_symlink()), reverse=True)
 
 
 def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
-    """Something that a run would replace and no run wrote; None where there is nothing of the kind."""
+    """Something that a run would replace and that no run wrote; None if there is none."""
     for path in found:
         if path.name in _FILES and path.is_dir() and not path.is_symlink():
             return path
@@ -128,7 +133,7 @@ def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
 
 
 def _proof(run_dir: Path) -> Path | None:
-    """A file or folder that only a run of ours leaves, the first of them."""
+    """The first file or folder that only a run of this program writes; None if there is none."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
     own = [path for path in named if _is_ours(path)]
     if is_regular_file(run_dir / STEPS_FILE):

@@ -1,32 +1,33 @@
-"""One writer per run folder: whoever trains in it holds a lock that the system releases with the process."""
+"""One process per run folder: it holds a lock, which the system releases when the process ends."""
 
 import errno
+import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.locks import Lock, NoLocksError
 
+logger = logging.getLogger(__name__)
+
 LOCK_FILE = ".lock"
 PATIENCE_SEC = 60
-"""How long ``--resume`` waits: longer than ranks that lost their launcher may go on."""
+"""Seconds that ``--resume`` waits: longer than ranks that lost their launcher may continue."""
 _POLL_SEC = 0.5
 
 
 class RunLock:
-    """The right to write in ``run_dir``. A context: it lets go at its end of what was taken inside.
+    """The right to write in ``run_dir``. A context: it releases at its end a lock that was taken inside.
 
     Args:
         run_dir: the folder.
-        patience_sec: how long to wait for another process to let go of it.
-        say: is told that it waits.
+        patience_sec: seconds to wait for another process to release it.
     """
 
-    def __init__(self, run_dir: Path, *, patience_sec: float = 0, say: Callable[[str], None] = print) -> None:
-        self._run_dir, self._patience_sec, self._say = run_dir, patience_sec, say
+    def __init__(self, run_dir: Path, *, patience_sec: float = 0) -> None:
+        self._run_dir, self._patience_sec = run_dir, patience_sec
         self._lock: Lock | None = None
 
     def __enter__(self) -> "RunLock":
@@ -39,9 +40,9 @@ class RunLock:
             self._lock.release()
 
     def take(self) -> None:
-        """Hold the folder, which exists, for this process, if it does not yet.
+        """Lock the folder, which must exist, unless this process has locked it before.
 
-        The file stays: removing it would let two processes hold two files of the same name.
+        The lock file is never removed: two processes could then hold two files of the same name.
 
         Raises:
             UserError: another process holds it, or the lock file cannot be made.
@@ -65,7 +66,7 @@ class RunLock:
     def _wait(self, lock: Lock) -> bool:
         end = time.monotonic() + self._patience_sec
         if self._patience_sec:
-            self._say(
+            logger.warning(
                 f"another process is still training in {self._run_dir}; waiting up to {self._patience_sec:.0f} s for "
                 "it to end"
             )
@@ -80,7 +81,7 @@ class RunLock:
         try:
             return lock.take()
         except NoLocksError as error:
-            self._say(
+            logger.warning(
                 f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing keeps a second "
                 "process from training in this folder; see that none does"
             )
@@ -88,12 +89,12 @@ class RunLock:
 
 
 def is_guarded(run_dir: Path) -> bool:
-    """Whether a run was ever started in ``run_dir``, so that a process may hold it."""
+    """Whether a run was ever started in ``run_dir``, so that a process may have locked it."""
     return os.path.lexists(run_dir / LOCK_FILE)
 
 
 def refuse_if_locked(run_dir: Path) -> None:
-    """Look whether another process trains in ``run_dir``; writes nothing.
+    """Check that no other process trains in ``run_dir``; writes nothing.
 
     Raises:
         UserError: one does.

@@ -1,4 +1,4 @@
-"""The processes that made a run, this one last: what the record says of each, and of all where they agree."""
+"""The segments of a run, one for each process that trained a part of it: what the record says of each and of all."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -8,32 +8,32 @@ from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.telemetry.meter import StepMeter, throughput
 
 NEVER_CHANGES = frozenset({"precision"})
-"""Of what a segment says, what no resume lets change (``fixed_facts``): known of segments that were not kept too."""
+"""Fields of a segment that no resume may change (``settings_to_match``), so that unrecorded segments have the same."""
 
 
 class Segments:
-    """Collects what this process does, behind the segments that led to the checkpoint that it goes on from.
+    """The segments that led to the checkpoint that this process resumed from, and its own.
 
     Args:
-        facts: of the record; empty on other ranks than the main one, which keep no segments.
-        done: optimizer steps before this process.
+        description: of the run; empty on other ranks than the main one, which keep no segments.
+        done: optimizer steps of earlier processes.
     """
 
-    def __init__(self, facts: dict[str, Any], *, done: int) -> None:
-        self._facts = facts
+    def __init__(self, description: dict[str, Any], *, done: int) -> None:
+        self._description = description
         self._done = done
         self._earlier: list[Segment] = []
         self.all: list[Segment] = []
         """As of the last ``note``."""
 
-    def take_up(self, state: RunState) -> None:
-        """Go on behind the segments of a checkpoint; what one of before they were kept does not tell stays unknown."""
+    def resume(self, state: RunState) -> None:
+        """Continue the segments of a checkpoint; old checkpoints have none, and those steps stay unknown."""
         if state.segments and state.segments[-1].last_step == state.step:
             self._earlier = list(state.segments)
 
     def note(self, meter: StepMeter, peaks: dict[str, int | None]) -> None:
-        """Take what this process did so far."""
-        if not self._facts:
+        """Update the segment of this process."""
+        if not self._description:
             return
         measured = {
             "first_step": self._done + 1,
@@ -43,7 +43,7 @@ class Segments:
             "mean_tokens_per_sec_global": throughput(meter.process),
             **peaks,
         }
-        known = {**self._facts["training_config"], **self._facts, **measured}
+        known = {**self._description["training_config"], **self._description, **measured}
         this = Segment(**{field.name: known[field.name] for field in fields(Segment)})
         self.all = [*self._earlier, this]
 
@@ -52,31 +52,31 @@ class Segments:
         last = self.all[-1].last_step if self.all else 0
         return highest_peaks(self.all, first_step=since_step, last_step=last)
 
-    def common_facts(self) -> dict[str, Any]:
-        """The facts of the record, null where the segments do not agree in them or not all of them are known."""
+    def common_description(self) -> dict[str, Any]:
+        """The description of the run, with None where the segments differ or not all of them are known."""
         if not self.all:
-            return self._facts
+            return self._description
         segments = [asdict(segment) for segment in self.all]
         if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
             segments.append({})
-        top = {key: _common(self._facts[key], segments, key) for key in ("git_commit", "host")}
+        top = {key: _common(self._description[key], segments, key) for key in ("git_commit", "host")}
         blocks = {
-            block: {key: _common(value, segments, block, key) for key, value in self._facts[block].items()}
+            block: {key: _common(value, segments, block, key) for key, value in self._description[block].items()}
             for block in ("env", "hardware")
         }
         config = {
             key: _common(value, segments, key) if key in segments[0].keys() - NEVER_CHANGES else value
-            for key, value in self._facts["training_config"].items()
+            for key, value in self._description["training_config"].items()
         }
-        return {**self._facts, **top, **blocks, "training_config": config}
+        return {**self._description, **top, **blocks, "training_config": config}
 
 
 def _common(value: Any, segments: list[dict[str, Any]], *place: str) -> Any:
-    """``value``, of the last segment, if all of them have it at ``place``, else None."""
+    """``value``, that of the last segment, if all segments have it at ``place``, else None."""
     *blocks, key = place
     for segment in segments:
         for block in blocks:
-            segment = segment.get(block, {})  # noqa: PLW2901 - steps into it
+            segment = segment.get(block, {})  # noqa: PLW2901 - the place is inside it
         if segment.get(key) != value:
             return None
     return value

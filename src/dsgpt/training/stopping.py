@@ -1,4 +1,4 @@
-"""Where a run ends that was asked to stop early: all ranks after the same step."""
+"""All ranks stop after the same step, although a request to stop may have reached only some of them."""
 
 from dsgpt.common.errors import Interrupted
 from dsgpt.runtime.interruption import Interruption
@@ -6,11 +6,11 @@ from dsgpt.runtime.process_group import HostGroup, gather_objects
 
 
 class Stopping:
-    """The ranks' common answer to requests that may have reached only one of them.
+    """The ranks' common decision whether to stop.
 
     Args:
         interruption: the requests to this rank.
-        ranks: all of them; one whole number crosses between them at every question.
+        ranks: all ranks; each question exchanges one whole number between them.
     """
 
     def __init__(self, interruption: Interruption, ranks: HostGroup) -> None:
@@ -18,17 +18,18 @@ class Stopping:
         self._ranks = ranks
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop; collective, and the same answer everywhere."""
+        """Whether any rank was asked to stop; collective, with the same answer on every rank."""
         return bool(self._ranks.largest(int(self._interruption.reason is not None)))
 
     def reason(self) -> str:
-        """What the first rank that was asked was asked by; collective."""
-        return next(filter(None, gather_objects(self._interruption.reason)), "a request")
+        """The request to the lowest rank that has one; collective."""
+        reasons: list[str | None] = gather_objects(self._interruption.reason)
+        return next(filter(None, reasons), "a request")
 
     def stop(self, where: str) -> Interrupted:
-        """To be raised on every rank; collective.
+        """The exception that every rank is to raise; collective.
 
         Args:
-            where: the run stands, for the message.
+            where: the run stopped, for the message.
         """
         return Interrupted(f"stopped by {self.reason()} {where}", together=True)

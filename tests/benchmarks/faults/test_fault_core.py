@@ -18,13 +18,13 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", core_faults(), ids=lambda fault: fault.name)
-def test_the_run_goes_on(runs, fault):
+def test_the_run_recovers(runs, fault):
     (outcome,) = try_faults(runs, [fault])
     assert outcome.status == "passed", outcome.wrong
     assert outcome.measured
 
 
-def test_a_run_that_comes_to_something_else_is_noticed(runs):
+def test_a_run_with_other_figures_is_noticed(runs):
     """Of every figure that is compared, and of a step that is missing or there twice."""
     run_dir = runs.copied("baseline", "spoiled")
     log = run_dir / "metrics.jsonl"
@@ -49,5 +49,5 @@ def test_a_damage_that_is_not_found_is_noticed(runs, monkeypatch):
     harmless = type(plan)(name="harmless", harm=lambda checkpoint: None, resumed_from=BEFORE, words=plan.words)
     monkeypatch.setattr("dsgpt.benchmarks.faults.damage.RUN", "baseline")
     wrong = try_damage(runs, harmless).wrong
-    assert f"it went on from step {NEWEST}" in wrong
+    assert f"it resumed from step {NEWEST}" in wrong
     assert f"it did not say: {plan.words}" in wrong

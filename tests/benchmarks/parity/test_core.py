@@ -5,7 +5,8 @@ The whole matrix is ``make parity``; its record is ``docs/parity.md``.
 
 import pytest
 
-from dsgpt.benchmarks.parity.matrix import STRATEGIES, core, whole_matrix
+from dsgpt.benchmarks.harness.tested import STRATEGIES
+from dsgpt.benchmarks.parity.matrix import core, whole_matrix
 from dsgpt.benchmarks.parity.page import failure_words
 
 

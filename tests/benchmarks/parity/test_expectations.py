@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.corpus import cut_validation
 from dsgpt.benchmarks.harness.launch import Assignment
+from dsgpt.benchmarks.harness.tested import ACCUMULATED, EVERY
 from dsgpt.benchmarks.harness.work import GLOBAL_BATCH, VALIDATION_WINDOWS
 from dsgpt.benchmarks.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, FP32
-from dsgpt.benchmarks.parity.matrix import Cell, core, refusal_expected, whole_matrix
+from dsgpt.benchmarks.parity.computation import Split, work_of
+from dsgpt.benchmarks.parity.matrix import core, refusal_expected, whole_matrix
 from dsgpt.benchmarks.parity.page import parity_page
 from dsgpt.benchmarks.parity.planted import BUGS, planted_cells
 from dsgpt.benchmarks.parity.record import suite_record
 from dsgpt.benchmarks.parity.reference import learning_rate
-from dsgpt.benchmarks.parity.split import ACCUMULATED, EVERY, Split
-from dsgpt.benchmarks.parity.suite import Result, Suite, bounds_of, work_of
+from dsgpt.benchmarks.parity.suite import Result, Suite, bounds_of
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.data.token_file import open_token_file
 from dsgpt.optimization.schedule import build_schedule
@@ -117,12 +119,14 @@ def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):
 
     def refuse(_work):
         refused.mkdir()
-        return Assignment(folder=str(refused), flags=["--no_such_flag"], reference={})
+        call = "dsgpt.benchmarks.parity.rank:train_reference_cell"
+        return Assignment(folder=str(refused), flags=["--no_such_flag"], call=call, arguments={"split": {}})
 
     monkeypatch.setattr(suite, "_reference", refuse)
     (result,) = suite.run([cell])
     assert (result.status, result.as_expected) == ("error", False)
-    assert result.message.startswith("there is nothing to compare with: the reference --no_such_flag is no known flag")
+    why = "there is nothing to compare with; its reference failed: --no_such_flag is no known flag"
+    assert result.message.startswith(why)
 
 
 def test_trainings_with_changes_have_references_of_their_own():

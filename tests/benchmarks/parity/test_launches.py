@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -17,12 +17,11 @@ from small_run import REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.benchmarks.harness import launch as launching
 from dsgpt.benchmarks.harness.launch import Assignment, Launch, environment_for, run_job
-from dsgpt.benchmarks.harness.measurement import read_rank
+from dsgpt.benchmarks.harness.rank_files import read_rank
 
 START_A_JOB = """
 import json, sys
 from pathlib import Path
-from dsgpt.parity import launch as launching
 from dsgpt.benchmarks.harness.launch import Assignment, Launch, environment_for, run_job
 
 assignments = [Assignment(**fields) for fields in json.loads(sys.argv[1])]
@@ -31,21 +30,19 @@ list(run_job(Launch(launcher="python", ranks=1, cells=1), assignments, job_file=
 
 FAILING_WORKER = """
 import sys, time
-from dsgpt.parity import worker
+from dsgpt.benchmarks.harness import worker
 from dsgpt.runtime.topology import read_topology
 
-train = worker.run_cell
-
-def fail_or_wait(flags, folder, **named):
-    if folder.name != "one fails":
-        return train(flags, folder, **named)
+def fail_or_wait(flags, folder):
     if read_topology().rank == 0:
         raise RuntimeError("this rank fails")
     time.sleep(600)
 
-worker.run_cell, worker.PATIENCE_SEC = fail_or_wait, 1
-sys.exit(worker.main(sys.argv[1:]))
+if __name__ == "__main__":
+    worker.PATIENCE_SEC = 1
+    sys.exit(worker.main(sys.argv[1:]))
 """
+CALL = "dsgpt.benchmarks.parity.rank:train_cell"
 
 
 @pytest.fixture
@@ -56,7 +53,8 @@ def assignment(tmp_path):
     def make(name: str, *, bug: str = "", **changes) -> Assignment:
         folder = tmp_path / name
         folder.mkdir()
-        return Assignment(folder=str(folder), flags=command_line(tmp_path, **changes), bug=bug)
+        words = command_line(tmp_path, **changes)
+        return Assignment(folder=str(folder), flags=words, call=CALL, arguments={"bug": bug})
 
     return make
 
@@ -82,9 +80,10 @@ def test_every_end_is_a_result_and_the_next_training_goes_on(assignment, tmp_pat
 def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch):
     """As on GPUs: a rank that fails is not waited for half an hour, and the next training starts afresh."""
     (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(launching, "WORKER", "failing_worker")
-    cells = [assignment("one fails", run_type="ddp"), assignment("done", run_type="ddp")]
+    failing = replace(assignment("one fails", run_type="ddp"), call="failing_worker:fail_or_wait", arguments={})
+    cells = [failing, assignment("done", run_type="ddp")]
     launch = Launch(launcher="torchrun", ranks=2, cells=2)
     finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start="spawn"))
     assert [index for index, _ in finished] == [0, 1]
@@ -96,7 +95,7 @@ def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monke
 
 def test_a_launch_that_does_nothing_is_ended(assignment, tmp_path, monkeypatch):
     (tmp_path / "idle_worker.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(launching, "WORKER", "idle_worker")
     monkeypatch.setattr(launching, "STUCK_SEC", 1)
     launch = Launch(launcher="python", ranks=1, cells=1)
@@ -121,7 +120,13 @@ def test_a_training_whose_process_is_killed(assignment, tmp_path):
     coming = run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu")
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(next, coming)
-        training = wait_for(lambda: trainings(os.getpid(), tmp_path / "job.json"), seconds=120)[0]
+
+        def started() -> list[psutil.Process]:
+            if first.done():
+                first.result()  # raises what it raised, as for a test that is to be skipped
+            return trainings(os.getpid(), tmp_path / "job.json")
+
+        training = wait_for(started, seconds=120)[0]
         training.send_signal(signal.SIGKILL)
         assert first.result()[0] == 0
     assert next(coming)[0] == 1

@@ -1,4 +1,4 @@
-"""Harm to the files of a run that was killed, and what ``--resume`` says and does about it."""
+"""Damage to the files of a killed run, and what ``--resume`` says and does about it."""
 
 import shutil
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.benchmarks.faults.outcome import Outcome, first_wrong
+from dsgpt.benchmarks.faults.outcome import Outcome, all_wrong
 from dsgpt.benchmarks.faults.plan import SAVE_EVERY, STEPS
 from dsgpt.benchmarks.faults.runs import Runs
 from dsgpt.checkpointing import store
@@ -15,7 +15,7 @@ from dsgpt.checkpointing.training_state import MOMENTS
 
 RUN = "zero1"
 NEWEST = STEPS - SAVE_EVERY
-"""The newest checkpoint of a run that was rolled back; the one before it is ``SAVE_EVERY`` older."""
+"""Step of the newest checkpoint of a run that was rolled back; the one before it is ``SAVE_EVERY`` older."""
 
 
 def _truncate(checkpoint: Path) -> None:
@@ -54,14 +54,14 @@ def _tear_log(checkpoint: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """Harm to the newest checkpoint, or beside it."""
+    """Damage to the newest checkpoint, or beside it."""
 
     name: str
     harm: Callable[[Path], None]
     resumed_from: int
-    """The step that the run then goes on from."""
+    """The step that the run must resume from."""
     words: str = "resuming from"
-    """What must be said."""
+    """What the run must say."""
 
 
 BEFORE = NEWEST - SAVE_EVERY
@@ -79,7 +79,7 @@ DAMAGES = (
 
 
 def try_damage(runs: Runs, plan: Damage) -> Outcome:
-    """Harm a copy of the undisturbed run that was rolled back, resume and compare.
+    """Damage a rolled-back copy of the undisturbed run, resume it and compare.
 
     Raises:
         Missed: the run did not end.
@@ -87,19 +87,19 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
     started = time.perf_counter()
     run_dir = runs.rolled_back(RUN, plan.name)
     plan.harm(run_dir / store.folder_name(NEWEST))
-    gone_on = runs.go_on(RUN, run_dir)
-    told = [line for line in gone_on.said.splitlines() if "is refused" in line or "resuming from" in line]
-    wrong = first_wrong(
-        (gone_on.resumed_from != plan.resumed_from, f"it went on from step {gone_on.resumed_from}"),
-        (plan.words not in gone_on.said, f"it did not say: {plan.words}"),
+    resumed = runs.resume(RUN, run_dir)
+    lines = [line for line in resumed.said.splitlines() if "is refused" in line or "resuming from" in line]
+    wrong = all_wrong(
+        (resumed.resumed_from != plan.resumed_from, f"it resumed from step {resumed.resumed_from}"),
+        (plan.words not in resumed.said, f"it did not say: {plan.words}"),
         (bool(list(run_dir.glob(".partial-*"))), "temporary folders are left"),
-        (bool(gone_on.wrong), gone_on.wrong),
+        (bool(resumed.wrong), resumed.wrong),
     )
     return Outcome(
         kind="damage",
         name=f"{RUN}: {plan.name}",
         wrong=wrong,
         seconds=time.perf_counter() - started,
-        measured={"resumed_from": gone_on.resumed_from},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in told),
+        measured={"resumed_from": resumed.resumed_from},
+        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
     )

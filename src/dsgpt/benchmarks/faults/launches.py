@@ -1,9 +1,9 @@
-"""Faults of launches: a worker that torchrun starts again, and two runs on one folder."""
+"""Faults of launches: a worker that torchrun restarts, and two runs on one folder."""
 
 import signal
 import time
 
-from dsgpt.benchmarks.faults.outcome import Outcome, first_error, first_wrong
+from dsgpt.benchmarks.faults.outcome import Outcome, all_wrong, first_error
 from dsgpt.benchmarks.faults.processes import kill
 from dsgpt.benchmarks.faults.runs import Runs
 from dsgpt.common.errors import EXIT_USER_ERROR
@@ -12,10 +12,10 @@ RESTARTS = 3
 
 
 def try_restart(runs: Runs) -> Outcome:
-    """Kill a worker under ``torchrun --max-restarts 3``: the launcher starts all again, and the run goes on by itself.
+    """Kill a worker under ``torchrun --max-restarts 3``: the launcher restarts all, and the run resumes by itself.
 
     Raises:
-        Missed: it did not end.
+        Missed: the run did not end.
     """
     started, run = time.perf_counter(), "ddp"
     run_dir = runs.new("torchrun restarts")
@@ -25,11 +25,11 @@ def try_restart(runs: Runs) -> Outcome:
         kill(training.ranks(2)[1:])
         code, _, _ = training.wait_until_gone()
         said = training.said()
-    told = [line for line in said.splitlines() if "resuming from" in line or "starting fresh" in line]
+    lines = [line for line in said.splitlines() if "resuming from" in line or "starting fresh" in line]
     difference = "" if code else runs.difference(run, run_dir)
-    wrong = first_wrong(
+    wrong = all_wrong(
         (code != 0, f"exit code {code}: {first_error(said)}"),
-        (not any("resuming from" in line for line in told), "it did not go on from a checkpoint"),
+        (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
     return Outcome(
@@ -38,12 +38,12 @@ def try_restart(runs: Runs) -> Outcome:
         wrong=wrong,
         seconds=time.perf_counter() - started,
         measured={"exit_code": code},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in told),
+        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
     )
 
 
 def try_two_runs(runs: Runs) -> Outcome:
-    """Start a run on a folder in which another one, which is halted, trains: once to replace it, once to go on with it.
+    """Start two runs on the folder of a training that is halted: one to overwrite it, one to resume it.
 
     Raises:
         Missed: one of them did not end.
@@ -61,14 +61,14 @@ def try_two_runs(runs: Runs) -> Outcome:
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
-    told = [*second.said().splitlines()[-1:], *(line for line in third.said().splitlines() if "waiting" in line)]
-    told += [line for line in third.said().splitlines() if "nothing to do" in line]
-    wrong = first_wrong(
+    lines = [*second.said().splitlines()[-1:], *(line for line in third.said().splitlines() if "waiting" in line)]
+    lines += [line for line in third.said().splitlines() if "nothing to do" in line]
+    wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
         ("another process is training in this folder" not in second.said(), "it did not say who is in the way"),
         (code != 0, f"the first ended with exit code {code}"),
         (waited != 0, f"--resume ended with exit code {waited}"),
-        (len(told) < 3, "the one that waited did not find the finished run"),
+        (len(lines) < 3, "the one that waited did not find the finished run"),
         (bool(difference), difference),
     )
     return Outcome(
@@ -77,5 +77,5 @@ def try_two_runs(runs: Runs) -> Outcome:
         wrong=wrong,
         seconds=time.perf_counter() - started,
         measured={"exit_code": refused},
-        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in told),
+        said=tuple(line.replace(f"{run_dir.parent}/", "") for line in lines),
     )

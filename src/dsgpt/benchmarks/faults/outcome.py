@@ -11,7 +11,7 @@ class Outcome:
     kind: str
     """``kill``, ``request``, ``damage``, ``disk`` or ``launch``."""
     name: str
-    """What was done, to which run."""
+    """What was done to which run."""
     wrong: str = ""
     """What is not as it should be; empty where everything is."""
     not_run: str = ""
@@ -19,7 +19,7 @@ class Outcome:
     seconds: float = 0.0
     measured: dict[str, Any] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-    """What the run told of the fault, without the paths of this machine."""
+    """What the run printed about the fault, without the paths of this machine."""
 
     @property
     def status(self) -> str:
@@ -27,12 +27,12 @@ class Outcome:
         return "not run" if self.not_run else "failed" if self.wrong else "passed"
 
 
-def first_wrong(*findings: tuple[bool, str]) -> str:
-    """The words of those findings that hold."""
+def all_wrong(*findings: tuple[bool, str]) -> str:
+    """The words of the findings that hold, joined; empty where none does."""
     return "; ".join(words for holds, words in findings if holds)
 
 
 def first_error(said: str) -> str:
-    """The first line that tells of an error; launchers put much under it."""
+    """The first line with an error; launchers print much after it."""
     lines = [line.strip() for line in said.splitlines()]
     return next((line for line in lines if "rror: " in line or line.startswith("error: ")), said[-300:])

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from dsgpt.benchmarks.harness.tables import table
+from dsgpt.benchmarks.harness.pages import Record, table
 
-Record = dict[str, Any]
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "not run": "not run"}
 
 
@@ -15,7 +14,7 @@ def faults_page(record: Record, *, source: str) -> str:
         record: as ``dsgpt.benchmarks.faults.command`` makes it.
         source: the record's path, for the reader.
     """
-    parts = [_head(record, source), _kills(record), _requests(record), _others(record), _troubles(record)]
+    parts = [_head(record, source), _kills(record), _signals(record), _others(record), _troubles(record)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -42,7 +41,7 @@ def _summary(record: Record) -> str:
         every = record["work"]["save_every"]
         lines += [
             f"* **{_passed(kills)} of {len(kills)} kills** were recovered from by `--resume`; {cut} of them cut a save",
-            f"  off. At most {lost} steps had to be taken again, with a checkpoint every {every} steps; the last",
+            f"  off. At most {lost} steps had to be repeated, with a checkpoint every {every} steps; the last",
             f"  process was gone at most {gone:.1f} s after the kill.",
         ]
         ended = [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]
@@ -60,7 +59,7 @@ def _head(record: Record, source: str) -> str:
     runs = "\n".join(
         f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
     )
-    return f"""# Whatever happens to a run, it goes on
+    return f"""# Whatever stops a run, it resumes to the same end
 
 Generated from `{source}` by
 `python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
@@ -69,8 +68,8 @@ runs the campaign on your machine.
 {_summary(record)}
 
 Recovered means: `--resume` with the same command ended with exit code 0; every loss, gradient norm, learning rate and
-validation loss of the run is that of a run that nobody disturbed, to the last bit, with dropout {work["dropout"]}; no
-step is there twice or missing; and no process of the launch was left behind.
+validation loss of the run equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}; no step is
+missing or there twice; and no process of the launch was left behind.
 
 {runs}
 
@@ -84,15 +83,15 @@ def _kills(record: Record) -> str:
     kills = _of(record, "kill")
     if not kills:
         return ""
-    header = ["run", "`kill -9` of", "aimed at", "cut a save off", "`--save_mode`", "steps taken", "went on from"]
+    header = ["run", "`kill -9` of", "aimed at", "cut a save off", "`--save_mode`", "steps taken", "resumed from"]
     header += ["lost", "allowed", "exit code", "launcher ended after", "all gone after", "recovered"]
     rows = [_kill_row(kill) for kill in kills if kill["measured"]]
     return f"""## Kills
 
-Instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save, which the kill may come
-too late for; all kinds of victims take turns. Lost are steps that were done and had to be taken again. Allowed are as
-many as lie between two saves, and those taken while the last save was being written. If only the launcher is killed,
-the ranks finish their step, save and leave. The exit code is what the launcher's parent sees: -9 where it was killed.
+Instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save, for which the kill may
+come too late; all kinds of victims take turns. Lost are steps that were done and had to be repeated. Allowed are as
+many as lie between two saves, and those done while the last save was being written. If only the launcher is killed,
+the ranks finish their step, save and exit. The exit code is what the launcher's parent sees: -9 where it was killed.
 
 {table(header, rows)}"""
 
@@ -106,11 +105,11 @@ def _kill_row(kill: dict[str, Any]) -> list[Any]:
     return [*where, *(facts[key] for key in keys), *times, STATUS_WORDS[kill["status"]]]
 
 
-def _requests(record: Record) -> str:
-    requests = _of(record, "request")
-    if not requests:
+def _signals(record: Record) -> str:
+    signals = _of(record, "request")
+    if not signals:
         return ""
-    header = ["request", "exit code", "all gone after", "steps lost", "what was said", "as it should be"]
+    header = ["signal", "exit code", "all gone after", "steps lost", "what the run said", "as it should be"]
     rows = [
         [
             fault["name"],
@@ -120,18 +119,19 @@ def _requests(record: Record) -> str:
             _said(fault),
             STATUS_WORDS[fault["status"]],
         ]
-        for fault in requests
+        for fault in signals
     ]
-    return f"""## Requests to stop
+    return f"""## Signals
 
-A signal after step 6, between two saves, to a run that is then resumed; the one that is sent twice, to a run with steps
-of more than a second, which is not. The exit code is the launcher's, which for a `baseline` is the run's own.
+A signal after step 6, between two saves, to a run that is then resumed. The one that is sent twice goes to a run with
+steps of more than a second, which is not resumed. The exit code is the launcher's; for a `baseline` it is the run's
+own.
 
 {table(header, rows)}"""
 
 
 def _others(record: Record) -> str:
-    header = ["fault", "exit code", "went on from step", "what was said", "recovered"]
+    header = ["fault", "exit code", "resumed from step", "what the run said", "recovered"]
     rows = [
         [
             fault["name"],
@@ -144,10 +144,11 @@ def _others(record: Record) -> str:
     ]
     if not rows:
         return ""
-    return f"""## Damaged files, file systems that refuse, launches
+    return f"""## Damaged files, file systems that refuse writes, launches
 
-Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last step leaves it. A
-restarted worker and a second run on the folder are told by what they say: the first needs no `--resume` of anybody.
+Damage is done to the newest checkpoint, or beside it, of a run in the state in which a kill before its last step leaves
+it. A restarted worker and a second run on the folder show in what they print; the worker resumes without a `--resume`
+of the user.
 
 {table(header, rows)}"""
 

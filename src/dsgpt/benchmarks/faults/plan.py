@@ -1,15 +1,15 @@
-"""What happens to which run, and when: everything of it follows from a seed."""
+"""Which process of which run is killed, and when; all of it follows from a seed."""
 
 import random
 from dataclasses import dataclass
 
-from dsgpt.benchmarks.parity.matrix import Cell
+from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.config.options import SAVE_MODES
 
 STEPS, SAVE_EVERY = 24, 4
 """Of every run of the campaign."""
 DROPOUT = 0.1
-"""So that a random stream that does not go on where it was shows in the losses."""
+"""Not 0, so that a random stream that does not continue where it was shows in the losses."""
 KILLS, SEED = 40, 4
 RUNS = {
     "baseline": Cell(strategy="baseline", ranks=1, accumulation=1),
@@ -18,39 +18,40 @@ RUNS = {
     "zero3": Cell(strategy="zero3", ranks=2, accumulation=3),
     "pipeline2": Cell(strategy="pipeline2-zero1", ranks=2, accumulation=3),
 }
-"""The runs that are disturbed, by the name they are told under."""
+"""The runs that are disturbed, by the name that pages and lines use."""
 VICTIMS = ("one rank", "all", "the launcher")
 MOMENTS = ("training", "saving")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """``kill -9`` of somebody at an instant."""
+    """``kill -9`` of one or more processes of a run at an instant."""
 
     run: str
     """A key of ``RUNS``."""
     victim: str
     """One of ``VICTIMS``; a baseline is one process and has no launcher."""
     rank: int
-    """Which, if the victim is one rank."""
+    """Which rank, if the victim is one rank."""
     moment: str
-    """One of ``MOMENTS``: while steps are taken, or while a checkpoint is written."""
+    """One of ``MOMENTS``: while steps run, or while a checkpoint is written."""
     step: int
-    """After this step is done; or while its checkpoint is written, which begins ``SAVE_EVERY`` times a number."""
+    """The kill comes after this step; or while its checkpoint is written, and then it is a multiple of
+    ``SAVE_EVERY``."""
     fraction: float
     """How far into the next step, or into the save, 0 to 1."""
     save_mode: str
 
     @property
     def name(self) -> str:
-        """For people and for test ids."""
+        """For console lines, pages and test ids."""
         victim = f"rank {self.rank}" if self.victim == "one rank" else self.victim
         when = f"in the save of step {self.step}" if self.moment == "saving" else f"after step {self.step}"
         return f"{self.run}: {victim} {when} + {self.fraction:.2f}, {self.save_mode}"
 
 
 def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
-    """``count`` kills, the same for the same seed: all runs, victims, moments and ways to save in turn."""
+    """``count`` kills, the same for the same seed; all runs, victims, moments and save modes take turns."""
     chance = random.Random(seed)
     return [_kill(chance, number, run=list(RUNS)[number % len(RUNS)]) for number in range(count)]
 
@@ -71,7 +72,7 @@ def _kill(chance: random.Random, number: int, *, run: str) -> Kill:
 
 
 def core_kills() -> list[Kill]:
-    """What ``make test`` runs: each victim once, both moments."""
+    """The kills of ``make test``: each victim once, both moments."""
     return [
         Kill(run="ddp", victim="one rank", rank=1, moment="training", step=9, fraction=0.5, save_mode="async"),
         Kill(run="zero1", victim="all", rank=0, moment="saving", step=8, fraction=0.4, save_mode="sync"),

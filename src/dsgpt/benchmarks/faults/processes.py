@@ -1,4 +1,4 @@
-"""A training as a user starts it, watched from outside: where it stands, its ranks, and who is left after its end."""
+"""A training as a user starts it, watched from outside: its steps, its ranks, the processes left after its end."""
 
 import contextlib
 import os
@@ -17,24 +17,24 @@ from dsgpt.checkpointing import store
 from dsgpt.telemetry.record import STEPS_FILE, read_steps
 
 POLL_SEC = 0.002
-"""Short beside a step and a save, which a kill is aimed at."""
+"""Much shorter than a step or a save, so that a kill hits the instant that it is aimed at."""
 MARK = "DSGPT_LAUNCH_UNDER_TEST"
 """The variable that all processes of a launch inherit."""
 LIMIT_SEC = 300
-"""No training of the campaign takes so long, from its start to its end."""
+"""Longer than any training of the campaign takes."""
 
 
 class Missed(RuntimeError):
-    """A training did not come to what was waited for."""
+    """A training did not reach what was waited for."""
 
 
 class Training:
-    """One launch of ``src/gpt2.py`` in a session of its own. A context: nothing of it is left at its end.
+    """One launch of ``src/gpt2.py`` in a session of its own. At the end of the context all its processes are killed.
 
     Args:
         command: launcher, script and flags.
         run_dir: the run folder.
-        log: takes what it says; appended to.
+        log: the file to which its output is appended.
     """
 
     def __init__(self, command: Sequence[str], *, run_dir: Path, log: Path) -> None:
@@ -63,7 +63,7 @@ class Training:
         self.launcher.wait()
 
     def everyone(self) -> list[psutil.Process]:
-        """Every process that comes of this launch, whoever its parent is by now."""
+        """Every process that this launch started, whatever its parent is by now."""
         return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self._mark]
 
     def ranks(self, count: int) -> list[psutil.Process]:
@@ -85,7 +85,7 @@ class Training:
         return [found[rank] for rank in range(count)]
 
     def steps(self) -> int:
-        """The last step that the run has put down."""
+        """The last step that the run has logged."""
         return last_step(self.run_dir)
 
     def wait_for(self, condition: Callable[[], bool], *, what: str) -> None:
@@ -103,7 +103,7 @@ class Training:
             time.sleep(POLL_SEC)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until ``step`` is done and put down."""
+        """Wait until ``step`` is done and logged."""
         self.wait_for(lambda: self.steps() >= step, what=f"step {step}")
 
     def wait_for_save(self, step: int) -> None:
@@ -112,7 +112,7 @@ class Training:
         self.wait_for(lambda: partial.exists() or final.exists(), what=f"the save of step {step}")
 
     def wait_until_gone(self) -> tuple[int, float, float]:
-        """Wait for the end of all.
+        """Wait until all processes have ended.
 
         Returns:
             The launcher's exit code, the seconds until it ended, and those until the last of its processes had.
@@ -132,7 +132,7 @@ class Training:
             time.sleep(0.05)
 
     def wait(self) -> int:
-        """Wait for the end of the launcher alone, and answer with its exit code.
+        """Wait for the end of the launcher alone, and return its exit code.
 
         Raises:
             Missed: it is still there after ``LIMIT_SEC``.
@@ -149,7 +149,7 @@ class Training:
 
 @contextlib.contextmanager
 def hanging_up_ends_children() -> Iterator[None]:
-    """Let processes that are started inside hear SIGHUP, also where this one was started with ``nohup``."""
+    """Let processes that are started inside receive SIGHUP, even if this process was started with ``nohup``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield
@@ -165,18 +165,18 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step in the run's log, 0 where there is none; a torn line counts for nothing."""
+    """The last step in the run's log, 0 where there is none. A torn line does not count."""
     log = run_dir / STEPS_FILE
     return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
 
 
-def tell(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to each of them that is still there, as close together as one process can."""
+def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to each of ``processes`` that still exists, as close together as one process can."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """``kill -9`` for each of them."""
-    tell(processes, signal.SIGKILL)
+    """``kill -9`` for each of ``processes``."""
+    send(processes, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The runs of the campaign: how each is started, what it comes to undisturbed, and how a disturbed one compares."""
+"""The runs of the campaign: starts them, resumes them, and compares a disturbed run with the undisturbed one."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from dsgpt.benchmarks.faults.outcome import first_error
 from dsgpt.benchmarks.faults.plan import DROPOUT, RUNS, SAVE_EVERY, STEPS
 from dsgpt.benchmarks.faults.processes import Missed, Training, last_step
 from dsgpt.benchmarks.harness.corpus import prepare_corpus
+from dsgpt.benchmarks.harness.tested import STRATEGIES
 from dsgpt.benchmarks.harness.work import flags, write_recipe
-from dsgpt.benchmarks.parity.matrix import STRATEGIES
 from dsgpt.checkpointing import store
 from dsgpt.common.files import write_json_atomic
 from dsgpt.runtime.launcher import launcher_command
@@ -22,36 +22,36 @@ from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, drop_
 
 LOG = "console.log"
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
-"""What must be the same at every step, to the last bit."""
+"""Figures that must be the same at every step, to the last bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Undisturbed:
-    """A run that nobody disturbed."""
+    """A run that was not disturbed."""
 
     run_dir: Path
     step_sec: float
-    """Of a step, the median."""
+    """Median time of a step."""
     save_sec: float
-    """From a save's beginning to its end, the median."""
+    """Median time from a save's start to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoneOn:
-    """What ``--resume`` made of a disturbed run."""
+class Resumed:
+    """A disturbed run after ``--resume``."""
 
     said: str
     resumed_from: int
     """The checkpoint's step; 0 for a fresh start."""
     taken: int
-    """The last step that the run had put down before."""
+    """The last step that the run had logged before."""
     wrong: str
-    """How it differs from the run that nobody disturbed; empty where it does not."""
+    """How it differs from the undisturbed run; empty where it does not."""
     seconds: float
 
     @property
     def steps_lost(self) -> int:
-        """Steps that had to be taken again."""
+        """Steps that had to be repeated."""
         return self.taken - self.resumed_from
 
 
@@ -69,7 +69,7 @@ class Runs:
         self._undisturbed: dict[str, Undisturbed] = {}
 
     def new(self, name: str) -> Path:
-        """A run folder that does not exist yet, in a new folder of its own; ``name`` is for people who look there."""
+        """The path of a run folder that does not exist yet, in a new folder named after ``name``."""
         count = sum(1 for _ in self.folder.iterdir())
         parent = self.folder / f"{count:03d}-{''.join(c if c.isalnum() else '-' for c in name)}"
         parent.mkdir()
@@ -94,7 +94,7 @@ class Runs:
             launcher: further flags of the launcher.
             prefix: a command that runs the launcher.
             changes: other values of flags that every run has, which make it another training.
-            log: name of the file beside the run folder that takes what is said.
+            log: name of the file beside the run folder for what the launcher and its ranks print.
         """
         cell = RUNS[run]
         strategy = STRATEGIES[cell.strategy]
@@ -110,7 +110,7 @@ class Runs:
         return Training(command, run_dir=run_dir, log=run_dir.parent / log)
 
     def undisturbed(self, run: str) -> Undisturbed:
-        """The run as nobody disturbs it; trained when first asked for.
+        """The undisturbed run, trained at the first call.
 
         Raises:
             Missed: it failed.
@@ -127,7 +127,7 @@ class Runs:
         return self._undisturbed[run]
 
     def rolled_back(self, run: str, name: str) -> Path:
-        """A copy of the undisturbed run as a kill just before its last step would have left it."""
+        """A copy of the undisturbed run in the state in which a kill just before its last step would have left it."""
         run_dir = self.copied(run, name)
         (run_dir / COMPLETE_FILE).unlink()
         shutil.rmtree(store.checkpoints(run_dir)[0])
@@ -140,8 +140,8 @@ class Runs:
         """A copy of the undisturbed run."""
         return shutil.copytree(self.undisturbed(run).run_dir, self.new(name))
 
-    def go_on(self, run: str, run_dir: Path) -> GoneOn:
-        """Resume ``run`` to its end, and hold it against the one that nobody disturbed.
+    def resume(self, run: str, run_dir: Path) -> Resumed:
+        """Resume ``run`` to its end, and compare it with the undisturbed run.
 
         Raises:
             Missed: it did not end.
@@ -151,7 +151,7 @@ class Runs:
             code, _, _ = training.wait_until_gone()
             said = training.said()
         wrong = f"--resume ended with exit code {code}: {first_error(said)}" if code else self.difference(run, run_dir)
-        return GoneOn(
+        return Resumed(
             said=said,
             taken=taken,
             resumed_from=_resumed_from(said),
@@ -173,7 +173,7 @@ class Runs:
 
 
 def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
-    """Every compared figure by step and name; a step that is there twice is a figure too many."""
+    """Every compared figure by step and name. A step that is there twice gives a pair, which equals no figure."""
     found: dict[tuple[int, str], Any] = {}
     for line in read_steps(run_dir / STEPS_FILE):
         for key in COMPARED:
@@ -185,7 +185,8 @@ def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
 
 def read_record(run_dir: Path) -> dict[str, Any]:
     """``training_metrics.json``."""
-    return json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+    return record
 
 
 def _resumed_from(said: str) -> int:

@@ -1,4 +1,4 @@
-"""The text that the suite trains on: a few sources of Python's own library, prepared by the real script."""
+"""The text that the suites train on: a few sources of Python's own library, prepared by ``data_prep/preprocess.py``."""
 
 import shutil
 import subprocess
@@ -50,7 +50,7 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
 
     Args:
         corpus: as ``prepare_corpus`` made it.
-        windows: how many; where they are no multiple of the global batch, the last batch is padded.
+        windows: how many; if they are no multiple of the global batch, the last batch is padded.
         length: tokens that a window predicts.
     """
     whole = open_token_file(corpus.val)
@@ -62,5 +62,5 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
         tokenizer=about.tokenizer,
         source=f"the beginning of {corpus.val.name}",
     ) as writer:
-        writer.append(whole.memmap()[: windows * length])  # and an end-of-text id, which the last window predicts
+        writer.append(whole.memmap()[: windows * length])  # an end-of-text id follows, which the last window predicts
     return Corpus(train=corpus.train, val=path)

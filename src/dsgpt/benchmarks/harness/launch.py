@@ -1,4 +1,4 @@
-"""Starts the ranks of a job with the launcher that users take, and tells which cells are done as they finish."""
+"""Starts the ranks of a job with the launcher that users use, and yields each cell as it ends."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from dsgpt.benchmarks.harness.measurement import rank_file
+from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.common.files import write_json_atomic
 from dsgpt.runtime.launcher import launcher_command
 
@@ -21,14 +21,18 @@ IMPORTS = {
     "torchrun": ["torch._dynamo", "torch.distributed.fsdp"],
     "deepspeed": ["torch._dynamo", "deepspeed"],
 }
-"""What takes seconds to import and would otherwise be imported in every cell; torch's optimizers need its compiler."""
+"""Modules that take seconds to import and would otherwise be imported in every cell. The optimizers of torch need its
+compiler."""
 ELSEWHERE = ("DS_", "OMP_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
-"""How the names of variables begin that a launcher around the suite (a pod's, ``srun``) sets for its own ranks, or a
-machine for its own jobs."""
+"""Prefixes of variables that a launcher around the suite (a pod's, ``srun``) sets for its own ranks, or a machine for
+its own jobs."""
 STUCK_SEC = 900
-"""After so long without the end of a training a launch is stuck; each rank of it ends its own training sooner."""
+"""Seconds without the end of a cell after which a launch counts as stuck. A rank ends its own cell sooner."""
 LEAVE_SEC = 5
-"""How long a launcher and its ranks get to leave after they were asked to."""
+"""Seconds between SIGTERM and SIGKILL for a launcher and its ranks."""
+CALL_SEPARATOR = ":"
+PORT_FILE = "port"
+"""In a cell's folder: the port at which its ranks meet. Rank 0 writes it first of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +40,17 @@ class Assignment:
     """One cell as a rank gets it."""
 
     folder: str
-    """Exists and is empty but for the recipe."""
+    """Exists, and is empty but for the recipe."""
     flags: list[str]
-    bug: str = ""
-    reference: dict[str, Any] | None = None
-    """The fields of a ``Split``, to train the reference with this split instead of a strategy."""
-    call: str = ""
-    """``module:function`` to call with flags, folder and ``arguments`` instead of training the cell."""
-    arguments: dict[str, str] = field(default_factory=dict)
+    call: str
+    """``module:function``: what every rank calls with flags, folder and ``arguments``."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the call, as JSON can hold them."""
+
+    @property
+    def module(self) -> str:
+        """The module of ``call``."""
+        return self.call.split(CALL_SEPARATOR)[0]
 
 
 @dataclass(kw_only=True)
@@ -67,7 +74,7 @@ def launch_command(launcher: str, ranks: int) -> list[str]:
 def environment_for(device: str) -> dict[str, str]:
     """This process's variables without those that would make its ranks part of other jobs.
 
-    DeepSpeed's launcher would look for GPUs on its own, and every rank is a process of one thread.
+    On a CPU, a variable keeps DeepSpeed's launcher from looking for GPUs. Every rank has one thread.
     """
     ours = {
         key: value
@@ -86,56 +93,71 @@ def run_job(
     start: str | None = None,
     imports: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Run ``assignments`` one after the other; the index and seconds of each come as soon as all its ranks are done.
+    """Run ``assignments`` one after the other; yield index and seconds of each when all its ranks have ended.
 
-    What does not come was lost with its launch; ``job_file`` with the suffix ``.log`` holds what was said.
+    An assignment that is not yielded was lost with its launch. The launcher's output is in ``job_file`` with the suffix
+    ``.log``.
 
     Args:
         launch: how to start the ranks; its times are filled in.
-        assignments: what to train.
-        job_file: to be written, for the ranks.
+        assignments: what to run.
+        job_file: the file to write for the ranks.
         device: ``cpu`` or ``cuda``.
-        start: how a rank starts each training: ``fork``, which is faster, or ``spawn``, which GPUs need; by default
-            what fits the device.
-        imports: to be made once for all forked trainings; by default what the launcher's own strategies need.
+        start: how a rank starts each cell: ``fork``, which is faster, or ``spawn``, which GPUs need; by default what
+            fits the device.
+        imports: modules to import once for all forked cells, beside those of the calls; by default what the launcher's
+            own strategies need.
     """
+    modules = [*(IMPORTS[launch.launcher] if imports is None else imports), *(one.module for one in assignments)]
     job = {
         "start": start or ("fork" if device == "cpu" else "spawn"),
         "worker": WORKER,
         "runner": os.getpid(),
-        "imports": list(imports or IMPORTS[launch.launcher]),
+        "imports": list(dict.fromkeys(modules)),
         "cells": [asdict(assignment) for assignment in assignments],
     }
     write_json_atomic(job_file, job)
     command = [*launch_command(launch.launcher, launch.ranks), str(job_file)]
     started = time.perf_counter()
     with job_file.with_suffix(".log").open("wb") as log, _process(command, environment_for(device), log) as process:
-        done, since = 0, started
-        while done < len(assignments):
-            ended = process.poll() is not None  # asked first: a file may appear just before the end
-            folder = Path(assignments[done].folder)
-            if launch.start_seconds is None and (folder / "port").exists():
-                since = time.perf_counter()
-                launch.start_seconds = since - started
-            if all(rank_file(folder, rank).exists() for rank in range(launch.ranks)):
-                now = time.perf_counter()
-                yield done, now - since
-                done, since = done + 1, now
-            elif ended:
-                break
-            elif time.perf_counter() - since > STUCK_SEC:
-                log.write(f"no training ended within {STUCK_SEC} s\n".encode())
-                break
-            else:
-                time.sleep(POLL_SEC)
-        else:
-            _wait(process)
+        yield from _ends(process, launch, assignments, log=log, started=started)
     launch.seconds = time.perf_counter() - started
 
 
+def _ends(
+    process: subprocess.Popen[bytes],
+    launch: Launch,
+    assignments: Sequence[Assignment],
+    *,
+    log: BinaryIO,
+    started: float,
+) -> Iterator[tuple[int, float]]:
+    """Watch the ranks' files until all assignments have ended, the launcher has ended, or it is stuck."""
+    done, since = 0, started
+    while done < len(assignments):
+        ended = process.poll() is not None  # asked first: a file may appear just before the end
+        folder = Path(assignments[done].folder)
+        if launch.start_seconds is None and (folder / PORT_FILE).exists():
+            since = time.perf_counter()
+            launch.start_seconds = since - started
+        if all(rank_file(folder, rank).exists() for rank in range(launch.ranks)):
+            now = time.perf_counter()
+            yield done, now - since
+            done, since = done + 1, now
+        elif ended:
+            return
+        elif time.perf_counter() - since > STUCK_SEC:
+            log.write(f"no training ended within {STUCK_SEC} s\n".encode())
+            return
+        else:
+            time.sleep(POLL_SEC)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a launcher that stays is ended by ``_process``
+        process.wait(timeout=STUCK_SEC)
+
+
 @contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str], log) -> Iterator[subprocess.Popen]:
-    """A launcher in a session of its own, which ends with the context: its workers notice, and end too."""
+def _process(command: list[str], environment: dict[str, str], log: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a session of its own. It ends with the context; its workers notice that, and end too."""
     process = subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -146,14 +168,8 @@ def _process(command: list[str], environment: dict[str, str], log) -> Iterator[s
             _end_group(process)
 
 
-def _wait(process: subprocess.Popen) -> None:
-    """Wait for a launcher whose ranks have nothing left to do; one that stays is ended by ``_process``."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=STUCK_SEC)
-
-
-def _end_group(process: subprocess.Popen) -> None:
-    """Ask a launcher and its ranks to leave, then make them. DeepSpeed's launcher would leave its ranks behind."""
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a launcher and its ranks, then kill what is left. DeepSpeed's launcher would leave its ranks behind."""
     os.killpg(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_SEC
     with contextlib.suppress(ProcessLookupError):

@@ -1,13 +1,13 @@
-"""From a cell to what ``src/gpt2.py`` would be given: a recipe file and flags."""
+"""From a cell to the recipe file and the flags of ``src/gpt2.py``."""
 
 import copy
 import json
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.corpus import Corpus
-from dsgpt.benchmarks.parity.matrix import Cell
-from dsgpt.benchmarks.parity.tested import STRATEGIES, TRAININGS
+from dsgpt.benchmarks.harness.tested import STRATEGIES, TRAININGS
 from dsgpt.common.files import write_json_atomic
 
 STEPS = 20
@@ -16,7 +16,7 @@ GLOBAL_BATCH = 12
 SEQUENCE = 32
 VALIDATION_WINDOWS = 17
 """The second global batch of a validation is padded: of two data ranks the second finds no target in it, of four the
-last two, so that neither ranks nor micro batches weigh the same."""
+last two. Ranks and micro batches then have unequal weights."""
 CLIPPING = {"adamw": 1.0, "sgd": 0.3}
 OPTIMIZERS = {
     "adamw": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -24,9 +24,9 @@ OPTIMIZERS = {
 }
 SCHEDULER = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
 WIDTHS = {"cpu": 34, "cuda": 128}
-"""4 ranks do not divide 34: shards are uneven or padded. The fused attention of GPUs wants heads of 64."""
+"""4 ranks do not divide 34: shards are uneven or padded. The fused attention of GPUs needs heads of 64."""
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
-"""Dynamic, and low enough that this model never overflows: a skipped step would compare different steps."""
+"""Dynamic, and low enough that this model never overflows: after a skipped step, different steps would be compared."""
 
 SMALL_BUCKETS = {
     "reduce_bucket_size": 5_000,
@@ -40,7 +40,7 @@ SMALL_BUCKETS_3 = {
     "stage3_max_reuse_distance": 20_000,
     "sub_group_size": 20_000,
 }
-"""In parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would split nothing."""
+"""In parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would shard nothing."""
 
 
 def shape(device: str) -> dict[str, int]:
@@ -59,9 +59,9 @@ def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None 
 
     Args:
         path: the new file.
-        cell: says which.
+        cell: which strategy and settings.
         recipes: the folder of the shipped ones.
-        training: of ``TRAININGS``; by default the one of the cell's strategy.
+        training: a key of ``TRAININGS``; by default that of the cell's strategy.
     """
     strategy = STRATEGIES[cell.strategy]
     recipe = json.loads((recipes / strategy.recipe).read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def merged(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str) -> list[str]:
-    """The flags that make ``src/gpt2.py`` train this cell."""
+    """The flags of ``src/gpt2.py`` that train this cell."""
     values = {
         "run_type": STRATEGIES[cell.strategy].run_type,
         "train_data_path": corpus.train,

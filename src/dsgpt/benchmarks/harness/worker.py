@@ -1,8 +1,10 @@
 """A rank of a suite: ``python -m dsgpt.benchmarks.harness.worker JOB``, under ``torchrun``, ``deepspeed`` or alone.
 
-A launch takes seconds, most of them imports, so one launch serves many cells: every rank imports everything once and
-then trains each cell in a forked child of its own, which joins a process group of its own. No cell finds anything that
-another one left behind. A process that uses a GPU cannot be forked: there every child is a new interpreter.
+A launch takes seconds, most of them for imports, so one launch serves many cells: every rank imports everything once
+and then runs each cell in a forked child, which joins a process group of its own. No cell sees state of another one. A
+process that uses a GPU cannot be forked: there every child is a new interpreter.
+
+A cell names the function that its ranks call; see ``launch.Assignment``.
 """
 
 import argparse
@@ -19,29 +21,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.harness.measurement import rank_file
-from dsgpt.benchmarks.parity.rank import run_cell
+from dsgpt.benchmarks.harness.launch import CALL_SEPARATOR, PORT_FILE
+from dsgpt.benchmarks.harness.rank_files import rank_file, read_ranks
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.main import leave
 from dsgpt.runtime.topology import Topology, free_port, read_topology
 
 CELL_LIMIT_SEC = 600
-"""After this a cell counts as stuck."""
+"""Seconds after which a cell counts as stuck."""
 PATIENCE_SEC = 15
-"""How long a rank may go on after another one has failed; then it is waiting for a peer that will not come."""
-PORT_FILE = "port"
+"""Seconds that a rank may continue after another one failed; after that it waits for a peer that will not come."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """With this variable ranks meet in torchrun's own store, which knows one process group, not many."""
 POLL_SEC = 0.02
 
 
 def main(arguments: list[str]) -> int:
-    """Train every cell of the job; how each ended is in its folder, so the exit code is 0."""
+    """Run every cell of the job. How each ended is in its folder, so the exit code is 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
-    parser.add_argument("--local_rank", type=int, help="from launchers; the environment says it too")
-    parser.add_argument("--cell", type=int, help="train this one alone, in this process, which is a spawned child")
+    parser.add_argument("--local_rank", type=int, help="from launchers; the environment has it too")
+    parser.add_argument("--cell", type=int, help="run this one alone, in this process, which is a spawned child")
     given = parser.parse_args(arguments)
     job = json.loads(given.job.read_text(encoding="utf-8"))
     topology = read_topology()
@@ -66,13 +67,13 @@ def main(arguments: list[str]) -> int:
 
 
 class _Alive:
-    """Ends this rank when nobody waits for it any more: a suite or a launcher that is killed takes nobody along."""
+    """Ends this rank when the suite or the launcher is gone: neither can end its ranks when it is killed."""
 
     def __init__(self, *, runner: int) -> None:
         self._runner, self._launcher = runner, os.getppid()
 
     def check(self) -> None:
-        """Leave if the suite's process or the launcher is gone."""
+        """Exit if the suite's process or the launcher is gone."""
         if os.getppid() != self._launcher:
             sys.exit("the launcher is gone")
         try:
@@ -82,14 +83,11 @@ class _Alive:
 
 
 def _run(cell: dict[str, Any], rank: int) -> None:
-    """Train one cell in this process; its end, whatever it is, goes to the rank's file."""
+    """Run one cell in this process. A refusal or an error goes to the rank's file; the cell's call writes the rest."""
     folder = Path(cell["folder"])
+    module, function = cell["call"].split(CALL_SEPARATOR)
     try:
-        if cell["call"]:
-            module, function = cell["call"].split(":")
-            getattr(importlib.import_module(module), function)(cell["flags"], folder, **cell["arguments"])
-        else:
-            run_cell(cell["flags"], folder, bug=cell["bug"], reference=cell["reference"])
+        getattr(importlib.import_module(module), function)(cell["flags"], folder, **cell["arguments"])
     except UserError as error:
         _write_end(folder, rank, status="refused", message="\n".join(error.problems))
     except Exception as error:  # noqa: BLE001 - every failure of a cell is a result of the suite
@@ -103,15 +101,15 @@ def _write_end(folder: Path, rank: int, *, status: str, message: str) -> None:
 
 
 def _fork(cell: dict[str, Any], rank: int, meeting: dict[str, str]) -> int:
-    """Train ``cell`` in a forked child; its process id."""
+    """Run ``cell`` in a forked child; return its process id."""
     child = os.fork()
     if not child:
-        _train_forked(cell, rank, meeting)
+        _run_forked(cell, rank, meeting)
     return child
 
 
-def _train_forked(cell: dict[str, Any], rank: int, meeting: dict[str, str]) -> None:
-    """What the forked child does, until it leaves."""
+def _run_forked(cell: dict[str, Any], rank: int, meeting: dict[str, str]) -> None:
+    """What the forked child does. It does not return."""
     with _log_file(Path(cell["folder"]), rank).open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -122,7 +120,7 @@ def _train_forked(cell: dict[str, Any], rank: int, meeting: dict[str, str]) -> N
 
 
 def _spawn(module: list[str], folder: Path, rank: int, meeting: dict[str, str]) -> int:
-    """Train a cell in a new interpreter that runs ``module``, a name and arguments; its process id."""
+    """Run a cell in a new interpreter that runs ``module``, a name and arguments; return its process id."""
     environment = {key: value for key, value in os.environ.items() if key != AGENT_STORE}
     log, new = str(_log_file(folder, rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     return os.posix_spawn(
@@ -138,7 +136,7 @@ def _log_file(folder: Path, rank: int) -> Path:
 
 
 def _agree_on_port(folder: Path, topology: Topology, alive: _Alive) -> int:
-    """A free port that rank 0 finds now and tells the others: one found long before may be taken by then."""
+    """A port that rank 0 finds free now and writes for the others; one found long before may be taken by then."""
     path = folder / PORT_FILE
     if topology.rank == 0:
         write_atomic(path, str(free_port()).encode())
@@ -149,8 +147,8 @@ def _agree_on_port(folder: Path, topology: Topology, alive: _Alive) -> int:
 
 
 def _watch(child: int, folder: Path, topology: Topology, alive: _Alive) -> None:
-    """Wait for ``child``; end it where it hangs, and write down an end that it could not write itself."""
-    started, alone_since = time.monotonic(), None
+    """Wait for ``child``, kill it where it hangs, and write its end where it could not write one itself."""
+    started, alone_since = time.monotonic(), float("inf")
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -158,9 +156,9 @@ def _watch(child: int, folder: Path, topology: Topology, alive: _Alive) -> None:
         with _killed_on_error(child):
             alive.check()
             now = time.monotonic()
-            if alone_since is None and _any_failed(folder, topology.world_size):
+            if now < alone_since and any(end["status"] != "done" for end in read_ranks(folder, topology.world_size)):
                 alone_since = now
-            if now - started > CELL_LIMIT_SEC or (alone_since is not None and now - alone_since > PATIENCE_SEC):
+            if now - started > CELL_LIMIT_SEC or now - alone_since > PATIENCE_SEC:
                 os.kill(child, signal.SIGKILL)
             time.sleep(POLL_SEC)
     if not rank_file(folder, topology.rank).exists():
@@ -169,14 +167,9 @@ def _watch(child: int, folder: Path, topology: Topology, alive: _Alive) -> None:
         _write_end(folder, topology.rank, status="error", message=f"rank {topology.rank} was {why}")
 
 
-def _any_failed(folder: Path, ranks: int) -> bool:
-    ends = (rank_file(folder, rank) for rank in range(ranks))
-    return any(json.loads(end.read_text(encoding="utf-8"))["status"] != "done" for end in ends if end.exists())
-
-
 @contextlib.contextmanager
 def _killed_on_error(child: int) -> Iterator[None]:
-    """A rank that must leave takes its child along."""
+    """Kill the child when this rank must exit."""
     try:
         yield
     except BaseException:

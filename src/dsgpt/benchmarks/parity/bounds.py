@@ -3,10 +3,10 @@ times what was measured there.
 
 In fp32 only the order of sums differs. On a CPU in bf16 every product is rounded to 8 binary digits, but the reference
 takes the same micro batches and rounds where the strategy does, so that the first gradient and the first update are
-equal in six digits: whoever sums in another precision, drops or doubles a micro batch, decays a bias or has another
-epsilon, is out of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to the other
-side changes the products of the next step, and after 20 steps loss and weights differ as if every product had been
-rounded once more.
+equal in six digits: a training that sums in another precision, drops or doubles a micro batch, decays a bias or has
+another epsilon is out of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to
+the other side changes the products of the next step, and after 20 steps loss and weights differ as if every product had
+been rounded once more.
 
 On a GPU nothing was measured yet: the bounds of 16-bit precisions there allow for every product rounded otherwise, in
 the first step too. A sum in another precision, or a bias that decays, is within them (``planted.Bug.visible_on``).
@@ -14,7 +14,7 @@ the first step too. A sum in another precision, or a bias that decays, is within
 
 from dataclasses import dataclass
 
-from dsgpt.benchmarks.parity.split import Split
+from dsgpt.benchmarks.parity.computation import Split
 
 RATE = 1e-12
 """On the learning rate, absolute: two formulas of one schedule differ in the last of 16 digits."""
@@ -62,7 +62,7 @@ CPU = {
     FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=1e-6, weights=2e-6),
     # The same roundings in the same places: only fp32 sums have another order, and a product of DeepSpeed's CPU Adam.
     BF16: Bounds(gradient=1e-6, update=1e-6, **_AFTER_20_STEPS),
-    # Gradients of more than two ranks are added up in bf16, in an order that nobody promises.
+    # Gradients of more than two ranks are added up in bf16, in no defined order.
     BF16_MANY: Bounds(gradient=1.6e-2, update=1.3e-2, **_AFTER_20_STEPS),
     # The tied embedding's two gradients are summed in fp32 over stages, where the reference's backward pass adds them
     # in bf16; clipping by the norm carries the difference to all others.

@@ -1,26 +1,27 @@
-"""``python src/benchmark.py parity``: run the suite, show its progress, keep its record."""
+"""``python src/benchmark.py parity``: what the parity suite runs, says and records."""
 
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-from dsgpt.benchmarks.harness.record_page import one_line_if_none, read_record, write_page
-from dsgpt.benchmarks.parity.matrix import Cell, core, select, whole_matrix
+from dsgpt.benchmarks.harness.cells import Cell, counted
+from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, run_suite
+from dsgpt.benchmarks.harness.pages import Record, SuitePage
+from dsgpt.benchmarks.parity.matrix import core, select, whole_matrix
 from dsgpt.benchmarks.parity.page import failure_words, parity_page, summary_lines
-from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
-from dsgpt.telemetry.console import Console, Progress
+from dsgpt.telemetry.console import Console
 
-EXIT_FAILED = 1
-"""A training was not the reference's, or a planted bug passed."""
+if TYPE_CHECKING:
+    from dsgpt.benchmarks.harness.launch import Launch
+    from dsgpt.benchmarks.parity.suite import Result, Suite
+
+PAGE = SuitePage(name="parity", of="the suite", text=parity_page, summary=summary_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityOptions:
+class ParityOptions(SuiteOptions):
     """What the command line asked for."""
 
     ranks: Sequence[int]
@@ -29,62 +30,57 @@ class ParityOptions:
     """Strategies; empty for all."""
     core: bool
     """Only what ``make test`` runs."""
-    output: Path
-    """The record to write."""
-    page: Path
-    """The page to write."""
-    keep: Path | None
-    """Where to leave recipes, logs and measurements of every cell; None to remove them."""
     device: str
     """``cpu`` or ``cuda``."""
 
 
-def make_page(record_file: Path, page: Path) -> None:
-    """Write ``page`` from a record.
-
-    Raises:
-        UserError: there is no such record.
-    """
-    record = read_record(record_file, of="the suite")
-    with one_line_if_none(record_file, of="the suite"):
-        _write_page(page, record, record_file)
-
-
-def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:
-    write_page(page, parity_page(record, source=record_file.as_posix()))
-
-
 def run_parity(options: ParityOptions, *, repository: Path) -> int:
-    """Run the suite; 0 where everything is as it should be.
+    """Run the suite; 0 where all trainings are the reference's and all planted bugs were caught.
 
     Raises:
         UserError: nothing to run, or the text could not be prepared.
     """
-    from dsgpt.benchmarks.parity.record import suite_record, write_record  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.benchmarks.parity.suite import Suite  # noqa: PLC0415
+    return run_suite(_ParityCommand(options, repository), options, repository=repository)
 
-    console = Console(speaks=True)
-    cells = _choose(options, console)
-    started, results = time.perf_counter(), []
-    with ExitStack() as held:
-        folder = work_folder(options.keep, held, prefix="dsgpt-parity-")
-        suite = Suite(folder, repository=repository, device=options.device)
-        console.say(f"{len(cells)} trainings; the text and the references come first")
-        progress = console.progress(total=len(cells), what="parity", unit="training")
-        held.callback(progress.close)
-        for result in suite.run(cells, started=lambda launch: console.say(_announce(launch))):
-            results.append(result)
-            progress.advance()
-            console.say(_line(result, done=len(results), total=len(cells), progress=progress))
-        record = suite_record(suite, results, seconds=time.perf_counter() - started, device=options.device)
-    write_record(options.output, record)
-    _write_page(options.page, record, options.output)
-    for line in ["", *summary_lines(record), "", f"record {options.output}, page {options.page}"]:
-        console.say(line)
-    bad = [result.cell.name for result in results if not result.as_expected]
-    for name in bad:
-        console.say(f"not as it should be: {name}")
-    return EXIT_FAILED if bad else 0
+
+class _ParityCommand(SuiteCommand["Result"]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "training"
+
+    def __init__(self, options: ParityOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._cells: list[Cell] = []
+        self._suite: Suite
+        self._console: Console
+
+    def plan(self, console: Console) -> int:
+        self._cells, self._console = _choose(self._options, console), console
+        return len(self._cells)
+
+    def begin(self, folder: Path, console: Console) -> None:
+        from dsgpt.benchmarks.parity.suite import Suite  # noqa: PLC0415 - torch takes seconds
+
+        self._suite = Suite(folder, repository=self._repository, device=self._options.device)
+        console.say(f"{len(self._cells)} trainings; the text and the references come first")
+
+    def results(self) -> Iterator["Result"]:
+        return self._suite.run(self._cells, started=lambda launch: self._console.say(_announce(launch)))
+
+    def line(self, result: "Result", *, count: str, left: str) -> str:
+        reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()
+        because = f": {reasons[0]}" if reasons else ""
+        return f"{count} {result.cell.name}: {_verdict(result)} ({result.seconds:.1f} s{left}){because}"
+
+    def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
+        from dsgpt.benchmarks.parity.record import suite_record  # noqa: PLC0415
+
+        return suite_record(self._suite, results, seconds=seconds, device=self._options.device)
+
+    def failures(self, results: Sequence["Result"], record: Record) -> list[str]:  # noqa: ARG002
+        return [result.cell.name for result in results if not result.as_expected]
+
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:
+        return [f"not as it should be: {name}" for name in failures]
 
 
 def _choose(options: ParityOptions, console: Console) -> list[Cell]:
@@ -103,35 +99,16 @@ def _choose(options: ParityOptions, console: Console) -> list[Cell]:
     return cells
 
 
-def work_folder(keep: Path | None, held: ExitStack, *, prefix: str) -> Path:
-    """The new folder ``keep``; without, one with that prefix that ``held`` removes.
-
-    Raises:
-        UserError: ``keep`` exists.
-    """
-    if keep is None:
-        return Path(held.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
-    try:
-        keep.mkdir(parents=True)
-    except FileExistsError as error:
-        raise UserError(f"--keep {keep}: exists already: give a new folder") from error
-    return keep.resolve()
+def _announce(launch: "Launch") -> str:
+    return f"{launch.launcher} starts {counted(launch.ranks, 'rank')} for {counted(launch.cells, 'training')}"
 
 
-def _announce(launch: Any) -> str:
-    ranks = f"{launch.ranks} rank{'s' * (launch.ranks > 1)}"
-    return f"{launch.launcher} starts {ranks} for {launch.cells} training{'s' * (launch.cells > 1)}"
-
-
-def _line(result: Any, *, done: int, total: int, progress: Progress) -> str:
-    said = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
-    if result.status == "refused" and not result.refusal_expected:
-        said = "REFUSED, though it should train"
-    if result.refusal_expected and result.status != "refused":
-        said = f"NOT REFUSED ({result.status})"
+def _verdict(result: "Result") -> str:
+    """How the cell ended, and in capitals what is not as it should be."""
     if result.cell.bug:
-        said = "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
-    reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()
-    because = f": {reasons[0]}" if reasons else ""
-    left = f"; {progress.time_left()} left" if done < total else ""
-    return f"[{done:>3}/{total}] {result.cell.name}: {said} ({result.seconds:.1f} s{left}){because}"
+        return "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
+    if result.refusal_expected and result.status != "refused":
+        return f"NOT REFUSED ({result.status})"
+    if result.status == "refused" and not result.refusal_expected:
+        return "REFUSED, though it should train"
+    return {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]

@@ -1,4 +1,4 @@
-"""Whether a training is the reference's: every fact, at every step, for every parameter, within its bound."""
+"""Compares a training with its reference: every fact, at every step, for every parameter, against its bound."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,28 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgpt.benchmarks.harness.measurement import CHANGED, GRADIENT, WEIGHT, read_tensors
 from dsgpt.benchmarks.parity.bounds import RATE, Bounds
+from dsgpt.benchmarks.parity.measurement import CHANGED, GRADIENT, WEIGHT, read_tensors
+
+Facts = dict[str, Any]
+"""A part of a rank's file, as ``Measurement`` writes it."""
+Difference = tuple[float, str, Any, Any]
+"""Size, where, expected and actual value."""
 
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What one cell came to."""
+    """The result of comparing one cell."""
 
-    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Fact to its largest difference and where that was."""
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    """Facts out of bounds, each where it is so first, with both values."""
+    measured: dict[str, Facts] = field(default_factory=dict)
+    """By fact: its largest difference and where that was."""
+    failures: list[Facts] = field(default_factory=list)
+    """Facts out of bounds, each with the first place and both values."""
 
     def note(
         self,
         fact: str,
-        found: list[tuple[float, str, Any, Any]],
+        found: list[Difference],
         bound: float | Callable[[str], float],
     ) -> None:
-        """Take up one fact's differences: (difference, where, expected, actual), in the order of where.
+        """Compare one fact's differences with its bound; a difference that is not a number fails.
 
-        ``bound`` is one number, or gives it by where.
+        Args:
+            fact: its name.
+            found: its differences, in the order of where.
+            bound: one number, or a function from where to a number.
         """
         if not found:
             return
@@ -46,7 +54,7 @@ class Comparison:
         self.failures.append({"fact": fact, "where": where, "expected": expected, "actual": actual, **more})
 
     def require(self, fact: str, where: str, expected: Any, actual: Any) -> None:
-        """Take up something that must be equal; the first difference of a fact is kept."""
+        """Compare two values that must be equal; the first difference of a fact is kept."""
         known = self.measured.setdefault(fact, {})
         if expected != actual and known.get("equal", True):
             known["equal"] = False
@@ -56,19 +64,19 @@ class Comparison:
 
 
 def compare(
-    ranks: list[dict[str, Any]],
+    ranks: list[Facts],
     folder: Path,
     *,
-    reference: dict[str, Any],
+    reference: Facts,
     reference_folder: Path,
     bounds: Bounds,
     replicas: str,
 ) -> Comparison:
-    """Compare what all ranks of a cell left with what the reference left.
+    """Compare the measurements of all ranks of a cell with those of the reference.
 
     Args:
         ranks: every rank's file.
-        folder: where rank 0 left its tensors.
+        folder: where rank 0 wrote its tensors.
         reference: the reference's file.
         reference_folder: where its tensors are.
         bounds: how far they may be apart.
@@ -100,8 +108,8 @@ def compare(
     return comparison
 
 
-def _check_rates(comparison: Comparison, ranks: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-    """What a strategy reports, and what every rank's optimizer stepped with, in all its groups of parameters."""
+def _check_rates(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
+    """The rate that a strategy reports, and those that every rank's optimizer stepped with, in all parameter groups."""
     found = []
     for index, expected in enumerate(reference):
         for number, rank in enumerate(ranks):
@@ -115,9 +123,7 @@ def _check_rates(comparison: Comparison, ranks: list[dict[str, Any]], reference:
     comparison.note("learning rate", found, RATE)
 
 
-def _check_validation(
-    comparison: Comparison, ranks: list[dict[str, Any]], reference: list[dict[str, Any]], bounds: Bounds
-) -> None:
+def _check_validation(comparison: Comparison, ranks: list[Facts], reference: list[Facts], bounds: Bounds) -> None:
     """Every rank's mean loss over all targets of the validation file, and their number."""
     found = []
     for number, rank in enumerate(ranks):
@@ -130,7 +136,7 @@ def _check_validation(
     comparison.note("validation loss", found, bounds.validation)
 
 
-def _numbers(pairs: list[tuple[dict, dict]], key: str, *, relative: bool) -> list[tuple[float, str, Any, Any]]:
+def _numbers(pairs: list[tuple[Facts, Facts]], key: str, *, relative: bool) -> list[tuple[float, str, Any, Any]]:
     found = []
     for step, (one, two) in enumerate(pairs, start=1):
         expected, actual = one[key], two[key]
@@ -147,7 +153,7 @@ def _tensors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> Iterator
     for name, one in expected.items():
         two = actual.get(name)
         if two is None:
-            continue  # the comparison of names tells
+            continue  # the comparison of names reports it
         size, other = (float(torch.linalg.vector_norm(value.double())) for value in (one, two))
         if two.shape != one.shape:
             yield float("inf"), f"{name}, shape {tuple(two.shape)} instead of {tuple(one.shape)}", size, other
@@ -157,7 +163,7 @@ def _tensors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> Iterator
 
 
 def _seen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of every weight what a loss can see: all but the keys' biases, the middle third of ``(3C,)``.
+    """The part of every weight that a loss can see: all but the keys' biases, the middle third of ``(3C,)``.
 
     Softmax ignores what all keys share: the gradient of these biases is zero but for rounding, and Adam makes full
     steps of it, so that they end anywhere in every precision.
@@ -170,16 +176,16 @@ def _without_keys(bias: Tensor) -> Tensor:
     return torch.cat([queries, values])
 
 
-def _check_samples(comparison: Comparison, ranks: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-    """Together the data ranks took each of the reference's samples once; peers of one data rank took the same."""
-    shares: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+def _check_samples(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
+    """Together the data ranks read each of the reference's samples once; peers of one data rank read the same."""
+    shares: dict[int, list[tuple[int, Facts]]] = {}
     for number, rank in enumerate(ranks):
         shares.setdefault(rank["data_rank"], []).append((number, rank))
     for index, step in enumerate(reference):
         together: Counter[str] = Counter()
         for data_rank, peers in shares.items():
             taken = [(number, rank["steps"][index]["samples"]) for number, rank in peers if len(rank["steps"]) > index]
-            taken = [(number, samples) for number, samples in taken if samples]  # middle stages of a pipeline take none
+            taken = [(number, samples) for number, samples in taken if samples]  # middle stages of a pipeline read none
             for number, samples in taken[1:]:
                 where = f"step {index + 1}, rank {number} beside rank {taken[0][0]} of data rank {data_rank}"
                 comparison.require("samples", where, taken[0][1], samples)
@@ -187,7 +193,7 @@ def _check_samples(comparison: Comparison, ranks: list[dict[str, Any]], referenc
         comparison.require("samples", f"step {index + 1}", step["samples"], sorted(together.elements()))
 
 
-def _check_ranks_agree(comparison: Comparison, ranks: list[dict[str, Any]]) -> None:
+def _check_ranks_agree(comparison: Comparison, ranks: list[Facts]) -> None:
     """Every rank reports the same loss, norm and learning rate."""
     for number, rank in enumerate(ranks[1:], start=1):
         for index, (one, two) in enumerate(zip(ranks[0]["steps"], rank["steps"], strict=False), start=1):
@@ -195,9 +201,9 @@ def _check_ranks_agree(comparison: Comparison, ranks: list[dict[str, Any]]) -> N
                 comparison.require("reports of all ranks", f"step {index}, {key} of rank {number}", one[key], two[key])
 
 
-def _check_replicas(comparison: Comparison, ranks: list[dict[str, Any]], replicas: str, *, names: set[str]) -> None:
-    """Whoever holds a weight whole holds the same bits; and as much is held as the strategy is known for."""
-    holders: dict[str, tuple[int, list]] = {}
+def _check_replicas(comparison: Comparison, ranks: list[Facts], replicas: str, *, names: set[str]) -> None:
+    """Ranks that hold a weight whole hold the same bits, and each holds as many as its strategy should."""
+    holders: dict[str, tuple[int, list[Any]]] = {}
     shared = 0
     for number, rank in enumerate(ranks):
         for name, value in rank["replicas"].items():

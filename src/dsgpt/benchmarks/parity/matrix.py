@@ -1,50 +1,21 @@
-"""The cells of the parity suite: every strategy, on as many ranks as make sense, under every setting that matters.
+"""The cells of the parity suite: every strategy, on all numbers of ranks that make sense, under every setting.
 
-A cell is one training of 20 optimizer steps that is compared with the reference, step by step. Each strategy takes the
-shipped recipe of its name, so that what is proven here is what a user runs.
+A cell is one training of 20 optimizer steps that is compared with the reference, step by step. Each strategy uses the
+shipped recipe of its name, so that the suite proves what a user runs.
 """
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from dsgpt.benchmarks.parity.tested import STRATEGIES, TestedStrategy
+from dsgpt.benchmarks.harness.cells import ACCUMULATIONS, Cell
+from dsgpt.benchmarks.harness.tested import STRATEGIES, TestedStrategy
 from dsgpt.common.problems import Problems, did_you_mean
 
-ACCUMULATIONS = (1, 3)
 OPTIMIZERS = ("adamw", "sgd")
 _LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
-"""They differ from ``ddp`` and ``fsdp`` in what one training shows; the whole matrix has all settings of them."""
+"""One training shows how they differ from ``ddp`` and ``fsdp``; the whole matrix has all settings of them."""
 _CLIP_FP32_OTHERWISE = ("zero0", "pipeline2-zero0")
-"""They clip fp32 gradients by other code than those of bf16, or know no bf16."""
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Cell:
-    """One training to be compared with the reference."""
-
-    strategy: str
-    ranks: int
-    accumulation: int = 3
-    """Micro batches per optimizer step and data rank."""
-    optimizer: str = "adamw"
-    """``adamw``, clipped at 1; or ``sgd`` with learning rate 1, clipped at 0.3, which hides no wrong scale."""
-    precision: str = "fp32"
-    option: str = ""
-    """``activation checkpointing``, ``compile``, or nothing."""
-    bug: str = ""
-    """The bug planted in the strategy, of ``planted.py``; the suite must report such a cell as failed."""
-
-    @property
-    def name(self) -> str:
-        """For people and for test ids."""
-        words = [self.strategy, f"{self.ranks} rank{'s' * (self.ranks > 1)}", f"accumulation {self.accumulation}"]
-        return ", ".join(filter(None, [*words, self.optimizer, self.precision, self.option, self.bug]))
-
-    @property
-    def folder(self) -> str:
-        """The name without blanks, for a folder."""
-        return self.name.replace(", ", "_").replace(" ", "-")
+"""They clip fp32 gradients by other code than bf16 ones, or cannot train in bf16."""
 
 
 def refusal_expected(cell: Cell, *, device: str) -> bool:
@@ -79,7 +50,7 @@ def _cells(strategy: TestedStrategy) -> Iterable[Cell]:
 
 
 def core() -> list[Cell]:
-    """What ``make test`` runs: every strategy on the fewest ranks that split anything, and data parallelism beside it.
+    """The cells of ``make test``: every strategy on the fewest ranks that split anything, and some on four.
 
     AdamW without accumulation shows a wrong first moment, SGD with accumulation a wrong scale, which Adam hides. In
     fp32, SGD is not clipped where there is such a strategy: in bf16 it is.
@@ -100,7 +71,7 @@ def core() -> list[Cell]:
         if not strategy.fp32_only:
             cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
     cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
-    # What it keeps of its gradients, and so what it costs, is another thing in bf16 than in fp32, at any accumulation.
+    # In bf16 it keeps other gradients than in fp32, and so other bytes, at any accumulation.
     cells.append(Cell(strategy="zero2-offload", ranks=2, accumulation=1, precision="bf16"))
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]
@@ -115,7 +86,7 @@ def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], 
         cells: to choose from.
         ranks: numbers of processes.
         only: names of strategies.
-        problems: takes what names nothing.
+        problems: collects names and numbers that select nothing.
     """
     cells = list(cells)
     known = {cell.strategy for cell in cells}

@@ -1,18 +1,19 @@
 """``docs/parity.md`` from a record of the suite. Every figure on the page is the record's."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
-from dsgpt.benchmarks.harness.tables import table
+from dsgpt.benchmarks.harness.cells import Cell
+from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.parity.page_method import method
 
 FACTS = ("loss", "validation loss", "gradient norm", "first gradient", "first update", "weights")
 LOW_FACTS = ("loss", "first gradient")
 """Shown in bf16 by strategy."""
-COSTS = ("parameters", "gradients", "optimizer", "master", "sent")
+BYTES = ("parameters", "gradients", "optimizer", "master", "sent")
 STATUS_WORDS = {"passed": "passed", "failed": "**FAILED**", "refused": "refused", "error": "**ERROR**"}
 
-Record = dict[str, Any]
 Cells = list[dict[str, Any]]
 
 
@@ -30,7 +31,7 @@ def parity_page(record: Record, *, source: str) -> str:
         _strategies(cells),
         _bugs(bugs),
         _refusals(cells),
-        _costs(cells),
+        _bytes_per_rank(cells),
         _troubles(record),
         method(record),
         _all_cells(cells),
@@ -67,7 +68,7 @@ Machine: {machine}; {hardware["device"]}. Python {env["python_version"]}, torch 
 
 
 def _outcome(count: dict[str, int]) -> str:
-    """``**all passed**``, or how many failed, and how many ended in an error before there was anything to compare."""
+    """``**all passed**``, or how many failed, and how many ended in an error before anything could be compared."""
     failed = f"{count['failed']} failed" if count["failed"] else ("all passed" if count["passed"] else "none passed")
     errors = f"; {count['error']} ended in an error" if count["error"] else ""
     return f"**{failed}{errors}**"
@@ -148,19 +149,19 @@ def _refusals(cells: Cells) -> str:
     return f"## Refused\n\nNothing of these was started.\n\n{table(['what', 'message'], rows)}"
 
 
-def _costs(cells: Cells) -> str:
-    """What the most accumulating AdamW training of each strategy cost; every training counts in the last column."""
+def _bytes_per_rank(cells: Cells) -> str:
+    """Bytes of the AdamW training with the most accumulation; the last column is over all trainings of the row."""
     rows = []
     for (strategy, ranks, precision), group in _grouped(
         [cell for cell in cells if cell.get("cost")], lambda cell: (cell["strategy"], cell["ranks"], cell["precision"])
     ):
         shown = max(group, key=lambda cell: (cell["optimizer"] == "adamw", not cell["option"], cell["accumulation"]))
-        sizes = [shown["cost"][name]["measured"] for name in COSTS]
+        sizes = [shown["cost"][name]["measured"] for name in BYTES]
         off = max(_off(size) for cell in group for size in cell["cost"].values())
         rows.append([strategy, ranks, precision, shown["accumulation"], *map(_bytes, sizes), f"{off:.1%}"])
     if not rows:
         return ""
-    header = ["strategy", "ranks", "precision", "acc.", *COSTS, "formulas off by"]
+    header = ["strategy", "ranks", "precision", "acc.", *BYTES, "formulas off by"]
     return f"""## What a step costs a rank
 
 Measured bytes of model state, of the rank that has most, and sent per optimizer step, of the one that sends most. The
@@ -171,7 +172,7 @@ last column is the largest difference from the formulas of `src/dsgpt/planning`,
 
 def _off(size: dict[str, int | None]) -> float:
     measured, formula = size["measured"], size["formula"]
-    if measured is None:
+    if measured is None or formula is None:
         return float("inf")
     return abs(formula - measured) / measured if measured else float(formula > 0)
 
@@ -198,9 +199,8 @@ def _troubles(record: Record) -> str:
 
 
 def cell_name(cell: dict[str, Any]) -> str:
-    ranks = f"{cell['ranks']} rank{'s' * (cell['ranks'] > 1)}"
-    words = [cell["strategy"], ranks, f"accumulation {cell['accumulation']}", cell["optimizer"], cell["precision"]]
-    return ", ".join(filter(None, [*words, cell["option"], cell["bug"]]))
+    """``Cell.name`` of a recorded cell."""
+    return Cell(**{field.name: cell[field.name] for field in fields(Cell)}).name
 
 
 def _all_cells(cells: Cells) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dsgpt.benchmarks.harness.tables import table
+from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.parity.bounds import RATE
 
 WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state; in its first step, the gradient
@@ -44,7 +44,7 @@ def _why_of_1_1(device: str) -> str:
     return f"{WHY_OF_1_1} {rounded}\n\n{unseen}"
 
 
-def method(record: dict[str, Any]) -> str:
+def method(record: Record) -> str:
     """``## How it is measured`` and all below it.
 
     Args:
@@ -77,7 +77,7 @@ hides a wrong scale of the gradients from the loss, SGD shows it, and SGD withou
 norm was read."""
 
 
-def _bounds(record: dict[str, Any]) -> str:
+def _bounds(record: Record) -> str:
     """A column for the bounds of each kind of arithmetic; kinds with the same bounds share one."""
     work, columns = record["work"], _columns(record["bounds"])
     values = [bounds for _, bounds in columns]
@@ -133,7 +133,7 @@ def _with_special(usual: float, special: dict[str, float | None]) -> str:
     return "; ".join([f"{usual:g}", *others])
 
 
-def _references(record: dict[str, Any]) -> str:
+def _references(record: Record) -> str:
     return table(
         [
             "reference",
@@ -166,7 +166,7 @@ def _reference_name(item: dict[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def _launches(record: dict[str, Any]) -> str:
+def _launches(record: Record) -> str:
     return table(
         ["launcher", "ranks", "cells", "seconds until the ranks work", "seconds in all"],
         [

@@ -1,7 +1,7 @@
-"""How each known bug gets into a strategy: a context for each, as long as which the bug is there.
+"""A context for each known bug that plants it in a strategy, and removes it at the end.
 
-Each is planted where trainers had it: the reported loss and norm stay honest where they can, so that the bug has to be
-found in what it does to the training.
+Each is planted where real trainers had it. The reported loss and norm stay right where they can, so that the suite has
+to find the bug in what it does to the training.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # DDP requires this annotation of its hook
 
-from dsgpt.config.recipe_blocks import OptimizerRecipe
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization import optimizer as optimization
 from dsgpt.runtime import process_group
@@ -31,22 +31,31 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Patch:
+    """Replace an attribute by what ``wrap`` makes of it."""
+    return _replaced(owner, name, wrap(getattr(owner, name)))
+
+
 def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
     """Change every ``strategy`` right after it was built."""
-    build = strategy.__init__
 
-    def build_and_change(self: Any, *arguments: Any, **named: Any) -> None:
-        build(self, *arguments, **named)
-        change(self)
+    def wrap(build: Callable[..., None]) -> Callable[..., None]:
+        def build_and_change(self: Any, *arguments: Any, **named: Any) -> None:
+            build(self, *arguments, **named)
+            change(self)
 
-    return _replaced(strategy, "__init__", build_and_change)
+        return build_and_change
+
+    return _wrapped(strategy, "__init__", wrap)
 
 
 def sum_over_ranks() -> Patch:
     from dsgpt.strategies.pytorch.ddp import Ddp  # noqa: PLC0415 - the planted cell alone needs it, here and below
 
-    def add_up(_strategy: Ddp, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+    def add_up(_strategy: Ddp, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return summed
 
     return _replaced(Ddp, "_average", add_up)
 
@@ -100,7 +109,7 @@ def positions_not_shifted() -> Patch:
     return _replaced(GPT2, "forward", forget_the_shift)
 
 
-def gradients_not_reduced_over_sequence_ranks() -> Patch:
+def not_reduced_over_sequence_ranks() -> Patch:
     from dsgpt.strategies.deepspeed.sequence import SequenceParallel  # noqa: PLC0415
 
     def reduce_nothing(strategy: Any) -> None:
@@ -161,7 +170,7 @@ def rounded_before_the_reduction() -> Patch:
     def round_and_reduce(flat: Tensor, **named: Any) -> Any:
         return reduce(flat.copy_(flat.bfloat16()), **named)
 
-    def average_rounded(masters: Mapping[Tensor, nn.Parameter], bucket: dist.GradBucket) -> Any:
+    def average_rounded(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) -> Any:
         with _replaced(dist, "all_reduce", round_and_reduce):
             return average(masters, bucket)
 
@@ -200,9 +209,7 @@ def large_epsilon() -> Patch:
     """Adam's epsilon is 1e-6 instead of the recipe's 1e-8."""
     from dsgpt.strategies.pytorch import torch_strategy  # noqa: PLC0415
 
-    build = torch_strategy.build_optimizer
+    def wrap(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+        return lambda groups, recipe: build(groups, replace(recipe, eps=1e-6))
 
-    def build_with_large_epsilon(groups: Any, recipe: OptimizerRecipe) -> torch.optim.Optimizer:
-        return build(groups, replace(recipe, eps=1e-6))
-
-    return _replaced(torch_strategy, "build_optimizer", build_with_large_epsilon)
+    return _wrapped(torch_strategy, "build_optimizer", wrap)

@@ -1,131 +1,123 @@
-"""Known bugs, planted into real strategies, to show that the suite reports each one.
-
-``dsgpt.benchmarks.parity.patches`` says how each one gets there.
-"""
+"""Known bugs, planted in real strategies, to show that the suite reports each one; see ``patches``."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.parity import patches
-from dsgpt.benchmarks.parity.matrix import Cell
+
+RANKS = 2
+"""Of every planted cell."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class PlantingFunction(Protocol):
+    """A function of ``patches``, whose name is the bug's."""
+
+    __name__: str
+
+    def __call__(self) -> patches.Patch: ...
+
+
+@dataclass(frozen=True)
 class Bug:
-    """A mistake that parallel trainers have made, and where it is planted."""
+    """A mistake that parallel trainers have made, and the strategy in which it is planted."""
 
-    description: str
+    patch: PlantingFunction
     strategy: str
-    patch: Callable[[], patches.Patch]
-    ranks: int = 2
-    optimizer: str = "adamw"
-    precision: str = "fp32"
-    visible_on: tuple[str, ...] = ("cpu", "cuda")
-    """Devices with bounds that it is out of; those of bf16 on a GPU are wider than some, which are not run there."""
+    description: str
+    optimizer: str
+    precision: str
+
+    def visible_on(self, device: str) -> bool:
+        """Whether it is out of the bounds of ``device``: those of bf16 on a GPU are wider than what it changes."""
+        return device == "cpu" or self.precision == "fp32"
 
     def cell(self, name: str) -> Cell:
         """The cell that must fail."""
-        return Cell(
-            strategy=self.strategy, ranks=self.ranks, optimizer=self.optimizer, precision=self.precision, bug=name
-        )
+        return Cell(strategy=self.strategy, ranks=RANKS, optimizer=self.optimizer, precision=self.precision, bug=name)
 
 
 def plant(name: str) -> patches.Patch:
-    """Have the bug of this name as long as the context lasts; nothing without a name."""
+    """A context in which the bug of this name is planted; without a name, one in which nothing is."""
     return BUGS[name].patch() if name else contextlib.nullcontext()
 
 
-BUGS = {
-    "sum-over-ranks": Bug(
-        description="gradients are summed over the data ranks instead of averaged",
-        strategy="ddp",
-        patch=patches.sum_over_ranks,
-    ),
-    "accumulation-counted-twice": Bug(
-        description="gradients are divided by the accumulation steps twice",
-        strategy="zero2",
-        patch=patches.accumulation_counted_twice,
-    ),
-    "clipping-before-averaging": Bug(
-        description="every rank clips its own gradients before they are averaged",
-        strategy="zero0",
-        optimizer="sgd",
-        patch=patches.clipping_before_averaging,
-    ),
-    "dropped-last-micro-batch": Bug(
-        description="the last micro batch of every step is read, but adds no gradient",
-        strategy="zero1",
-        patch=patches.dropped_last_micro_batch,
-    ),
-    "positions-not-shifted": Bug(
-        description="every sequence rank numbers its positions from 0",
-        strategy="sequence2-zero1",
-        patch=patches.positions_not_shifted,
-    ),
-    "not-reduced-over-sequence-ranks": Bug(
-        description="gradients are reduced over data ranks, but not over sequence ranks",
-        strategy="sequence2-zero0",
-        patch=patches.gradients_not_reduced_over_sequence_ranks,
-    ),
-    "skipped-tied-gradient-sum": Bug(
-        description="first and last stage each train their own copy of the tied embedding",
-        strategy="pipeline2-zero1",
-        patch=patches.skipped_tied_gradient_sum,
-    ),
-    "clipping-norm-of-one-stage": Bug(
-        description="every pipeline stage clips by the norm of its own gradients",
-        strategy="pipeline2-zero0",
-        optimizer="sgd",
-        patch=patches.clipping_norm_of_one_stage,
-    ),
-    "mean-of-ranks-means": Bug(
-        description="validation averages the ranks' means, though ranks find unequal numbers of targets",
-        strategy="zero1",
-        patch=patches.mean_of_ranks_means,
-    ),
-    "micro-batches-summed-in-bf16": Bug(
-        description="ZeRO-0 in bf16 adds up its micro batches in bf16",
-        strategy="zero0",
-        optimizer="sgd",
-        precision="bf16",
-        patch=patches.micro_batches_summed_in_bf16,
-        visible_on=("cpu",),
-    ),
-    "rounded-before-the-reduction": Bug(
-        description="DDP in bf16 rounds its fp32 sums before it adds those of the other ranks",
-        strategy="ddp",
-        optimizer="sgd",
-        precision="bf16",
-        patch=patches.rounded_before_the_reduction,
-        visible_on=("cpu",),
-    ),
-    "scaled-after-the-norm": Bug(
-        description="gradients are multiplied by the number of ranks after their norm was read",
-        strategy="zero0-unclipped-sgd",
-        optimizer="sgd",
-        patch=patches.scaled_after_the_norm,
-    ),
-    "second-group-keeps-its-rate": Bug(
-        description="the schedule reaches the first group of parameters alone, and is reported",
-        strategy="zero2",
-        patch=patches.second_group_keeps_its_rate,
-    ),
-    "biases-decay": Bug(
-        description="weight decay acts on biases and LayerNorms too",
-        strategy="zero1",
-        precision="bf16",
-        patch=patches.biases_decay,
-        visible_on=("cpu",),
-    ),
-    "large-epsilon": Bug(
-        description="AdamW's epsilon is 1e-6 instead of 1e-8",
-        strategy="ddp",
-        patch=patches.large_epsilon,
-    ),
-}
+def _bug(
+    patch: PlantingFunction, strategy: str, description: str, *, optimizer: str = "adamw", precision: str = "fp32"
+) -> tuple[str, Bug]:
+    """``sum_over_ranks`` plants the bug ``sum-over-ranks``."""
+    return patch.__name__.replace("_", "-"), Bug(patch, strategy, description, optimizer, precision)
+
+
+BUGS = dict(
+    (
+        _bug(patches.sum_over_ranks, "ddp", "gradients are summed over the data ranks instead of averaged"),
+        _bug(patches.accumulation_counted_twice, "zero2", "gradients are divided by the accumulation steps twice"),
+        _bug(
+            patches.clipping_before_averaging,
+            "zero0",
+            "every rank clips its own gradients before they are averaged",
+            optimizer="sgd",
+        ),
+        _bug(
+            patches.dropped_last_micro_batch,
+            "zero1",
+            "the last micro batch of every step is read, but adds no gradient",
+        ),
+        _bug(patches.positions_not_shifted, "sequence2-zero1", "every sequence rank numbers its positions from 0"),
+        _bug(
+            patches.not_reduced_over_sequence_ranks,
+            "sequence2-zero0",
+            "gradients are reduced over data ranks, but not over sequence ranks",
+        ),
+        _bug(
+            patches.skipped_tied_gradient_sum,
+            "pipeline2-zero1",
+            "first and last stage each train their own copy of the tied embedding",
+        ),
+        _bug(
+            patches.clipping_norm_of_one_stage,
+            "pipeline2-zero0",
+            "every pipeline stage clips by the norm of its own gradients",
+            optimizer="sgd",
+        ),
+        _bug(
+            patches.mean_of_ranks_means,
+            "zero1",
+            "validation averages the ranks' means, though ranks find unequal numbers of targets",
+        ),
+        _bug(
+            patches.micro_batches_summed_in_bf16,
+            "zero0",
+            "ZeRO-0 in bf16 adds up its micro batches in bf16",
+            optimizer="sgd",
+            precision="bf16",
+        ),
+        _bug(
+            patches.rounded_before_the_reduction,
+            "ddp",
+            "DDP in bf16 rounds its fp32 sums before it adds those of the other ranks",
+            optimizer="sgd",
+            precision="bf16",
+        ),
+        _bug(
+            patches.scaled_after_the_norm,
+            "zero0-unclipped-sgd",
+            "gradients are multiplied by the number of ranks after their norm was read",
+            optimizer="sgd",
+        ),
+        _bug(
+            patches.second_group_keeps_its_rate,
+            "zero2",
+            "the schedule reaches the first group of parameters alone, and is reported",
+        ),
+        _bug(patches.biases_decay, "zero1", "weight decay acts on biases and LayerNorms too", precision="bf16"),
+        _bug(patches.large_epsilon, "ddp", "AdamW's epsilon is 1e-6 instead of 1e-8"),
+    )
+)
 
 
 def planted_cells(device: str) -> list[Cell]:
     """The cells that must fail on ``device``, ``cpu`` or ``cuda``."""
-    return [bug.cell(name) for name, bug in BUGS.items() if device in bug.visible_on]
+    return [bug.cell(name) for name, bug in BUGS.items() if bug.visible_on(device)]

@@ -1,4 +1,4 @@
-"""One cell in one rank: the way of ``src/gpt2.py`` from flags to steps, watched."""
+"""One rank of one cell: what ``src/gpt2.py`` does from flags to steps, measured."""
 
 import contextlib
 import math
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dsgpt.benchmarks.harness.measurement import (
+from dsgpt.benchmarks.parity.computation import Split
+from dsgpt.benchmarks.parity.measurement import (
     CHANGED,
     FIRST_CHANGE,
     WEIGHT,
@@ -16,49 +17,61 @@ from dsgpt.benchmarks.harness.measurement import (
     WatchedBatches,
     validated_after,
 )
-from dsgpt.benchmarks.parity.first_gradient import SgdGradients, full_gradient
+from dsgpt.benchmarks.parity.optimizer_hooks import SgdGradients, UsedRates, full_gradient
 from dsgpt.benchmarks.parity.planted import plant
 from dsgpt.benchmarks.parity.reference import train_reference
-from dsgpt.benchmarks.parity.split import Split
-from dsgpt.benchmarks.parity.traffic import compared
-from dsgpt.benchmarks.parity.used_rates import UsedRates
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.planning.communication import most_sent_bytes
+from dsgpt.planning.model_state import largest_model_state
 from dsgpt.runtime.device import bring_up
-from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.process_group import HostGroup, barrier, joined
+from dsgpt.runtime.process_group import barrier, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult, Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.telemetry.console import Console
-from dsgpt.telemetry.step_traffic import CostMeter
-from dsgpt.training.loop import training_batches, validation_loss
-from dsgpt.training.stopping import Stopping
+from dsgpt.telemetry.step_traffic import MODEL_STATE, TrafficMeter
+from dsgpt.training.batches import training_batches
+from dsgpt.training.run_description import setup_of
+from dsgpt.training.trainer import validation_loss
+
+SENT = "sent"
+"""Bytes that the busiest rank sends in a step, beside the categories of ``MODEL_STATE``."""
 
 
-def run_cell(flags: list[str], folder: Path, *, bug: str = "", reference: Mapping[str, Any] | None = None) -> None:
-    """Train what ``flags`` say, and leave this rank's measurements in ``folder``.
+def train_cell(flags: list[str], folder: Path, *, bug: str) -> None:
+    """Train what ``flags`` say, and write this rank's measurements into ``folder``.
 
     Args:
         flags: of ``src/gpt2.py``.
         folder: exists.
-        bug: what to plant in the strategy; see ``dsgpt.benchmarks.parity.planted``.
-        reference: train in plain PyTorch instead of the strategy; the fields of a ``Split``.
+        bug: to plant in the strategy, a key of ``planted.BUGS``; empty for none.
 
     Raises:
         UserError: the product refuses the combination.
     """
-    options, problems = parse_arguments(flags)
-    config = resolve(options, topology=read_topology(), problems=problems)
-    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
-    if reference is not None:
-        train_reference(config, device, Split(**reference)).write(folder, rank=0)
-        return
+    config, device = _resolved(flags)
     with contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device):
         torch.manual_seed(config.options.seed)
         with plant(bug):
             _train(config, device).write(folder, rank=config.topology.rank)
         barrier()
+
+
+def train_reference_cell(flags: list[str], folder: Path, *, split: Mapping[str, Any]) -> None:
+    """The same in plain PyTorch instead of a strategy; ``split`` holds the fields of a ``Split``.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    config, device = _resolved(flags)
+    train_reference(config, device, Split(**split)).write(folder, rank=0)
+
+
+def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
+    options, problems = parse_arguments(flags)
+    config = resolve(options, topology=read_topology(), problems=problems)
+    device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+    return config, device
 
 
 def _train(config: RunConfig, device: torch.device) -> Measurement:
@@ -69,16 +82,17 @@ def _train(config: RunConfig, device: torch.device) -> Measurement:
 
 
 def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
+    """Train from the first to the last step; every rank calls it, because parts of it are collective."""
     measurement = Measurement(data_rank=config.topology.data_rank, strategy=config.strategy_name)
     batches = WatchedBatches(training_batches(config, first_step=0))
-    costs = CostMeter(
+    meter = TrafficMeter(
         lambda: strategy.state_tensors()._asdict(),
         last_step=config.total_steps,
-        report=lambda cost: measurement.cost(compared(cost, config)),
+        report=lambda cost: measurement.bytes_per_rank(compared_bytes(cost, config)),
     )
-    stopping = Stopping(Interruption(speaks=False), HostGroup())  # which nobody asks for
+    sgd = SgdGradients()
     for step in range(1, config.total_steps + 1):
-        with costs.watch(step), UsedRates() as used, SgdGradients() if step == 1 else contextlib.nullcontext() as noted:
+        with meter.watch(step), UsedRates() as used, sgd if step == 1 else contextlib.nullcontext():
             result = strategy.train_step(batches, step)
         measurement.step(
             loss=float(result.loss),
@@ -90,29 +104,42 @@ def _measure(config: RunConfig, strategy: Strategy) -> Measurement:
         )
         if step == 1:
             _take_gradient(config, strategy, result, measurement)
-            noted.forget()
+            sgd.forget()
         if step == FIRST_CHANGE:
             _take_weights(config, strategy, measurement, after=CHANGED)
         if step in validated_after(config.total_steps):
-            _validate(config, strategy, stopping, measurement, after_step=step)
+            _validate(config, strategy, measurement, after_step=step)
     for name, value in strategy.replicated_weights():
         measurement.replica(name, value)
     _take_weights(config, strategy, measurement, after=WEIGHT)
     return measurement
 
 
+def compared_bytes(measured: dict[str, Any], config: RunConfig) -> dict[str, dict[str, int | None]]:
+    """Bytes of model state and of traffic in a step, measured and by ``dsgpt.planning``, of the rank that has most.
+
+    Args:
+        measured: the ``cost`` block of a run's record.
+        config: the run.
+    """
+    setup = setup_of(config)
+    state, traffic = measured["model_state_bytes_per_rank"], measured["communication_per_step"]
+    predicted = largest_model_state(setup)
+    found = {name: {"measured": state[name], "formula": getattr(predicted, name)} for name in MODEL_STATE}
+    sent = None if traffic is None else traffic["ring_bytes_per_rank"]
+    return found | {SENT: {"measured": sent, "formula": most_sent_bytes(setup)}}
+
+
 def _take_weights(config: RunConfig, strategy: Strategy, measurement: Measurement, *, after: str) -> None:
-    """Note every weight; every rank walks through the state, because that is collective."""
+    """Note every weight on the main rank; every rank walks through the state, because that is collective."""
     for name, state in strategy.iter_state():
         if config.topology.is_main:
             measurement.weight(name, state.weight, after=after)
 
 
-def _validate(
-    config: RunConfig, strategy: Strategy, stopping: Stopping, measurement: Measurement, *, after_step: int
-) -> None:
+def _validate(config: RunConfig, strategy: Strategy, measurement: Measurement, *, after_step: int) -> None:
     """Validate as the training loop does, which is collective."""
-    loss, targets = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
+    loss, targets = validation_loss(config, strategy) or (math.nan, 0)
     measurement.validation(after_step=after_step, loss=loss, targets=targets)
 
 

@@ -1,9 +1,9 @@
-"""The reference: a training loop in plain PyTorch, on one device, without anything of ``dsgpt.strategies``.
+"""The reference: a training loop in plain PyTorch, on one device, without anything from ``dsgpt.strategies``.
 
 In fp32 it takes the whole global batch at once, so that it knows neither ranks nor accumulation. In bf16 and fp16 it
-takes the micro batches that a ``Split`` says, one after the other, and sums their gradients. Of this package it uses
-the model, its initial weights and the order of the samples, which have golden tests of their own; the learning rate and
-the validation are computed here.
+takes the micro batches of a ``Split``, one after the other, and sums their gradients. From this package it uses the
+model, its initial weights and the order of the samples, which have golden tests of their own. The learning rate and the
+validation are computed here.
 """
 
 import math
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsgpt.benchmarks.harness.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash, validated_after
-from dsgpt.benchmarks.parity.split import ACCUMULATED, EVERY, Split
+from dsgpt.benchmarks.harness.tested import ACCUMULATED, EVERY
+from dsgpt.benchmarks.parity.computation import Split
+from dsgpt.benchmarks.parity.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash, validated_after
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2
@@ -45,8 +46,8 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
         for master, gradient in zip(masters.values(), gradients, strict=True):
             master.grad = gradient
         if step == 1:
-            for name, master in masters.items():
-                measurement.gradient(name, master.grad)
+            for name, gradient in zip(masters, gradients, strict=True):
+                measurement.gradient(name, gradient)
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping or math.inf)
         optimizer.step()
         with torch.no_grad():
@@ -56,7 +57,8 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
             for name, master in masters.items():
                 measurement.weight(name, master, after=CHANGED)
         if step in validated_after(config.total_steps):
-            measurement.validation(after_step=step, **_validate(config, model, device))
+            val_loss, targets_in_all = _validate(config, model, device)
+            measurement.validation(after_step=step, loss=val_loss, targets=targets_in_all)
         samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
         measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
     for name, master in masters.items():
@@ -76,7 +78,7 @@ def _loss_and_gradients(
         loss = model(*chunk) / split.accumulation
         (loss * scale).backward()
         losses.append(float(loss))
-        found.append([value.grad.clone() for value in model.parameters()])
+        found.append([_gradient(value).clone() for value in model.parameters()])
     by_rank = [found[first : first + split.accumulation] for first in range(0, micro_batches, split.accumulation)]
     if split.low == EVERY:
         parts = [_added(same, low) for same in zip(*by_rank, strict=True)]
@@ -88,6 +90,11 @@ def _loss_and_gradients(
     return sum(losses) / split.data_ranks, [value / factor for value in _added(parts, torch.float32)]
 
 
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter of the model takes part in its loss"
+    return parameter.grad
+
+
 def _added(several: list[Gradients] | tuple[Gradients, ...], dtype: torch.dtype) -> Gradients:
     """The sum, one summand after the other, each partial sum rounded to ``dtype``."""
     total = [value.to(dtype) for value in several[0]]
@@ -97,7 +104,7 @@ def _added(several: list[Gradients] | tuple[Gradients, ...], dtype: torch.dtype)
 
 
 @torch.no_grad()
-def _validate(config: RunConfig, model: GPT2, device: torch.device) -> dict[str, float]:
+def _validate(config: RunConfig, model: GPT2, device: torch.device) -> tuple[float, int]:
     """Mean loss over every whole window of the validation file, one window after the other, and how many targets."""
     tokens, length = config.val.memmap(), config.seq_length
     loss_sum, targets = 0.0, 0
@@ -106,11 +113,11 @@ def _validate(config: RunConfig, model: GPT2, device: torch.device) -> dict[str,
         logits = model(ids[None, :-1])[0].float()  # (T, V)
         loss_sum += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
         targets += length
-    return {"loss": loss_sum / targets, "targets": targets}
+    return loss_sum / targets, targets
 
 
 def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps: int, step: int) -> float:
-    """Of an optimizer step, the first is 1; what DeepSpeed's documentation says of the schedule that the suite trains.
+    """The rate of an optimizer step, of which the first is 1, from DeepSpeed's documentation of the schedule.
 
     WarmupCosineLR with logarithmic warm-up (deepspeed.readthedocs.io, "Learning Rate Schedulers"): with w steps of
     warm-up and n in all, counter i gives log(i + 1) / log(w) up to w, then half a cosine from 1 down to the lowest

@@ -1,20 +1,23 @@
-"""Runs cells: reference first, then one launch per launcher and number of ranks; every end is a result."""
+"""Runs cells: references first, then one launch for each launcher and number of ranks; every end is a result."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dsgpt.benchmarks.harness.corpus import Corpus, cut_validation, prepare_corpus
-from dsgpt.benchmarks.harness.launch import Assignment, Launch, run_job
-from dsgpt.benchmarks.harness.measurement import read_rank
-from dsgpt.benchmarks.harness.work import CLIPPING, SEQUENCE, VALIDATION_WINDOWS, flags, write_recipe
+from dsgpt.benchmarks.harness.cells import Cell
+from dsgpt.benchmarks.harness.launch import Assignment, Launch
+from dsgpt.benchmarks.harness.rank_files import RankEnd
+from dsgpt.benchmarks.harness.runner import CellEnd, CellRunner
+from dsgpt.benchmarks.harness.tested import STRATEGIES, TRAININGS
+from dsgpt.benchmarks.harness.work import CLIPPING
 from dsgpt.benchmarks.parity.bounds import BOUNDS, Bounds, bounds_class
 from dsgpt.benchmarks.parity.comparison import compare
-from dsgpt.benchmarks.parity.matrix import Cell, refusal_expected
-from dsgpt.benchmarks.parity.split import Split
-from dsgpt.benchmarks.parity.tested import STRATEGIES, TRAININGS
+from dsgpt.benchmarks.parity.computation import Work, work_of
+from dsgpt.benchmarks.parity.matrix import refusal_expected
+
+CALL = "dsgpt.benchmarks.parity.rank:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +34,15 @@ class Result:
     failures: list[dict[str, Any]] = field(default_factory=list)
     message: str = ""
     """What a refusal or an error said."""
-    cost: dict[str, Any] = field(default_factory=dict)
-    """Bytes of model state and of communication, measured and by formula; see ``dsgpt.benchmarks.parity.traffic``."""
+    bytes_per_rank: dict[str, Any] = field(default_factory=dict)
+    """Model state and traffic, measured and by formula; see ``rank.compared_bytes``."""
 
     @property
     def as_expected(self) -> bool:
-        """Whether the suite may be content: a bug must fail, all else pass, or be refused where that is known."""
+        """Whether a planted bug failed; whether any other cell passed, or was refused where it must be."""
         if self.cell.bug:
             return self.status == "failed"
         return self.status == ("refused" if self.refusal_expected else "passed")
-
-
-class Work(NamedTuple):
-    """What is computed; cells that agree in this have the same reference."""
-
-    optimizer: str
-    precision: str
-    training: str
-    """Of ``TRAININGS``."""
-    split: Split = Split()
-    """Of a low precision; in fp32 the whole global batch at once."""
-
-
-def work_of(cell: Cell) -> Work:
-    """What the cell must compute."""
-    strategy = STRATEGIES[cell.strategy]
-    split = Split()
-    if cell.precision != "fp32":
-        data_ranks = cell.ranks // strategy.model_ranks
-        split = Split(data_ranks=data_ranks, accumulation=cell.accumulation, low=strategy.low).simplest()
-    return Work(cell.optimizer, cell.precision, strategy.training, split)
 
 
 def bounds_of(cell: Cell, device: str) -> Bounds:
@@ -76,42 +58,26 @@ class Suite:
 
     def __init__(self, folder: Path, *, repository: Path, device: str) -> None:
         """Work in ``folder``, which exists; ``repository`` holds the scripts and recipes, ``device`` is cpu or cuda."""
-        self._folder, self._repository, self.device = folder, repository, device
-        self._corpus: Corpus | None = None
-        self._references: dict[Work, tuple[dict[str, Any], Path]] = {}
+        self._runner, self.device = CellRunner(folder, repository=repository, device=device), device
+        self._references: dict[Work, CellEnd] = {}
         self._without_reference: dict[Work, str] = {}
-        self.launches: list[Launch] = []
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Those of the cells, without the references'."""
+        return self._runner.launches
 
     @property
     def references(self) -> list[dict[str, Any]]:
-        """What the reference trainings came to, for the record."""
-        return [
-            {
-                **{key: value for key, value in work._asdict().items() if key != "split"},
-                **asdict(work.split),
-                "first_loss": end["steps"][0]["loss"],
-                "last_loss": end["steps"][-1]["loss"],
-                "smallest_grad_norm": _smallest_norm(end),
-                "last_validation_loss": end["validations"][-1]["loss"],
-                "clipping": _clipping(work),
-            }
-            for work, (end, _) in sorted(self._references.items())
-        ]
-
-    @property
-    def corpus(self) -> Corpus:
-        """The text, prepared when it is first needed."""
-        if self._corpus is None:
-            whole = prepare_corpus(self._repository, self._folder / "corpus")
-            self._corpus = cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
-        return self._corpus
+        """Losses and norms of the reference trainings, for the record."""
+        return [_reference_facts(work, end.ranks[0]) for work, end in sorted(self._references.items(), key=_by_work)]
 
     def run(self, cells: Iterable[Cell], *, started: Callable[[Launch], None] = lambda _: None) -> Iterator[Result]:
-        """Run ``cells``, launch by launch; their results come as they finish.
+        """Run ``cells``, launch by launch; yield their results as they come.
 
         Args:
             cells: what to run, in any order.
-            started: told of every launch before it starts.
+            started: called with every launch before it starts.
 
         Raises:
             UserError: the text could not be prepared.
@@ -127,98 +93,89 @@ class Suite:
         cells.sort(key=lambda cell: (cell.ranks, place(cell)[0], order.index(cell.strategy)))
         for (launcher, ranks), group in itertools.groupby(cells, key=place):
             part = list(group)
-            launch = Launch(launcher=launcher, ranks=ranks, cells=len(part))
-            self.launches.append(launch)
-            started(launch)
-            yield from self._run_launch(launch, part)
+            assignments = [
+                self._runner.assignment(cell, call=f"{CALL}train_cell", arguments={"bug": cell.bug}) for cell in part
+            ]
+            ends = self._runner.run(launcher, ranks, assignments, started=started)
+            for cell, end in zip(part, ends, strict=True):
+                yield self._judge(cell, end)
 
     def _run_references(self, wanted: list[Work]) -> None:
         if not wanted:
             return
-        assignments = [self._reference(work) for work in wanted]
-        launch, job_file = Launch(launcher="python", ranks=1, cells=len(wanted)), self._job_file()
-        list(run_job(launch, assignments, job_file=job_file, device=self.device))
-        for work, assignment in zip(wanted, assignments, strict=True):
-            folder = Path(assignment.folder)
-            end = read_rank(folder, 0)
-            if end is None:
-                self._without_reference[work] = f"never ended; {_last_words(job_file)}"
-            elif end["status"] != "done":  # refused: its cells will be so for the same reason
-                self._without_reference[work] = end["message"]
-            elif (smallest := _smallest_norm(end)) <= _clipping(work) and work.optimizer == "sgd":
-                self._without_reference[work] = f"is not clipped at every step: gradient norm {smallest:g}"
+        ends = self._runner.run("python", 1, [self._reference(work) for work in wanted])
+        for work, end in zip(wanted, ends, strict=True):
+            if end.status != "done":  # where the product refused it, it refuses its cells for the same reason
+                self._without_reference[work] = end.message
+            elif (smallest := _smallest_norm(end.ranks[0])) <= _clipping(work) and work.optimizer == "sgd":
+                self._without_reference[work] = f"it is not clipped at every step: gradient norm {smallest:g}"
             else:
-                self._references[work] = (end, folder)
+                self._references[work] = end
 
     def _reference(self, work: Work) -> Assignment:
         cell = Cell(strategy="baseline", ranks=1, accumulation=1, optimizer=work.optimizer, precision=work.precision)
-        words = ["reference", work.training, *(map(str, asdict(work.split).values()))]
+        split = asdict(work.split)
+        words = ["reference", work.training, *map(str, split.values())]
         prefix = "".join(f"{word.replace(' ', '-')}_" for word in words if word)
-        return self._assignment(cell, prefix=prefix, training=work.training, reference=asdict(work.split))
+        return self._runner.assignment(
+            cell,
+            call=f"{CALL}train_reference_cell",
+            name=f"{prefix}{cell.folder}",
+            training=work.training,
+            arguments={"split": split},
+        )
 
-    def _job_file(self) -> Path:
-        return self._folder / f"job-{len(list(self._folder.glob('job-*.json'))) + 1}.json"
-
-    def _assignment(
-        self, cell: Cell, *, prefix: str = "", training: str | None = None, reference: dict[str, Any] | None = None
-    ) -> Assignment:
-        folder = self._folder / f"{prefix}{cell.folder}"
-        folder.mkdir()
-        recipe = write_recipe(folder / "recipe.json", cell, recipes=self._repository / "ds_configs", training=training)
-        words = flags(cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self.device)
-        return Assignment(folder=str(folder), flags=words, bug=cell.bug, reference=reference)
-
-    def _run_launch(self, launch: Launch, cells: list[Cell]) -> Iterator[Result]:
-        assignments = [self._assignment(cell) for cell in cells]
-        job_file, done = self._job_file(), 0
-        for index, seconds in run_job(launch, assignments, job_file=job_file, device=self.device):
-            done = index + 1
-            yield self._judge(cells[index], Path(assignments[index].folder), seconds)
-        for cell in cells[done:]:
-            yield self._result(cell, "error", message=f"the launch ended before it; {_last_words(job_file)}")
-
-    def _result(self, cell: Cell, status: str, *, seconds: float = 0.0, **more: Any) -> Result:
-        expected = not cell.bug and refusal_expected(cell, device=self.device)
-        return Result(cell=cell, refusal_expected=expected, status=status, seconds=seconds, **more)
-
-    def _judge(self, cell: Cell, folder: Path, seconds: float) -> Result:
-        ends = [read_rank(folder, rank) for rank in range(cell.ranks)]
-        bad = [end for end in ends if end["status"] != "done"]
-        if bad:
-            first = min(bad, key=lambda end: end["time"])  # the others only miss it
-            message = first["message"].replace(f"{folder}/", "").replace(f"{self._folder}/", "")
-            return self._result(cell, first["status"], seconds=seconds, message=message)
+    def _judge(self, cell: Cell, end: CellEnd) -> Result:
+        if end.status != "done":
+            return self._result(cell, end, status=end.status, message=end.message)
         work = work_of(cell)
-        if work not in self._references:
-            why = f"there is nothing to compare with: the reference {self._without_reference[work]}"
-            return self._result(cell, "error", seconds=seconds, message=why)
-        reference, reference_folder = self._references[work]
+        reference = self._references.get(work)
+        if reference is None:
+            why = f"there is nothing to compare with; its reference failed: {self._without_reference[work]}"
+            return self._result(cell, end, status="error", message=why)
         found = compare(
-            ends,
-            folder,
-            reference=reference,
-            reference_folder=reference_folder,
+            end.ranks,
+            end.folder,
+            reference=reference.ranks[0],
+            reference_folder=reference.folder,
             bounds=bounds_of(cell, self.device),
             replicas=STRATEGIES[cell.strategy].replicas,
         )
         return self._result(
             cell,
-            "failed" if found.failures else "passed",
-            seconds=seconds,
+            end,
+            status="failed" if found.failures else "passed",
             measured=found.measured,
             failures=found.failures,
-            cost=ends[0].get("cost", {}),
+            bytes_per_rank=end.ranks[0].get("bytes_per_rank", {}),
         )
 
+    def _result(self, cell: Cell, end: CellEnd, **more: Any) -> Result:
+        expected = not cell.bug and refusal_expected(cell, device=self.device)
+        return Result(cell=cell, refusal_expected=expected, seconds=end.seconds, **more)
 
-def _smallest_norm(end: dict[str, Any]) -> float:
-    return min(step["grad_norm"] for step in end["steps"])
+
+def _by_work(item: tuple[Work, CellEnd]) -> Work:
+    return item[0]
+
+
+def _reference_facts(work: Work, end: RankEnd) -> dict[str, Any]:
+    return {
+        **{key: value for key, value in work._asdict().items() if key != "split"},
+        **asdict(work.split),
+        "first_loss": end["steps"][0]["loss"],
+        "last_loss": end["steps"][-1]["loss"],
+        "smallest_grad_norm": _smallest_norm(end),
+        "last_validation_loss": end["validations"][-1]["loss"],
+        "clipping": _clipping(work),
+    }
+
+
+def _smallest_norm(end: RankEnd) -> float:
+    norms: list[float] = [step["grad_norm"] for step in end["steps"]]
+    return min(norms)
 
 
 def _clipping(work: Work) -> float:
-    return TRAININGS[work.training].get("gradient_clipping", CLIPPING[work.optimizer])
-
-
-def _last_words(job_file: Path) -> str:
-    said = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"the last words of its launch: {' / '.join(said[-3:])}"
+    changed: float | None = TRAININGS[work.training].get("gradient_clipping")
+    return CLIPPING[work.optimizer] if changed is None else changed

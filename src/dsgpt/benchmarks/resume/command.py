@@ -1,27 +1,26 @@
-"""``python src/benchmark.py resume``: run the suite, show its progress, keep its record."""
+"""``python src/benchmark.py resume``: what the resume suite runs, says and records."""
 
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dsgpt.benchmarks.harness.record_page import one_line_if_none, read_record, write_page
-from dsgpt.benchmarks.parity.command import EXIT_FAILED, work_folder
-from dsgpt.benchmarks.resume.matrix import Pair, by, core_pairs, core_rewritten, rewritten, seeded_pairs
+from dsgpt.benchmarks.harness.cells import Cell, by, counted
+from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite, work_facts
+from dsgpt.benchmarks.harness.pages import Record, SuitePage
+from dsgpt.benchmarks.resume.matrix import Pair, core_pairs, core_rewritten, rewritten, seeded_pairs
 from dsgpt.benchmarks.resume.page import resume_page, summary_lines
-from dsgpt.common.files import write_json_atomic
-from dsgpt.telemetry.console import Console, Progress
+from dsgpt.telemetry.console import Console
 
 if TYPE_CHECKING:
-    from dsgpt.benchmarks.resume.suite import AnyToAny, Result
+    from dsgpt.benchmarks.resume.suite import Result, ResumeSuite
 
+PAGE = SuitePage(name="resume", of="the suite", text=resume_page, summary=summary_lines)
 SCHEMA_VERSION = "1.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions:
+class ResumeOptions(SuiteOptions):
     """What the command line asked for."""
 
     pairs: int
@@ -29,125 +28,96 @@ class ResumeOptions:
     """Of the choice of pairs."""
     core: bool
     """Only what ``make test`` runs."""
-    output: Path
-    """The record to write."""
-    page: Path
-    """The page to write."""
-    keep: Path | None
-    """Where to leave every run; None to remove them."""
-
-
-def make_page(record_file: Path, page: Path) -> None:
-    """Write ``page`` from a record.
-
-    Raises:
-        UserError: there is no such record.
-    """
-    record = read_record(record_file, of="the suite")
-    with one_line_if_none(record_file, of="the suite"):
-        _write_page(page, record, record_file)
-
-
-def _write_page(page: Path, record: dict[str, Any], record_file: Path) -> None:
-    write_page(page, resume_page(record, source=record_file.as_posix()))
 
 
 def run_resume(options: ResumeOptions, *, repository: Path) -> int:
-    """Run the suite; 0 where everything is as it should be.
+    """Run the suite; 0 where nothing failed.
 
     Raises:
         UserError: the text could not be prepared.
     """
-    from dsgpt.benchmarks.resume.suite import AnyToAny  # noqa: PLC0415 - torch takes seconds
-
-    console = Console(speaks=True)
-    cells = core_rewritten() if options.core else rewritten()
-    pairs = core_pairs() if options.core else seeded_pairs(options.pairs, seed=options.seed)
-    started, results = time.perf_counter(), []
-    with ExitStack() as held:
-        suite = AnyToAny(work_folder(options.keep, held, prefix="dsgpt-resume-"), repository=repository)
-        total = len(cells) + len(pairs)
-        console.say(f"{len(pairs)} pairs and {len(cells)} rewritings; the text and the sources come first")
-        progress = console.progress(total=total, what="resume", unit="result")
-        held.callback(progress.close)
-        for result in suite.run(cells, pairs, started=lambda launch: console.say(f"starting {_ranks(launch.ranks)}")):
-            results.append(result)
-            progress.advance()
-            console.say(_line(result, done=len(results), total=total, progress=progress))
-        record = _record(suite, results, seconds=time.perf_counter() - started, seed=options.seed)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(options.output, record)
-    _write_page(options.page, record, options.output)
-    for line in ["", *summary_lines(record), "", f"record {options.output}, page {options.page}"]:
-        console.say(line)
-    return EXIT_FAILED if any(result.status in {"failed", "error"} for result in results) else 0
+    return run_suite(_ResumeCommand(options, repository), options, repository=repository)
 
 
-def _ranks(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)}"
+class _ResumeCommand(SuiteCommand["Result"]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "result"
 
+    def __init__(self, options: ResumeOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._cells: list[Cell] = []
+        self._pairs: list[Pair] = []
+        self._suite: ResumeSuite
+        self._console: Console
 
-def _line(result: "Result", *, done: int, total: int, progress: Progress) -> str:
-    said = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
-    off = f", loss off by {result.measured['loss']:.1e}" if "loss" in result.measured else ""
-    left = f"; {progress.time_left()} left" if done < total else ""
-    because = f": {result.message.splitlines()[0]}" if result.message else ""
-    return f"[{done:>3}/{total}] {result.name}: {said}{off} ({result.seconds:.1f} s{left}){because}"
+    def plan(self, console: Console) -> int:
+        options, self._console = self._options, console
+        self._cells = core_rewritten() if options.core else rewritten()
+        self._pairs = core_pairs() if options.core else seeded_pairs(options.pairs, seed=options.seed)
+        return len(self._cells) + len(self._pairs)
 
+    def begin(self, folder: Path, console: Console) -> None:
+        from dsgpt.benchmarks.resume.suite import ResumeSuite  # noqa: PLC0415 - torch takes seconds
 
-def _record(suite: "AnyToAny", results: list["Result"], *, seconds: float, seed: int) -> dict[str, Any]:
-    from dsgpt.benchmarks.harness.work import GLOBAL_BATCH, SEQUENCE, STEPS, VALIDATION_WINDOWS, shape  # noqa: PLC0415
-    from dsgpt.benchmarks.resume.suite import BOUND, REWRITTEN_BOUNDS, SAVED, VALIDATED  # noqa: PLC0415
-    from dsgpt.runtime.device import describe_hardware  # noqa: PLC0415
-    from dsgpt.telemetry.environment import git_commit, software_versions  # noqa: PLC0415
-    from dsgpt.telemetry.record import finite  # noqa: PLC0415
+        self._suite = ResumeSuite(folder, repository=self._repository)
+        console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; the text and the sources come first")
 
-    work = {
-        "steps": STEPS,
-        "saved": SAVED,
-        "global_batch_size": GLOBAL_BATCH,
-        "seq_len": SEQUENCE,
-        "validation_windows": VALIDATION_WINDOWS,
-        "validated_every": VALIDATED,
-        "model": shape("cpu"),
-    }
-    return finite(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            "git_commit": git_commit(),
-            "env": software_versions(),
-            "hardware": describe_hardware("cpu"),
-            "work": work,
+    def results(self) -> Iterator["Result"]:
+        return self._suite.run(
+            self._cells,
+            self._pairs,
+            started=lambda launch: self._console.say(f"starting {counted(launch.ranks, 'rank')}"),
+        )
+
+    def line(self, result: "Result", *, count: str, left: str) -> str:
+        said = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
+        off = f", loss off by {result.measured['loss']:.1e}" if "loss" in result.measured else ""
+        because = f": {result.message.splitlines()[0]}" if result.message else ""
+        return f"{count} {result.name}: {said}{off} ({result.seconds:.1f} s{left}){because}"
+
+    def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
+        from dsgpt.benchmarks.harness.work import STEPS, VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.benchmarks.resume.suite import BOUND, REWRITTEN_BOUNDS, SAVED, VALIDATED  # noqa: PLC0415
+
+        steps = {"steps": STEPS, "saved": SAVED, "validation_windows": VALIDATION_WINDOWS, "validated_every": VALIDATED}
+        return record_head(SCHEMA_VERSION, device="cpu") | {
+            "work": steps | work_facts("cpu"),
             "bound": BOUND,
             "rewritten_bounds": REWRITTEN_BOUNDS,
-            "seed": seed,
+            "seed": self._options.seed,
             "seconds": round(seconds, 1),
-            "reference": suite.reference(),
-            "launches": [asdict(launch) for launch in suite.launches],
-            "pairs": [_pair(result) for result in results if isinstance(result.subject, Pair)],
-            "rewritten": [_rewriting(result) for result in results if not isinstance(result.subject, Pair)],
+            "reference": self._suite.reference(),
+            "launches": [asdict(launch) for launch in self._suite.launches],
+            "pairs": [
+                _pair_facts(result.subject) | _end_facts(result)
+                for result in results
+                if isinstance(result.subject, Pair)
+            ],
+            "rewritten": [
+                _cell_facts(result.subject) | _end_facts(result)
+                for result in results
+                if isinstance(result.subject, Cell)
+            ],
         }
-    )
+
+    def failures(self, results: Sequence["Result"], record: Record) -> list[str]:  # noqa: ARG002
+        return [result.name for result in results if result.status in {"failed", "error"}]
 
 
-def _pair(result: "Result") -> dict[str, Any]:
-    pair = result.subject
+def _pair_facts(pair: Pair) -> dict[str, Any]:
     return {
         "source": by(pair.source),
         "source_accumulation": pair.source.accumulation,
         "target": by(pair.target),
         "target_accumulation": pair.target.accumulation,
-        **_outcome(result),
     }
 
 
-def _rewriting(result: "Result") -> dict[str, Any]:
-    cell = result.subject
-    return {"strategy": cell.strategy, "ranks": cell.ranks, "precision": cell.precision, **_outcome(result)}
+def _cell_facts(cell: Cell) -> dict[str, Any]:
+    return {"strategy": cell.strategy, "ranks": cell.ranks, "precision": cell.precision}
 
 
-def _outcome(result: "Result") -> dict[str, Any]:
+def _end_facts(result: "Result") -> dict[str, Any]:
     return {
         "name": result.name,
         "status": result.status,

@@ -1,4 +1,4 @@
-"""What is shown: every strategy gives back the checkpoint that it took, and seeded pairs of strategies share a run.
+"""The cells of the resume suite: every strategy writes the checkpoint that it read, and seeded pairs share a run.
 
 Strategies, and the recipes behind their names, are those of the parity suite.
 """
@@ -6,39 +6,25 @@ Strategies, and the recipes behind their names, are those of the parity suite.
 import random
 from dataclasses import dataclass
 
-from dsgpt.benchmarks.parity.matrix import ACCUMULATIONS, STRATEGIES, Cell
+from dsgpt.benchmarks.harness.cells import ACCUMULATIONS, Cell, by, executed_by
+from dsgpt.benchmarks.harness.tested import STRATEGIES
 
 PAIRS, SEED = 30, 4
 SAME_TO_A_CHECKPOINT = ("ddp-copied-buckets", "fsdp-kept")
-"""Strategies of the parity suite that differ from another one in how they communicate, and in nothing that is saved."""
+"""Strategies that differ from another one in how they communicate, and in nothing that is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A run that one strategy begins and another one ends."""
+    """A run that one strategy starts and another one finishes."""
 
     source: Cell
     target: Cell
 
     @property
     def name(self) -> str:
-        """For people and for test ids."""
+        """For console lines, pages and test ids."""
         return f"{by(self.source)} to {by(self.target)}"
-
-
-def by(cell: Cell) -> str:
-    """``fsdp-offload on 4 ranks``."""
-    return _on_ranks(cell.strategy, cell.ranks)
-
-
-def executed_by(cell: Cell) -> str:
-    """The same as the product says it, in whose names a setting of PyTorch's strategies makes no difference."""
-    strategy = STRATEGIES[cell.strategy]
-    return _on_ranks(cell.strategy if strategy.run_type == "optimized" else strategy.run_type, cell.ranks)
-
-
-def _on_ranks(strategy: str, ranks: int) -> str:
-    return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
 
 
 def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
@@ -52,7 +38,7 @@ def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
 
 
 def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
-    """``count`` pairs, the same for the same seed; no strategy comes again on a side before all have been there."""
+    """``count`` pairs, the same for the same seed. Each side takes every strategy once before it takes one again."""
     chance = random.Random(seed)
     found: list[Pair] = []
     while len(found) < count:
@@ -67,7 +53,7 @@ def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
 
 
 def _shuffled(chance: random.Random) -> list[Cell]:
-    """Every strategy once, in any order, on any of its numbers of ranks, with any accumulation."""
+    """Every strategy once, in a random order, on a random one of its numbers of ranks, with a random accumulation."""
     everywhere = cells()
     names = list(dict.fromkeys(cell.strategy for cell in everywhere))
     chance.shuffle(names)
@@ -82,13 +68,13 @@ def _shuffled(chance: random.Random) -> list[Cell]:
 
 
 def rewritten() -> list[Cell]:
-    """Who takes a checkpoint and gives it back: everybody, in every precision that the product allows."""
+    """The cells that write what they read: every strategy, in every precision that the product allows on a CPU."""
     low = [cell for cell in cells(precision="bf16") if not STRATEGIES[cell.strategy].fp32_only]
     return [*cells(), *low]
 
 
 def core_pairs() -> list[Pair]:
-    """What ``make test`` runs: from and to every kind of split, in few launches."""
+    """The pairs of ``make test``: from and to every kind of split, in few launches."""
     return [
         Pair(source=Cell(strategy=one, ranks=here), target=Cell(strategy=other, ranks=there, accumulation=1))
         for one, here, other, there in (
@@ -103,7 +89,8 @@ def core_pairs() -> list[Pair]:
 
 
 def core_rewritten() -> list[Cell]:
-    """What ``make test`` runs: every strategy on two ranks, and each way to keep a state in bf16 and on four ranks."""
+    """The rewritings of ``make test``: all strategies on two ranks, and each way to keep a state in bf16 and on four
+    ranks."""
     low = ("zero0", "zero1", "zero2", "zero3", "pipeline2-zero1")
     four = ("zero1", "zero3", "fsdp", "tensor2-zero1")
     chosen = {("fp32", 2): STRATEGIES, ("bf16", 2): low, ("fp32", 4): four}

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from dsgpt.benchmarks.harness.tables import table
+from dsgpt.benchmarks.harness.cells import counted
+from dsgpt.benchmarks.harness.pages import Record, table
 
-Record = dict[str, Any]
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "refused": "refused", "error": "**ERROR**"}
 
 
@@ -27,19 +27,19 @@ def summary_lines(record: Record) -> list[str]:
 def _head(record: Record, source: str) -> str:
     hardware, env, work = record["hardware"], record["env"], record["work"]
     pairs, rewritten = record["pairs"], record["rewritten"]
-    return f"""# Any strategy goes on from any other
+    return f"""# Any strategy resumes the run of any other
 
 Generated from `{source}` by
 `python src/benchmark.py resume --table-from {source} --page docs/resume.md`;
 `python src/benchmark.py resume` runs it on your machine.
 
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
-  {work["saved"]} steps and saves, another one goes on with `--resume` for {work["steps"] - work["saved"]} more, on
-  other ranks and with other accumulation. Every loss is compared with a baseline that nobody disturbed; allowed are
+  {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
+  other ranks and with other accumulation. Every loss is compared with that of an undisturbed baseline; allowed are
   {record["bound"]:g}, at every step and {_validations(work)}.
-* **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy takes up one and the same checkpoint and
+* **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads one and the same checkpoint and
   writes it again; the two checkpoints must be equal, byte for byte, and what the ranks compute with must be the
-  checkpoint's weights, rounded to the precision. Validation loss of what was taken up, against the baseline's:
+  checkpoint's weights, rounded to the precision. Validation loss of the loaded weights, against the baseline's:
   {_rewritten_validation(record)}.
 
 Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python {env["python_version"]},
@@ -104,7 +104,7 @@ def _rewritten(record: Record) -> str:
     places = sorted(
         {place for found in groups.values() for place in found}, key=lambda place: (place[1] != "fp32", place)
     )
-    header = ["strategy", *(f"{ranks} rank{'s' * (ranks > 1)}, {precision}" for ranks, precision in places)]
+    header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
     rows = [[strategy, *(found.get(place, "") for place in places)] for strategy, found in groups.items()]
     return f"## Who writes what it read\n\n{table(header, rows)}"
 

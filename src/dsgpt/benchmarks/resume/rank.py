@@ -1,4 +1,4 @@
-"""What a rank of the suite does, in a process forked for it; see ``dsgpt.benchmarks.harness.worker``."""
+"""One rank of one cell of the resume suite; see ``dsgpt.benchmarks.harness.worker``."""
 
 import contextlib
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.benchmarks.harness.measurement import rank_file
+from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader, write_training_state
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.config.flags import parse_arguments
@@ -17,21 +17,20 @@ from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.runtime.device import bring_up
 from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.process_group import HostGroup, barrier, joined
+from dsgpt.runtime.process_group import barrier, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.telemetry.console import Console
+from dsgpt.telemetry.console import logging_to_console
 from dsgpt.telemetry.record import COMPLETE_FILE
-from dsgpt.training.loop import validation_loss
 from dsgpt.training.run import run
-from dsgpt.training.stopping import Stopping
+from dsgpt.training.trainer import validation_loss
 
 STATE_FILES = ("model.safetensors", MOMENTS, COUNTERS)
 
 
 def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
-    """Train as ``src/gpt2.py`` does with ``flags``; with a ``checkpoint``, go on from it.
+    """Train as ``src/gpt2.py`` does with ``flags``; with a ``checkpoint``, resume from it.
 
     Raises:
         UserError: the product refuses the combination.
@@ -39,19 +38,20 @@ def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
     config = _resolved(flags)
     if checkpoint and config.topology.is_main:
         _leave_at(Path(checkpoint), config.run_dir)
-    with Interruption(speaks=config.topology.is_main) as interruption:
-        run(config, Console(speaks=config.topology.is_main), interruption)
+    speaks = config.topology.is_main
+    with logging_to_console(speaks=speaks), Interruption(speaks=speaks) as interruption:
+        run(config, interruption)
     _done(folder, config)
 
 
 def _leave_at(checkpoint: Path, run_dir: Path) -> None:
-    """Copy the run of ``checkpoint`` as a kill some time after it was saved would have left it."""
+    """Copy the run of ``checkpoint`` into the state in which a kill after that save would have left it."""
     others = [path.name for path in checkpoint.parent.glob("step-*") if path != checkpoint]
     shutil.copytree(checkpoint.parent, run_dir, ignore=shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others))
 
 
 def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
-    """Let the strategy of ``flags`` take up a checkpoint, write it again, and validate.
+    """Let the strategy of ``flags`` load a checkpoint, write it again, and validate.
 
     Raises:
         UserError: the product refuses the combination.
@@ -68,8 +68,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
             shapes, writes = parameter_shapes(config.model), config.topology.is_main
             write_training_state(out, strategy.iter_state(), strategy.counters(), shapes=shapes, writes=writes)
             wrong = _wrong_weights(strategy, reader)
-            stopping = Stopping(Interruption(speaks=False), HostGroup())  # which nobody asks for
-            val_loss, _ = validation_loss(config, strategy, Console(speaks=False), stopping) or (math.nan, 0)
+            val_loss, _ = validation_loss(config, strategy) or (math.nan, 0)
             barrier()
         same = {name: sha256_of(out / name) == sha256_of(Path(checkpoint) / name) for name in STATE_FILES if writes}
         _done(folder, config, same=same, wrong=wrong, val_loss=val_loss)
@@ -77,12 +76,12 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
 
 
 def _wrong_weights(strategy: Strategy, reader: StateReader) -> list[str]:
-    """Of the weights that this rank holds whole, those that are not the checkpoint's, rounded."""
-    wrong = []
-    for name, value in strategy.replicated_weights():
-        if not torch.equal(value.cpu(), reader.state(name).weight.to(value.dtype)):
-            wrong.append(name)
-    return wrong
+    """The weights that this rank holds whole and that are not the checkpoint's, rounded to the precision."""
+    return [
+        name
+        for name, value in strategy.replicated_weights()
+        if not torch.equal(value.cpu(), reader.state(name).weight.to(value.dtype))
+    ]
 
 
 def _resolved(flags: list[str]) -> RunConfig:

@@ -1,10 +1,9 @@
-"""What one rank saw of one training: numbers per step, the samples it took, and on rank 0 gradient and weights.
+"""What one rank measured in one training: numbers per step, the samples it read, and on rank 0 gradient and weights.
 
-The reference and every strategy leave the same files, so that one comparison serves all.
+The reference and every strategy write the same files, so that one comparison serves all.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.common.files import write_json_atomic
 from dsgpt.data.loader import Batch
 from dsgpt.telemetry.record import finite
@@ -24,21 +24,16 @@ FIRST_CHANGE = 3
 
 
 def validated_after(total_steps: int) -> tuple[int, int]:
-    """Half of the steps, because training must go on after a validation as without one, and all of them.
+    """The steps after which to validate: half of them, which shows that a validation does not change training; and all.
 
-    Not before the first: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an eighth
-    more in every training step where that was a validation.
+    Not before the first step: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an
+    eighth more in every training step where that pass was a validation.
     """
     return total_steps // 2, total_steps
 
 
-def rank_file(folder: Path, rank: int) -> Path:
-    """What rank ``rank`` leaves when it is done, whatever the end."""
-    return folder / f"rank-{rank}.json"
-
-
 class Measurement:
-    """Grows step by step, and is written at the end."""
+    """Collects measurements step by step; ``write`` writes them at the end."""
 
     def __init__(self, *, data_rank: int, strategy: str) -> None:
         self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy}
@@ -57,8 +52,8 @@ class Measurement:
             grad_norm: before clipping.
             lr: the learning rate that was reported.
             used: every learning rate that an optimizer of this rank stepped with.
-            skipped: whether the step was left out.
-            samples: hashes of the samples that this rank took for it.
+            skipped: whether the optimizer step was skipped.
+            samples: hashes of the samples that this rank read for it.
         """
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "used": used, "skipped": skipped}
         self._steps.append({**numbers, "samples": sorted(samples)})
@@ -80,9 +75,9 @@ class Measurement:
         value = value.detach().cpu().contiguous()
         self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
 
-    def cost(self, cost: dict[str, Any]) -> None:
-        """Note what a step cost: see ``dsgpt.benchmarks.parity.traffic.compared``."""
-        self._facts["cost"] = cost
+    def bytes_per_rank(self, found: dict[str, Any]) -> None:
+        """Note the bytes of a step: see ``rank.compared_bytes``."""
+        self._facts["bytes_per_rank"] = found
 
     def write(self, folder: Path, *, rank: int) -> None:
         """Write the rank's file, and the tensors beside it where there are any."""
@@ -104,7 +99,7 @@ def sample_hash(inputs: Tensor, targets: Tensor) -> str:
 
 
 class WatchedBatches:
-    """Hands micro batches on, and remembers the hashes of their samples."""
+    """Passes micro batches on, and remembers the hashes of their samples."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = iter(batches)
@@ -122,12 +117,6 @@ class WatchedBatches:
         """The hashes since the last call."""
         samples, self._samples = self._samples, []
         return samples
-
-
-def read_rank(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank left, None as long as it has not."""
-    path = rank_file(folder, rank)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:

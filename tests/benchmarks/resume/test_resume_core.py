@@ -1,4 +1,4 @@
-"""Any strategy goes on from any other: every strategy writes what it read, and pairs of strategies share a run.
+"""Any strategy resumes the run of any other: each writes what it read, and pairs of strategies share a run.
 
 ``python src/benchmark.py resume`` does it for 30 seeded pairs and all ranks; its record is ``docs/resume.md``.
 """
@@ -11,9 +11,10 @@ import pytest
 from small_run import REPOSITORY
 from training_runs import read_lines, roll_back
 
+from dsgpt.benchmarks.harness.cells import by
 from dsgpt.benchmarks.harness.work import STEPS, flags, write_recipe
-from dsgpt.benchmarks.resume.matrix import by, cells, core_pairs, core_rewritten, seeded_pairs
-from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, SAVED, AnyToAny
+from dsgpt.benchmarks.resume.matrix import cells, core_pairs, core_rewritten, seeded_pairs
+from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, SAVED, ResumeSuite, wrong_in
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS
 from dsgpt.main import train
 
@@ -21,7 +22,7 @@ from dsgpt.main import train
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """How the core ended, by name: one run for all tests."""
-    suite = AnyToAny(tmp_path_factory.mktemp("any-to-any"), repository=REPOSITORY)
+    suite = ResumeSuite(tmp_path_factory.mktemp("resume"), repository=REPOSITORY)
     return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
 
 
@@ -74,8 +75,8 @@ def test_what_a_pair_fails_for(fact, value, said):
         "loss": 1e-6,
         "validation loss": 1e-6,
     }
-    assert AnyToAny._wrong_in(pair, measured) == ""
-    assert AnyToAny._wrong_in(pair, measured | {fact: value}).startswith(said)
+    assert wrong_in(pair, measured) == ""
+    assert wrong_in(pair, measured | {fact: value}).startswith(said)
 
 
 def trained(run, folder, corpus, *more):

@@ -1,9 +1,11 @@
-"""The strategies under test: each is the shipped recipe of its name, or that with one setting changed."""
+"""The strategies under test: each is a shipped recipe, or one with a setting changed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsgpt.benchmarks.parity.split import ACCUMULATED, EVERY
+ACCUMULATED, EVERY = "accumulated", "every micro batch"
+"""Where a strategy rounds gradients to the low precision between ranks: the sums of all micro batches once per step, or
+those of every micro batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +22,15 @@ class TestedStrategy:
     changes: dict[str, Any] = field(default_factory=dict)
     """What to change in the recipe, block by block; None removes a key."""
     training: str = ""
-    """What else to train than all others do, of ``TRAININGS``; it has a reference of its own."""
+    """A key of ``TRAININGS``: a training that differs from that of all others and has a reference of its own."""
     replicas: str = "all"
     """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
     model_ranks: int = 1
     """Ranks that share a micro batch: each computes a part of the model, or a part of every sequence."""
     low: str = ""
-    """Where its gradients are rounded to the low precision between ranks; see ``Split``."""
+    """Where its gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or nowhere."""
     whole: bool = True
-    """Whether it is run through all settings; otherwise there is one cell of it."""
+    """Whether it has a cell for every setting; otherwise it has one cell."""
     optimizer: str = "adamw"
     """Of that one cell."""
     precision: str = "fp32"
@@ -38,7 +40,7 @@ class TestedStrategy:
     fp32_only: bool = False
     """Whether the product must refuse it in bf16 and fp16."""
     compiles: bool = True
-    """Whether ``--compile`` goes with it; otherwise the product must refuse that."""
+    """Whether it trains with ``--compile``; otherwise the product must refuse that."""
 
 
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -48,7 +50,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "constant rate": {"scheduler": None},
     "momentum": {"optimizer": {"params": {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01}}},
 }
-"""Changes of the recipe that change what is computed, so that the reference has to make them too."""
+"""Changes of the recipe that change what is computed, so that the reference needs them too."""
 
 
 def _zero(stage: int) -> dict[str, Any]:
@@ -122,24 +124,29 @@ _REFUSED = (
     _split("pipeline2-zero2", "pipeline", 2, ranks=(2,), whole=False, refused=True),
     _split("pipeline2-zero3", "pipeline", 3, ranks=(2,), whole=False, refused=True),
 )
-_UNCLIPPED_SGD = {"ranks": (2,), "training": "unclipped sgd", "optimizer": "sgd", "whole": False}
-"""Shows a wrong scale of the gradients that comes after their norm was read: clipping to a norm would undo it."""
+_WITHOUT_CLIPPING = (
+    *("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"),
+    *("tensor2-zero1", "pipeline2-zero0", "pipeline2-zero1", "sequence2-zero1"),
+)
+"""Strategies that are also trained with SGD and no clipping. That shows a wrong scale of the gradients that comes after
+their norm was read: clipping to a norm would undo it."""
+
+
+def _unclipped_sgd(strategy: TestedStrategy) -> TestedStrategy:
+    return replace(
+        strategy,
+        name=f"{strategy.name}-unclipped-sgd",
+        ranks=(2,),
+        training="unclipped sgd",
+        optimizer="sgd",
+        whole=False,
+    )
+
+
 _OTHER_TRAININGS = (
     _torch("ddp-unclipped", ranks=(2,), training="unclipped", whole=False),
     _deepspeed("zero1-unclipped", "zero1", ranks=(2,), training="unclipped", whole=False),
-    _torch("ddp-unclipped-sgd", **_UNCLIPPED_SGD),
-    _torch("fsdp-unclipped-sgd", replicas="none", **_UNCLIPPED_SGD),
-    *(_deepspeed(f"zero{stage}-unclipped-sgd", f"zero{stage}", **_UNCLIPPED_SGD) for stage in (0, 1, 2)),
-    _sharded("zero3-unclipped-sgd", "zero3", **_UNCLIPPED_SGD),
-    *(
-        _split(f"{split}2-zero{stage}-unclipped-sgd", split, stage, replicas=replicas, **_UNCLIPPED_SGD)
-        for split, stage, replicas in (
-            ("tensor", 1, "some"),
-            ("pipeline", 0, "some"),
-            ("pipeline", 1, "some"),
-            ("sequence", 1, "all"),
-        )
-    ),
+    *map(_unclipped_sgd, (one for one in (*_TORCH, *_DATA_PARALLEL, *_SPLIT) if one.name in _WITHOUT_CLIPPING)),
     _deepspeed("zero1-constant-rate", "zero1", ranks=(2,), training="constant rate", whole=False),
     _deepspeed("zero1-momentum", "zero1", ranks=(2,), training="momentum", whole=False, optimizer="sgd"),
 )

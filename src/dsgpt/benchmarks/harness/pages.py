@@ -1,0 +1,97 @@
+"""Pages made of records: a record is read, its page is written as a whole."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsgpt.benchmarks.harness.sources import sources_paragraph
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_atomic
+from dsgpt.common.json_files import JsonError, clipped_text, read_object
+
+Record = dict[str, Any]
+_MAX_BYTES = 256 << 20
+
+
+class PageText(Protocol):
+    """Makes the text of a page."""
+
+    def __call__(self, record: Record, *, source: str) -> str:
+        """The page of ``record``, which the reader finds at the path ``source``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuitePage:
+    """How a suite's record is shown."""
+
+    name: str
+    """Of the suite, a word of ``src/benchmark.py``."""
+    of: str
+    """What it is a record of, for messages."""
+    text: PageText
+    summary: Callable[[Record], list[str]]
+    """Lines for the console at the end of a run."""
+
+
+def make_page(suite: SuitePage, record_file: Path, page: Path, *, repository: Path) -> None:
+    """Write ``page`` from a record that ``--table-from`` names.
+
+    Raises:
+        UserError: there is no such record.
+    """
+    record = read_record(record_file, of=suite.of)
+    sources = sources_paragraph(record_file, name=suite.name, repository=repository)
+    with one_line_if_none(record_file, of=suite.of):
+        write_page(page, suite.text(record, source=record_file.as_posix()), sources=sources)
+
+
+def read_record(file: Path, *, of: str) -> Record:
+    """The record that ``--table-from`` names.
+
+    Args:
+        file: holds it.
+        of: what it is a record of, for the message.
+
+    Raises:
+        UserError: it cannot be read as one.
+    """
+    try:
+        return read_object(file, max_bytes=_MAX_BYTES)
+    except JsonError as error:
+        raise UserError(f"--table-from {file}: cannot be read as a record of {of}: {error}") from error
+
+
+@contextlib.contextmanager
+def one_line_if_none(file: Path, *, of: str) -> Iterator[None]:
+    """Around the making of a page from a record that the user named: a file that is no such record is their mistake.
+
+    Args:
+        file: the record.
+        of: what it should be a record of, for the message.
+
+    Raises:
+        UserError: a value of the record is missing or of another type.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = clipped_text(f"{type(error).__name__}: {error}")
+        raise UserError(f"--table-from {file}: is no record of {of} that a page can be made of ({what})") from error
+
+
+def write_page(page: Path, text: str, *, sources: str) -> None:
+    """Write ``text`` to ``page``, with the paragraph ``sources`` at the end of its head; its folder is made."""
+    head, heading, rest = text.rstrip("\n").partition("\n\n## ")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, f"{head}\n\n{sources}{heading}{rest}\n".encode())
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """``header`` and ``rows`` in Markdown; None is an empty field."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)

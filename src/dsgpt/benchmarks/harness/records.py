@@ -1,0 +1,178 @@
+"""Remakes the committed records that were not made from the present sources.
+
+First all old records are remade below ``checkpoint/records``, which git ignores, so that each of them names a clean
+commit. Then they replace the committed ones together with the pages made of them. A record that was remade before an
+interruption is kept; what a suite did before an interruption inside it is repeated.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsgpt.benchmarks.harness.sources import DEMO, SUITES, source_hashes, why_old
+from dsgpt.common.errors import EXIT_DONE
+from dsgpt.common.problems import Problems, did_you_mean
+from dsgpt.telemetry.console import duration
+from dsgpt.telemetry.sources import made_from, note_sources, unchanged
+
+REFERENCE = Path("checkpoint/reference/cpu-2-cores")
+"""Where the committed records are, below the repository."""
+WORK = Path("checkpoint/records/work")
+"""Where the commands write."""
+READY = Path("checkpoint/records/ready")
+"""Remade records, with their own ``SOURCES.json``, until all are there. The files lie as below ``REFERENCE``."""
+EXIT_OLD = 1
+"""A source changed while its record was remade."""
+RUNS = ("demo-baseline", "demo-zero1")
+RUN_FILES = ("training_metrics.json", "metrics.jsonl")
+
+Runner = Callable[[Sequence[str]], int]
+"""Runs a command in the repository; the exit code comes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedRecord:
+    """One or more records that one command makes."""
+
+    name: str
+    records: tuple[str, ...]
+    """Those of ``files`` that have an entry in ``SOURCES.json``."""
+    files: Mapping[str, str]
+    """Files below ``WORK`` to the files that they become below ``READY`` and ``REFERENCE``."""
+    make: tuple[str, ...]
+    """The command that makes them below ``WORK``, without the interpreter."""
+    show: tuple[str, ...]
+    """The command that makes pages or pictures of them."""
+
+
+def _suite(name: str) -> CommittedRecord:
+    record, script = f"{name}.json", "src/benchmark.py"
+    return CommittedRecord(
+        name=name,
+        records=(record,),
+        files={record: record},
+        make=(script, name, "--output", f"{WORK}/{record}"),
+        show=(script, name, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{name}.md"),
+    )
+
+
+def _demo() -> CommittedRecord:
+    runs = [word for run in RUNS for word in ("--run", f"{run.removeprefix('demo-')}={REFERENCE}/{run}")]
+    return CommittedRecord(
+        name=DEMO,
+        records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
+        files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
+        make=("src/demo.py", "--into", f"{WORK}/demo"),
+        show=("charts/generate_charts.py", "--output-dir", "docs/images", *runs),
+    )
+
+
+RECORDS = {record.name: record for record in (_demo(), *map(_suite, SUITES))}
+"""By name, in the order in which they are remade."""
+
+
+def check_lines(repository: Path, *, only: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each record: up to date, or why not.
+
+    Raises:
+        UserError: ``only`` names no record, or a ``SOURCES.json`` cannot be read.
+    """
+    for record in _selected(only):
+        yield f"{record.name}: {_why_old(record, repository, REFERENCE) or 'made from the present sources'}"
+
+
+def remake_records(repository: Path, *, only: Sequence[str] = (), run: Runner | None = None) -> int:
+    """Remake the records that are not up to date, and the pages of all; the first exit code that is not 0 comes back.
+
+    Args:
+        repository: holds records, sources and scripts.
+        only: names of records; empty for all.
+        run: runs the commands.
+
+    Raises:
+        UserError: ``only`` names no record, or a ``SOURCES.json`` cannot be read.
+    """
+    run, records, started = run or _in(repository), _selected(only), time.perf_counter()
+    for number, record in enumerate(records, start=1):
+        count, why = f"[{number}/{len(records)}] {record.name}", _why_old(record, repository, REFERENCE)
+        if not why:
+            print(f"{count}: made from the present sources, skipped", flush=True)
+        elif not _why_old(record, repository, READY):
+            print(f"{count}: remade before, skipped", flush=True)
+        else:
+            print(f"{count}: remaking it, because {why}", flush=True)
+            if code := _remake(record, repository, run):
+                print(f"{count}: failed with exit code {code}; the committed records stay as they were", flush=True)
+                return code
+            print(f"{count}: remade, {duration(time.perf_counter() - started)} since the start", flush=True)
+    return _publish(records, repository, run)
+
+
+def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) -> int:
+    """Replace the old committed records by the remade ones, and make the pages of all."""
+    for record in records:
+        if _why_old(record, repository, REFERENCE):
+            if why := _why_old(record, repository, READY):
+                print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
+                return EXIT_OLD
+            _replace(record, repository / READY, repository / REFERENCE)
+        if code := run(record.show):  # for the others too: an interruption may have come before it
+            print(f"{record.name}: its pages failed with exit code {code}", flush=True)
+            return code
+    print(f"all of {', '.join(record.name for record in records)} are made from the present sources", flush=True)
+    return EXIT_DONE
+
+
+def _replace(record: CommittedRecord, ready: Path, reference: Path) -> None:
+    for file in record.files.values():
+        (reference / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ready / file, reference / file)
+    for file in record.records:
+        if entry := made_from(ready / file):
+            note_sources(reference, reference / file, git_commit=entry.git_commit, sources=entry.sources)
+
+
+def _selected(only: Sequence[str]) -> list[CommittedRecord]:
+    problems = Problems()
+    for name in only:
+        if name not in RECORDS:
+            problems.add(f"--only {name}: is no record{did_you_mean(name, RECORDS)}; known are {', '.join(RECORDS)}")
+    problems.raise_if_any()
+    return [record for name, record in RECORDS.items() if not only or name in only]
+
+
+def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
+    """Why what ``folder`` holds of the record is not of the present sources; empty where it is."""
+    files = (repository / folder / file for file in record.records)
+    return next((why for file in files if (why := why_old(file, name=record.name, repository=repository))), "")
+
+
+def _in(repository: Path) -> Runner:
+    """Runs commands of this Python in the repository."""
+
+    def run(words: Sequence[str]) -> int:
+        return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode
+
+    return run
+
+
+def _remake(record: CommittedRecord, repository: Path, run: Runner) -> int:
+    """Make the record anew below ``READY``; the exit code of the command comes back."""
+    from dsgpt.telemetry.environment import git_commit  # noqa: PLC0415 - torch takes seconds
+
+    ready, work = repository / READY, repository / WORK
+    shutil.rmtree(work / record.name, ignore_errors=True)  # runs of before, which would be resumed
+    before, commit = source_hashes(repository, record.name), git_commit()
+    if code := run(record.make):
+        return code
+    sources = unchanged(before, source_hashes(repository, record.name))
+    for made, committed in record.files.items():
+        (ready / committed).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(work / made, ready / committed)
+    for file in record.records:
+        note_sources(ready, ready / file, git_commit=commit, sources=sources)
+    return EXIT_DONE

@@ -1,0 +1,81 @@
+"""Which source files can change a record, and what a page says about them."""
+
+from itertools import groupby
+from pathlib import Path
+
+from dsgpt.telemetry.sources import Hashes, changed_files, hash_files, made_from
+
+SUITES = ("parity", "resume", "faults", "saving")
+DEMO = "demo"
+_TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "src/dsgpt/**/*.py")
+"""What makes text, recipes and trainings. Every record is made from these."""
+_OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/reports")
+_OF_SUITES = ("src/dsgpt/benchmarks/harness/*.py",)
+_ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
+"""Modules of the suites that make pages and tables of a record that exists."""
+PARAGRAPH = "Sources: "
+"""How the page's paragraph begins."""
+
+
+def source_files(repository: Path, name: str) -> list[Path]:
+    """The files whose change can change the record ``name``, one of ``SUITES`` or ``DEMO``."""
+    outside = tuple(repository / folder for folder in _OUTSIDE_TRAINING)
+    found = [
+        path
+        for pattern in _TRAINING
+        for path in repository.glob(pattern)
+        if not any(folder in path.parents for folder in outside)
+    ]
+    own = ("src/demo.py",) if name == DEMO else (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py")
+    found += [path for pattern in own for path in repository.glob(pattern) if path.stem not in _ONLY_READ_RECORDS]
+    return sorted(set(found))
+
+
+def source_hashes(repository: Path, name: str) -> Hashes:
+    """The sha256 of every file of ``source_files``."""
+    return hash_files(repository, source_files(repository, name))
+
+
+def why_old(record: Path, *, name: str, repository: Path) -> str:
+    """Why ``record`` does not speak of the present sources; empty where it does.
+
+    Raises:
+        UserError: the ``SOURCES.json`` beside it cannot be read.
+    """
+    if not record.exists():
+        return "there is no such record"
+    entry = made_from(record)
+    if entry is None:
+        return "the record does not say from which sources it was made"
+    changed = changed_files(entry.sources, source_hashes(repository, name))
+    if not changed:
+        return ""
+    since = f"commit {entry.git_commit}" if entry.git_commit else "then"
+    return f"{len(changed)} of {len(entry.sources)} sources have changed since {since}: {_by_folder(changed)}"
+
+
+def sources_paragraph(record: Path, *, name: str, repository: Path) -> str:
+    """What a page of ``record`` says about its sources, as they are when the page is made.
+
+    Raises:
+        UserError: the ``SOURCES.json`` beside it cannot be read.
+    """
+    entry = made_from(record)
+    if entry is None:
+        return f"{PARAGRAPH}the record does not say from which sources it was made."
+    changed = changed_files(entry.sources, source_hashes(repository, name))
+    made = f"{PARAGRAPH}the record was made from {len(entry.sources)} files, named with their sha256 in `SOURCES.json`"
+    if not changed:
+        return f"{made} beside it. This page was made from these sources."
+    return f"{made} beside it.\nWhen this page was made, {len(changed)} of them had changed: {_by_folder(changed)}."
+
+
+def without_sources(page: str) -> str:
+    """``page`` without that paragraph, which changes with the sources and not with the record."""
+    return "\n\n".join(part for part in page.split("\n\n") if not part.startswith(PARAGRAPH))
+
+
+def _by_folder(names: list[str]) -> str:
+    """``src/dsgpt/data: loader.py, order.py; src: gpt2.py``."""
+    groups = groupby(names, key=lambda name: name.rpartition("/")[0])
+    return "; ".join(f"{folder}: {', '.join(name.rpartition('/')[2] for name in found)}" for folder, found in groups)

@@ -1,0 +1,49 @@
+"""``docs/saving.md`` from a record of the suite. Every figure on the page is the record's."""
+
+from dsgpt.benchmarks.harness.pages import Record
+
+
+def saving_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.saving.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware, work = record["hardware"], record["work"]
+    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
+    size = record["figures"]["sync"]["bytes"]["median"] / 1e6
+    head = f"""# How long training waits for a checkpoint
+
+Generated from `{source}` by
+`python src/benchmark.py saving --table-from {source} --page docs/saving.md`;
+`python src/benchmark.py saving` measures it on your machine.
+
+The model `{work["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has {size:,.0f} MB, is
+trained {record["rounds"]} times with `--save_mode sync` and as often with `async`, in turn; {_counted(record)} saves
+of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it waits with sync (medians; at
+most {record["ratio_bound"]:.0%} are aimed at). What async does beside training takes a core's time while it lasts,
+which shows in the last column where no core is free.
+
+Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    return "\n".join([head, "", "## Figures", "", *summary_lines(record), ""])
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The table of both modes, for a console."""
+    lines = [
+        "| save mode | training waits, median (range) | until published, median (range) | a run's steps and saves |",
+        "|---|---|---|---|",
+    ]
+    for mode, figures in record["figures"].items():
+        cells = [_span(figures[key]) for key in ("save_stall_sec", "save_total_sec", "training_sec")]
+        lines.append(f"| {' | '.join([mode, *cells])} |")
+    return lines
+
+
+def _counted(record: Record) -> int:
+    return max(len(run["saves"]) for run in record["runs"])
+
+
+def _span(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.3f} s ({figures['smallest']:.3f} to {figures['largest']:.3f})"

@@ -1,0 +1,148 @@
+"""Where the journal of a run sends what happens: the console, ``metrics.jsonl``, ``training_metrics.json``.
+
+A tracker is one more sink.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.files import write_json_atomic
+from dsgpt.config.run_config import RunConfig
+from dsgpt.telemetry.console import Progress
+from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog
+from dsgpt.telemetry.step_traffic import traffic_line
+
+logger = logging.getLogger(__name__)
+
+Line = dict[str, Any]
+"""A line of ``metrics.jsonl``, of a step or of a validation, by its keys."""
+
+
+class Sink:
+    """Receives what happens in a run, on the main rank alone. A subclass overrides the methods that concern it.
+
+    ``steps``, ``validation`` and ``record`` may raise an ``OSError``: the journal stops the run or continues, as
+    ``--on_save_failure`` says. An ``OSError`` of ``sync`` makes the save fail.
+    """
+
+    def step_taken(self) -> None:
+        """An optimizer step was taken, whose figures are still on the device."""
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:
+        """The figures of steps, oldest first.
+
+        Args:
+            lines: may be empty; those that the sink refused in an earlier call do not come again.
+            due: whether the last of them is to be shown to the user, as ``--steps_per_print`` says.
+        """
+
+    def validation(self, line: Line, *, seconds: float) -> None:
+        """The loss of a validation, and how long it took."""
+
+    def traffic(self, measured: dict[str, Any]) -> None:
+        """The ``cost`` block of the record: model state and traffic of one step."""
+
+    def record(self, record: RunRecord) -> None:
+        """The record as it is now; its ``status`` says whether the run goes on."""
+
+    def sync(self) -> None:
+        """A checkpoint follows: make durable what was received."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+def file_and_console_sinks(config: RunConfig, *, done: int) -> list[Sink]:
+    """The sinks of every run on its main rank; opens ``metrics.jsonl``.
+
+    Args:
+        config: the run.
+        done: optimizer steps of earlier processes.
+    """
+    return [
+        LineSink(config.run_dir / STEPS_FILE),  # first: a line that is shown has been written
+        ConsoleSink(total_steps=config.total_steps, done=done),
+        RecordSink(config.run_dir / RECORD_FILE),
+    ]
+
+
+class LineSink(Sink):
+    """Appends to ``metrics.jsonl``; lines that the file system refuses are written with the next ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = StepLog(path)
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:  # noqa: ARG002 - every line is written
+        """Write a line for each step."""
+        self._log.write(lines)
+
+    def validation(self, line: Line, *, seconds: float) -> None:  # noqa: ARG002 - not in the file
+        """Write its line."""
+        self._log.write([line])
+
+    def sync(self) -> None:
+        """Make the lines durable: a resume from the checkpoint needs them."""
+        self._log.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
+
+
+class ConsoleSink(Sink):
+    """Logs a line for people, and shows the progress of the run."""
+
+    def __init__(self, *, total_steps: int, done: int) -> None:
+        self._total_steps = total_steps
+        self._progress = Progress(total=total_steps, done=done, what="training", unit="step")
+
+    def step_taken(self) -> None:
+        """Advance the bar."""
+        self._progress.advance()
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:
+        """Log the last step if it is ``due``."""
+        if not (due and lines):
+            return
+        line = lines[-1]
+        skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
+        logger.info(
+            f"{self._place(line)}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
+            f"grad norm {line['grad_norm']:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  "
+            f"{line['step_time_sec'] * 1000:.0f} ms  left {self._progress.time_left()}{skipped}"
+        )
+
+    def validation(self, line: Line, *, seconds: float) -> None:
+        """Log the loss."""
+        logger.info(
+            f"{self._place(line)}  validation loss {line['val_loss']:.4f} on {line['val_tokens']:,} tokens "
+            f"in {seconds:.1f} s"
+        )
+
+    def traffic(self, measured: dict[str, Any]) -> None:
+        """Log what was measured."""
+        logger.info(f"{self._place({'step': measured['measured_step']})}  {traffic_line(measured)}")
+
+    def _place(self, line: Line) -> str:
+        return place(line["step"], self._total_steps)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.close()
+
+
+class RecordSink(Sink):
+    """Replaces ``training_metrics.json`` as a whole: a reader sees the old record or the new one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def record(self, record: RunRecord) -> None:
+        """Write the record as it is now."""
+        write_json_atomic(self._path, record.as_dict())
+
+
+def place(step: int, total_steps: int) -> str:
+    """``step      6/12``, the start of console lines about a step."""
+    return f"step {step:>6}/{total_steps}"

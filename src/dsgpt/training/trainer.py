@@ -1,0 +1,190 @@
+"""The training loop, and what it needs. It knows no strategy, device or launcher."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from dsgpt.common.errors import Interrupted
+from dsgpt.config.run_config import RunConfig
+from dsgpt.runtime.interruption import Interruption
+from dsgpt.runtime.process_group import HostGroup, barrier
+from dsgpt.strategies.base import Strategy
+from dsgpt.telemetry.console import Progress
+from dsgpt.telemetry.meter import TimedBatches
+from dsgpt.telemetry.step_traffic import TrafficMeter
+from dsgpt.training.batches import training_batches, validation_batches
+from dsgpt.training.completion import mark_complete, measure_inference
+from dsgpt.training.journal import Journal
+from dsgpt.training.saving import Saver
+from dsgpt.training.stopping import Stopping
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains one run from its first step, or the one after its checkpoint, to its record. Every rank has one.
+
+    Args:
+        config: the run.
+        device: of this rank.
+        strategy: executes steps; it has the state of the checkpoint.
+        journal: receives what happens; it has the figures of earlier processes.
+        saver: writes checkpoints.
+        interruption: requests to stop this rank.
+        ranks: all ranks.
+        done: optimizer steps of earlier processes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        device: torch.device,
+        strategy: Strategy,
+        journal: Journal,
+        saver: Saver,
+        interruption: Interruption,
+        ranks: HostGroup,
+        done: int,
+    ) -> None:
+        self._config, self._device, self._strategy = config, device, strategy
+        self._journal, self._saver = journal, saver
+        self._interruption = interruption
+        self._stopping = Stopping(interruption, ranks)
+        self._done = done
+
+    def run(self) -> None:
+        """Train, measure inference and complete the record; collective. Whatever ends it, the record says so.
+
+        Raises:
+            NonFiniteError: the loss or gradient norm was NaN or infinite; no state of it was saved.
+            SaveError: a checkpoint could not be written.
+            Interrupted: the run was asked to stop, and saved what it had; on every rank together.
+        """
+        with self._interruption.patience():
+            try:
+                self._journal.write()
+                self.fit()
+                self._complete()
+            except BaseException as error:
+                self._saver.close()
+                self._end_early(error)
+                raise
+            finally:
+                self._journal.close()
+
+    def fit(self) -> None:
+        """Take the remaining steps; validate and save when they are due."""
+        config, journal, stopping = self._config, self._journal, self._stopping
+        if stopping.agreed():
+            raise stopping.stop("before it took a step")
+        batches = TimedBatches(training_batches(config, first_step=self._done))
+        traffic = TrafficMeter(
+            lambda: self._strategy.state_tensors()._asdict(),
+            last_step=config.total_steps,
+            report=journal.traffic_measured,
+        )
+        if self._done:
+            self._catch_up()
+        for step in range(self._done + 1, config.total_steps + 1):
+            epoch = (step - 1) // config.order.steps_per_epoch
+            started = journal.step_begins()
+            with traffic.watch(step):
+                result = self._strategy.train_step(batches, step)
+            waited, watched = batches.take_seconds(), traffic.watched
+            journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
+
+            stop = stopping.agreed() or not self._after_step(step)
+            last = step == config.total_steps
+            if not (stop or last):  # else ``save`` collects the save before it
+                self._saver.poll()
+            if stop or last or _due(step, config.options.save_every):
+                journal.flush()
+                self._saver.save(step, needed=stop or last)
+            if stop:
+                raise stopping.stop(f"after step {step}, which is saved")
+
+    def _catch_up(self) -> None:
+        """Do what the checkpoint's step calls for, where the run was stopped before it could."""
+        step, validated = self._done, self._journal.last_val_step
+        if not self._after_step(step):
+            raise self._stopping.stop(f"after step {step}, which is saved")
+        if step == self._config.total_steps and self._journal.last_val_step != validated:
+            self._saver.save(step, needed=True)  # the last checkpoint may be the best
+
+    def _after_step(self, step: int) -> bool:
+        """Do what ``step``, the last one taken, calls for: a validation, the end of an epoch.
+
+        Returns:
+            Whether it is done; a request to stop ends a validation, which the resumed run repeats.
+        """
+        config, journal = self._config, self._journal
+        epoch_ends = step == config.total_steps or step % config.order.steps_per_epoch == 0
+        if epoch_ends or _due(step, config.options.eval_every):
+            journal.flush()
+            if journal.last_val_step != step and not self._validate(step):
+                return False
+        if epoch_ends and journal.epoch_is_open:
+            journal.epoch_done((step - 1) // config.order.steps_per_epoch)
+        return True
+
+    def _validate(self, step: int) -> bool:
+        """Measure the validation loss and note it; False where a request to stop ended it."""
+        started = time.perf_counter()
+        measured = validation_loss(self._config, self._strategy, stop=self._stopping.agreed)
+        if measured is None:
+            return False
+        val_loss, tokens = measured
+        self._journal.validated(step=step, val_loss=val_loss, tokens=tokens, seconds=time.perf_counter() - started)
+        return True
+
+    def _complete(self) -> None:
+        config, journal = self._config, self._journal
+        inference = measure_inference(config, self._strategy, device=self._device, interruption=self._interruption)
+        journal.record.inference = inference
+        if self._stopping.agreed():
+            raise self._stopping.stop("when all steps were done and saved, before the end of the run")
+        journal.write("completed")
+        if config.topology.is_main:
+            mark_complete(config, journal.record.summary)
+        barrier()
+
+    def _end_early(self, error: BaseException) -> None:
+        self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        if isinstance(error, Interrupted) and error.together:
+            logger.info(f"{error}; continue with --resume")
+            barrier()  # when one rank leaves, the launcher ends the others, and the main rank had files to write
+
+
+def validation_loss(
+    config: RunConfig, strategy: Strategy, *, stop: Callable[[], bool] = lambda: False
+) -> tuple[float, int] | None:
+    """The mean loss over the validation windows, the same ones in the same order on every strategy; collective.
+
+    Args:
+        config: the run.
+        strategy: computes the losses.
+        stop: asked before each batch; it must answer alike on every rank.
+
+    Returns:
+        Nats per token and the number of targets; None where ``stop`` ended it.
+    """
+    steps = -(-config.val_windows // config.batch.global_batch_size)
+    batches = validation_batches(config)
+    progress = Progress(total=steps, what="validating", unit="batch")
+    sums = []
+    for _ in range(steps):
+        if stop():
+            progress.close()
+            return None
+        sums.append(torch.stack(strategy.eval_step(batches)))
+        progress.advance()
+    progress.close()
+    loss_sum, tokens = torch.stack(sums).sum(dim=0).tolist()
+    return loss_sum / tokens, int(tokens)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,1 @@
+"""Makes ``suite_commands`` importable in the folders below."""

@@ -1,0 +1,258 @@
+"""Records name their sources; ``python src/benchmark.py records`` remakes those whose sources have changed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY
+from suite_commands import assert_refused, benchmark
+
+from dsgpt.benchmarks.harness.records import RECORDS, REFERENCE, WORK, check_lines, remake_records
+from dsgpt.benchmarks.harness.sources import SUITES, source_files, source_hashes, sources_paragraph, without_sources
+from dsgpt.common.errors import UserError
+from dsgpt.telemetry.sources import SOURCES_FILE, changed_files, made_from, note_sources, unchanged
+
+LOADER = "src/dsgpt/data/loader.py"
+FILES = (
+    "src/gpt2.py",
+    "src/demo.py",
+    LOADER,
+    "src/dsgpt/reports/bars.py",
+    "src/dsgpt/benchmarks/harness/work.py",
+    "src/dsgpt/benchmarks/harness/pages.py",
+    *(f"src/dsgpt/benchmarks/{suite}/{name}" for suite in SUITES for name in ("command.py", "page.py")),
+    "ds_configs/zero1.json",
+    "ds_configs/README.md",
+)
+DEMO_FILES = [
+    f"demo-{run}/{file}" for run in ("baseline", "zero1") for file in ("training_metrics.json", "metrics.jsonl")
+]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A small source tree without any record."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    return tmp_path
+
+
+class Commands:
+    """Stands in for demo, suites and charts, which take an hour: each command writes the files that it would make."""
+
+    def __init__(self, repository: Path) -> None:
+        self._work = repository / WORK
+        self.made: list[str] = []
+        self.shown: list[str] = []
+        self.exit_codes: dict[str, int] = {}
+        self.interrupted: str = ""
+
+    def __call__(self, words: Sequence[str]) -> int:
+        script, *rest = words
+        name = "demo" if script in {"src/demo.py", "charts/generate_charts.py"} else rest[0]
+        if script == "charts/generate_charts.py" or "--table-from" in rest:
+            self.shown.append(name)
+            return 0
+        if name == self.interrupted:
+            raise KeyboardInterrupt
+        self.made.append(name)
+        files = [f"demo/checkpoint/{file}" for file in DEMO_FILES] if name == "demo" else [f"{name}.json"]
+        for file in files:
+            (self._work / file).parent.mkdir(parents=True, exist_ok=True)
+            (self._work / file).write_text(f"{name}, made {len(self.made)} commands after the start")
+        return self.exit_codes.get(name, 0)
+
+
+@pytest.fixture
+def commands(repository: Path) -> Commands:
+    return Commands(repository)
+
+
+def names(repository: Path, record: str) -> list[str]:
+    return [path.relative_to(repository).as_posix() for path in source_files(repository, record)]
+
+
+def noted(repository: Path, name: str = "parity.json") -> Path:
+    """A record of the present sources."""
+    record = repository / REFERENCE / name
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text("{}")
+    note_sources(repository / REFERENCE, record, git_commit="abc", sources=source_hashes(repository, "parity"))
+    return record
+
+
+def paragraph(repository: Path, record: Path) -> str:
+    return sources_paragraph(record, name="parity", repository=repository)
+
+
+def test_a_suites_sources_are_the_trainings_and_its_own_but_not_what_shows_records(repository):
+    assert names(repository, "parity") == [
+        "ds_configs/zero1.json",
+        "src/dsgpt/benchmarks/harness/work.py",
+        "src/dsgpt/benchmarks/parity/command.py",
+        LOADER,
+        "src/gpt2.py",
+    ]
+    assert names(repository, "demo") == ["ds_configs/zero1.json", "src/demo.py", LOADER, "src/gpt2.py"]
+
+
+def test_the_sources_of_this_repository_are_found():
+    found = set(names(REPOSITORY, "parity"))
+    wanted = {"bounds.py", "comparison.py", "planted.py", "rank.py", "reference.py", "suite.py"}
+    assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
+    assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/loop.py"} <= found
+    assert not {name for name in found if "/reports/" in name or "page" in name or "/resume/" in name}
+
+
+def test_a_page_says_that_nothing_has_changed_or_lists_what_has(repository):
+    record = noted(repository)
+    assert paragraph(repository, record).endswith("This page was made from these sources.")
+    (repository / "src/dsgpt/reports/bars.py").write_text("other")
+    (repository / "src/dsgpt/benchmarks/parity/page.py").write_text("other")
+    assert paragraph(repository, record).endswith("This page was made from these sources.")
+    (repository / LOADER).write_text("other")
+    (repository / "src/dsgpt/data/order.py").write_text("new")
+    (repository / "src/gpt2.py").unlink()
+    said = paragraph(repository, record)
+    assert said.endswith("3 of them had changed: src/dsgpt/data: loader.py, order.py; src: gpt2.py.")
+
+
+def test_a_record_without_an_entry_does_not_say_from_which_sources_it_was_made(repository):
+    nothing = "Sources: the record does not say from which sources it was made."
+    record = noted(repository)
+    assert paragraph(repository, repository / REFERENCE / "other.json") == nothing
+    record.write_text("{}\n")  # another record at the same path
+    assert paragraph(repository, record) == nothing
+
+
+def test_the_paragraph_can_be_taken_out_of_a_page():
+    assert without_sources("# Title\n\nHead.\n\nSources: some.\n\n## Table\n") == "# Title\n\nHead.\n\n## Table\n"
+
+
+def test_an_entry_leaves_others_alone_and_a_run_has_its_entry_above_its_folder(repository):
+    first, run = noted(repository), noted(repository, "demo-zero1/training_metrics.json")
+    found = json.loads((repository / REFERENCE / SOURCES_FILE).read_text())["records"]
+    assert list(found) == ["demo-zero1/training_metrics.json", "parity.json"]
+    assert made_from(first) == made_from(run) or made_from(first).sources == made_from(run).sources
+    assert made_from(run).git_commit == "abc"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"records": {"parity.json": {"sources": {}}}}', '{"records": 3}'])
+def test_sources_that_cannot_be_read_are_one_line(repository, text):
+    record = noted(repository)
+    (repository / REFERENCE / SOURCES_FILE).write_text(text)
+    with pytest.raises(UserError, match=r"SOURCES\.json: cannot be read as the sources of records: .*; restore or"):
+        made_from(record)
+
+
+def test_a_file_that_changed_while_the_record_was_made_is_never_up_to_date():
+    before, after = {"a": "1", "b": "2", "gone": "3"}, {"a": "1", "b": "x", "new": "4"}
+    kept = unchanged(before, after)
+    assert kept["a"] == "1"
+    assert changed_files(kept, before) == changed_files(kept, after) == ["b", "gone", "new"]
+
+
+def test_records_are_remade_once_and_then_skipped_but_their_pages_are_made_again(repository, commands, capsys):
+    assert list(check_lines(repository))[1] == "parity: there is no such record"
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == commands.shown == ["demo", *SUITES]
+    assert all((repository / REFERENCE / file).exists() for file in DEMO_FILES)
+    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
+    assert "[2/5] parity: remaking it, because there is no such record" in capsys.readouterr().out
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == ["demo", *SUITES]
+    assert commands.shown == 2 * ["demo", *SUITES]
+    assert "[2/5] parity: made from the present sources, skipped" in capsys.readouterr().out
+
+
+def test_a_change_makes_those_records_old_that_depend_on_the_file(repository, commands):
+    remake_records(repository, run=commands)
+    (repository / "src/dsgpt/benchmarks/faults/command.py").write_text("other")
+    lines = dict(line.split(": ", 1) for line in check_lines(repository))
+    assert [name for name, line in lines.items() if line != "made from the present sources"] == ["faults"]
+    assert lines["faults"].startswith("1 of 5 sources have changed since")
+    assert lines["faults"].endswith(": src/dsgpt/benchmarks/faults: command.py")
+    (repository / "src/demo.py").write_text("other")
+    commands.made.clear()
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == ["demo", "faults"]
+
+
+def test_an_interrupted_remake_continues_with_the_record_that_it_was_at(repository, commands):
+    commands.interrupted = "resume"
+    with pytest.raises(KeyboardInterrupt):
+        remake_records(repository, run=commands)
+    assert not (repository / REFERENCE).exists()  # a changed file would make the commit of the next record dirty
+    commands.interrupted = ""
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == ["demo", *SUITES]
+
+
+def test_a_demo_that_was_interrupted_starts_afresh(repository, commands):
+    """A resumed run would be the record of two processes."""
+    left = repository / WORK / "demo" / "checkpoint" / "demo-zero1" / "step-00000050"
+    left.mkdir(parents=True)
+    remake_records(repository, only=["demo"], run=commands)
+    assert not left.exists()
+
+
+def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository, commands, capsys):
+    remake_records(repository, run=commands)
+    (repository / LOADER).write_text("other")
+    before = {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
+    commands.exit_codes["parity"] = 1
+    commands.made.clear()
+    assert remake_records(repository, run=commands) == 1
+    assert commands.made == ["demo", "parity"]
+    assert before == {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
+    assert "[2/5] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
+    commands.exit_codes.clear()
+    assert remake_records(repository, run=commands) == 0
+    assert commands.made == ["demo", "parity", *SUITES]  # the demo is kept, the suite that failed is not
+    assert "[1/5] demo: remade before, skipped" in capsys.readouterr().out
+    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
+
+
+def test_a_record_whose_sources_changed_while_it_was_made_is_not_published(repository, commands, capsys):
+    def run(words):
+        (repository / LOADER).write_text(f"{words}")
+        return commands(words)
+
+    assert remake_records(repository, only=["saving"], run=run) == 1
+    assert not (repository / REFERENCE).exists()
+    assert "saving: not replaced, because 1 of 5 sources have changed since" in capsys.readouterr().out
+
+
+def test_only_what_is_named_is_remade(repository, commands):
+    assert remake_records(repository, only=["saving", "resume"], run=commands) == 0
+    assert commands.made == ["resume", "saving"]
+    assert [line.partition(":")[0] for line in check_lines(repository, only=["saving"])] == ["saving"]
+    with pytest.raises(UserError, match=r"--only savings: is no record \(did you mean saving\?\); known are demo, "):
+        remake_records(repository, only=["savings"], run=commands)
+
+
+def test_the_committed_records_and_their_scripts_are_those_of_this_repository():
+    for record in RECORDS.values():
+        assert all((REPOSITORY / REFERENCE / file).is_file() for file in record.files.values())
+        assert set(record.records) <= set(record.files.values())
+        assert (REPOSITORY / record.make[0]).is_file()
+        assert (REPOSITORY / record.show[0]).is_file()
+
+
+def test_the_command_lists_every_record():
+    done = benchmark("records", "--check")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--only", "fault"], "error: --only fault: is no record (did you mean faults?); known are demo, parity, "),
+        (["--chek"], "error: --chek is no known flag (did you mean --check?)"),
+    ],
+)
+def test_mistakes(arguments, line, tmp_path):
+    assert_refused("records", *arguments, line=line, cwd=tmp_path)

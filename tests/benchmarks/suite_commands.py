@@ -1,0 +1,24 @@
+"""What the tests of all suites' commands share."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from small_run import REPOSITORY
+
+REFERENCE = Path("checkpoint/reference/cpu-2-cores")
+
+
+def benchmark(*arguments: Any, cwd: Path = REPOSITORY) -> "subprocess.CompletedProcess[str]":
+    """Run ``src/benchmark.py``."""
+    command = [sys.executable, str(REPOSITORY / "src" / "benchmark.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def assert_refused(*arguments: Any, line: str, cwd: Path) -> None:
+    """The command ends with exit code 2 and ``line``, and leaves nothing in ``cwd``, an empty folder."""
+    done = benchmark(*arguments, cwd=cwd)
+    assert done.returncode == 2
+    assert done.stderr.startswith(line)
+    assert list(cwd.iterdir()) == []

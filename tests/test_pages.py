@@ -1,0 +1,186 @@
+"""The pages tell the truth: every command, flag, link and path that they name exists."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pages import (
+    PACKAGE,
+    PAGES,
+    SCRIPTS,
+    Command,
+    anchors_of,
+    commands_in_blocks,
+    commands_in_text,
+    files_called,
+    flags_in_text,
+    help_for,
+    help_of,
+    links_of,
+    name_of,
+    paths_in_text,
+    text_of,
+)
+from small_run import REPOSITORY, random_ids, write_tokens
+
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.run_config import resolve
+from dsgpt.runtime.topology import Topology
+
+MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+DOCS = [page for page in PAGES if page.parent.name == "docs"]
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""What they name exists now; the changelog also tells of the past."""
+COMMANDS = [command for page in PRESENT for command in (*commands_in_blocks(page), *commands_in_text(page))]
+TRAININGS = [
+    command
+    for page in PRESENT
+    if page.parent.name != "ds_configs"  # tests/config/test_recipes_page.py reads those
+    for command in commands_in_blocks(page)
+    if command.script == "src/gpt2.py"
+]
+PROGRAMS = {"cd", "git", "make", "tmux", "python", "deepspeed", "torchrun", "ruff", "mypy", "pre-commit"}
+"""What commands of the pages start."""
+FLAGS_OF_OTHERS = {
+    *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),
+    *("--signal", "--requeue", "--safe_serialization", "--inject_missing_state"),
+}
+"""Launchers', Slurm's and DeepSpeed's tools'."""
+FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
+SIDECARS = {"train.json", "val.json"}
+GENERATED = {"parity.md", "resume.md", "faults.md", "saving.md"}
+
+
+def each(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=name_of)
+
+
+def test_there_are_pages_and_commands():
+    names = {name_of(page) for page in PAGES}
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ARCHITECTURE.md", "ds_configs/README.md"} <= names
+    assert {command.script for command in COMMANDS} - {None} == set(SCRIPTS) - {"src/demo.py"}
+    assert len(TRAININGS) >= 7
+
+
+def test_the_readme_leads_to_every_page():
+    linked = {(REPOSITORY / link).resolve() for link in links_of(REPOSITORY / "README.md")}
+    assert {page.resolve() for page in PAGES} - linked == {REPOSITORY / "README.md"}
+
+
+@each(PAGES)
+def test_links_lead_somewhere(page):
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_commands_name_programs_scripts_files_and_flags_that_exist(command: Command):
+    words = command.words
+    assert Path(words[0]).name in PROGRAMS
+    if words[0] == "make":
+        for goal in (word for word in words[1:] if "=" not in word and not word.startswith("-")):
+            assert re.search(rf"^{goal}:", MAKEFILE, flags=re.MULTILINE), f"the Makefile has no goal {goal}"
+    for word in words:
+        if re.fullmatch(r"(?:src|charts|data_prep|ds_configs|tests)/[\w./-]+\.\w+", word):
+            assert (REPOSITORY / word).exists(), word
+    if command.script:
+        known = help_for(command)
+        for word in command.script_words:
+            if word.startswith("--"):
+                flag = word.split("=")[0]
+                assert re.search(rf"{flag}(?![\w-])", known), f"{command.script} knows no {flag}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A little more than one global batch of the recipes, in the longest sequences of the commands."""
+    folder = tmp_path_factory.mktemp("data")
+    for number, name in enumerate(("train.bin", "val.bin")):
+        write_tokens(folder / name, random_ids(33 * 1024 + 1, seed=number), vocab_size=8192)
+    return folder
+
+
+@pytest.fixture
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(REPOSITORY)
+    yield
+
+
+@pytest.mark.parametrize("command", TRAININGS, ids=str)
+@pytest.mark.usefixtures("at_the_root")
+def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_path):
+    """With other data and on the CPU; everything else is as the command says."""
+    words = command.words
+    launcher = Path(words[0]).name
+    options, problems = parse_arguments(command.script_words)
+    problems.raise_if_any()
+    numbers = [int(words[words.index(flag) + 1]) for flag in ("--num_gpus", "--nproc_per_node") if flag in words]
+    ranks = 1 if launcher == "python" else (numbers or [4])[0]
+    options = replace(
+        options,
+        train_data_path=data / "train.bin",
+        val_data_path=data / "val.bin",
+        checkpoint_path=tmp_path / "run",
+        device="cpu",
+    )
+    topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher=launcher)
+    config = resolve(options, topology=topology, problems=problems)
+    assert config.topology.world_size == ranks
+    assert config.total_steps == options.max_train_steps
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """Of all scripts."""
+    suites = [("src/benchmark.py", suite) for suite in ("parity", "resume", "faults", "saving")]
+    texts = [help_of(*words) for words in ((script,) for script in SCRIPTS)] + [help_of(*words) for words in suites]
+    return {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+
+
+@each(PRESENT)
+def test_flags_in_sentences_exist(page, known_flags):
+    tested = {"--without-launchers", "--without-processes"} if page.name == "CONTRIBUTING.md" else set()
+    assert flags_in_text(page) - known_flags <= FLAGS_OF_OTHERS | tested
+
+
+def is_written(name: str) -> bool:
+    """Whether a source of the package names the file ``name``, as one that it writes or reads."""
+    return any(f'"{name}"' in path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+
+
+@each(PRESENT)
+def test_paths_in_sentences_exist(page):
+    missing = []
+    for path, name in sorted(paths_in_text(page)):
+        files = files_called(path)
+        if files and name:
+            pattern = rf"^\s*(?:(?:def|class) {name}\b|{name}\b.*=)"
+            if not any(re.search(pattern, file.read_text(encoding="utf-8"), flags=re.MULTILINE) for file in files):
+                missing.append(f"{path}: {name}")
+        elif not (files or path in FILES_OF_OTHERS | SIDECARS or is_written(path)):
+            missing.append(path)
+    assert not missing
+
+
+@each(PAGES)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_header(page):
+    for table in re.findall(r"(?:^\|.*\n)+", text_of(page), flags=re.MULTILINE):
+        rows = table.splitlines()
+        assert all(row.endswith("|") for row in rows), rows
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows
+
+
+def test_the_readme_is_a_landing_page():
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@each([page for page in DOCS if page.name not in GENERATED])
+def test_a_page_has_one_title_and_is_worth_a_page(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert sum(line.startswith("# ") for line in lines) == 1
+    assert len(lines) >= 30
