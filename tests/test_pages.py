@@ -25,7 +25,7 @@ from pages import (
 )
 from small_run import REPOSITORY, random_ids, write_tokens
 
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.runtime.topology import Topology
 

@@ -22,7 +22,7 @@ from dsgpt.common.errors import (
     UserError,
 )
 from dsgpt.common.script import complain
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.data.sidecar import TokenFileError
 from dsgpt.runtime.interruption import Interruption

@@ -7,7 +7,8 @@ from small_run import RECIPE, command_line, write_data, write_recipe
 
 from dsgpt.common.errors import UserError
 from dsgpt.config import compatibility
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import Topology
 from dsgpt.strategies.deepspeed.setup import engine_config
@@ -210,8 +211,8 @@ def test_overlap_is_off_unless_asked_for(tmp_path, stage):
 @pytest.mark.parametrize(("device", "overlap", "lines"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
 def test_overlap_on_gpus_is_noted_with_how_to_prove_it(device, overlap, lines):
     zero = {"stage": 3, "overlap_comm": overlap}
-    recipe = SimpleNamespace(path="mine.json", zero_stage=3, raw={"zero_optimization": zero})
-    told = compatibility.notices(
+    recipe = SimpleNamespace(path="mine.json", zero_stage=3, zero_optimization=ZeroRecipe(**zero))
+    told = compatibility.compatibility_notices(
         SimpleNamespace(options=SimpleNamespace(run_type="optimized"), recipe=recipe, device=device)
     )
     assert len(told) == lines

@@ -12,9 +12,9 @@ from small_run import REPOSITORY
 from dsgpt.benchmarks.harness.tested import STRATEGIES
 from dsgpt.benchmarks.parity.matrix import select, whole_matrix
 from dsgpt.common.problems import Problems
-from dsgpt.config.recipe import Recipe
-from dsgpt.config.recipe_reader import read_recipe
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.gathering import gathered
@@ -139,7 +139,7 @@ def example(
     """The page's example: 8 ranks, the recipes' global batch in micro batches of 2 sequences of 1,024 tokens."""
     recipe = recipe_of(name)
     if raw is not None:
-        recipe = Recipe(**(vars(recipe) | {"raw": raw}))
+        recipe = replace(recipe, zero_optimization=ZeroRecipe(**raw["zero_optimization"]))
     micro = 2
     readers = ranks // recipe.parallel.ranks_per_copy if run_type == "optimized" else ranks
     return Setup(

@@ -19,7 +19,7 @@ from dsgpt.checkpointing.run_state import read_run_state, write_run_state
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
 from dsgpt.common.json_files import JsonError
 from dsgpt.common.problems import Problems
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.formats.hugging_face import published_shape
 from dsgpt.formats.pretrained import PretrainedWeights, read_json, weight_files

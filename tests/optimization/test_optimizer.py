@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsgpt.config.recipe import OptimizerRecipe
+from dsgpt.config.recipe_blocks import OptimizerRecipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize

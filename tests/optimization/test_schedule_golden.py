@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
-from dsgpt.config.recipe import SchedulerRecipe
+from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.optimization.schedule import build_schedule
 
 BASE_LR = 3e-4

@@ -6,7 +6,7 @@ import pytest
 from small_run import REPOSITORY
 
 from dsgpt.common.problems import Problems
-from dsgpt.config.recipe_reader import read_recipe
+from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planning.communication import most_sent_bytes, sent_bytes, step_traffic
 from dsgpt.planning.gathering import gathered

@@ -1,13 +1,14 @@
 """For each option, recipe key and model field, two runs that differ in it alone."""
 
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from real_records import WITHOUT_SHAPE, Asked
 from small_run import SEQUENCE
 
-from dsgpt.config import recipe_keys
 from dsgpt.config.initial_weights import InitFrom
+from dsgpt.config.recipe_blocks import ActivationCheckpointing
+from dsgpt.config.recipe_zero import AioRecipe, OffloadOptimizer, OffloadParam, ZeroRecipe
 from dsgpt.config.run_config import RunConfig
 
 Pair = tuple[Asked, Asked]
@@ -100,10 +101,17 @@ def published(config: RunConfig) -> RunConfig:
 
 CHANGE = {"step": 1, "name": "optimizer", "before": {"lr": 0.1}, "after": {"lr": 0.001}}
 SPLITS = {
-    "parallel.tensor": split("tensor_parallel.autotp_size"),
-    "parallel.pipeline": split("pipeline.stages"),
-    "parallel.sequence": split("sequence_parallel_size"),
+    "tensor_parallel.autotp_size": split("tensor_parallel.autotp_size"),
+    "pipeline.stages": split("pipeline.stages"),
+    "recipe.sequence_parallel_size": split("sequence_parallel_size"),
 }
+
+
+def _two_values(key: Field, *numbers: int) -> tuple[Any, Any]:
+    named = {"device": ("none", "cpu"), "nvme_path": ("/a", "/b"), "block_size": (4096, 8192)}
+    return named.get(key.name) or ((False, True) if isinstance(key.default, bool) else numbers)
+
+
 CHANGED: dict[str, Pair] = {
     "--run_type": (Asked(), Asked(flags={"run_type": "ddp"}, ranks=2)),
     "--checkpoint_path": (Asked(), Asked(adapt=lambda config: replace(config, run_dir=config.run_dir / "deeper"))),
@@ -152,26 +160,13 @@ CHANGED: dict[str, Pair] = {
     "recipe.path": (Asked(), Asked(recipe_name="another.json")),
     "recipe.sha256": (Asked(), Asked(indent=2)),
     "recipe.raw": key("dump_state", None, False),
-    "recipe.deepspeed_only": key("dump_state", None, False),
     "recipe.gradient_clipping": key("gradient_clipping", 1.0, 0.5),
-    "recipe.precision": key("bf16.enabled", None, True, flags={"precision": "auto", "device": "cpu"}),
     "recipe.train_batch_size": key("train_batch_size", 8, 4),
-    "recipe.micro_batch_size": key("train_micro_batch_size_per_gpu", None, 2),
     "recipe.train_micro_batch_size_per_gpu": key("train_micro_batch_size_per_gpu", None, 2),
     "recipe.gradient_accumulation_steps": key("gradient_accumulation_steps", None, 4),
     "recipe.steps_per_print": key("steps_per_print", None, 3),
-    "recipe.zero_stage": zero("stage", 1, 3),
-    "recipe.offload_optimizer": offload("offload_optimizer", "device", "none", "cpu"),
-    "recipe.offload_param": offload("offload_param", "device", "none", "cpu"),
-    "recipe.hpz_partition_size": key("zero_optimization.zero_hpz_partition_size", None, 2, flags=OPTIMIZED,
-                                     recipe=ZERO_3, ranks=2, elsewhere=True),
-    "recipe.quantized_weights": quantized("weights"),
-    "recipe.quantized_gradients": quantized("gradients"),
-    "recipe.pipeline_partition": key("pipeline.partition", None, "uniform", flags=OPTIMIZED,
+    "pipeline.partition": key("pipeline.partition", None, "uniform", flags=OPTIMIZED,
                                      recipe={"pipeline.stages": 2}, ranks=2),
-    "recipe.pipeline": SPLITS["parallel.pipeline"],
-    "recipe.tensor_parallel": SPLITS["parallel.tensor"],
-    "recipe.sequence_parallel_size": SPLITS["parallel.sequence"],
     "recipe.zero_allow_untested_optimizer": key("zero_allow_untested_optimizer", None, True, flags=OPTIMIZED),
     "recipe.zero_force_ds_cpu_optimizer": key("zero_force_ds_cpu_optimizer", None, False, flags=OPTIMIZED),
     "recipe.wall_clock_breakdown": key("wall_clock_breakdown", None, True, flags=OPTIMIZED),
@@ -216,22 +211,17 @@ CHANGED: dict[str, Pair] = {
     "fsdp.reduce_dtype": key("dsgpt.fsdp.reduce_dtype", None, "low", ranks=2,
                              flags={"run_type": "fsdp", "precision": "bf16"}),
     "zero_optimization.stage": zero("stage", 1, 3),
-    **{f"zero_optimization.{name}": zero(name, False, True) for name, kind in recipe_keys.ZERO_KEYS.items()
-       if kind == "boolean"},
-    **{f"zero_optimization.{name}": zero(name, 10_000, 20_000) for name, kind in recipe_keys.ZERO_KEYS.items()
-       if kind in {"positive", "count"}},
+    **{f"zero_optimization.{each.name}": zero(each.name, *_two_values(each, 10_000, 20_000))
+       for each in fields(ZeroRecipe) if each.name not in {"stage", "offload_optimizer", "offload_param"}},
     "zero_optimization.zero_hpz_partition_size": key("zero_optimization.zero_hpz_partition_size", None, 2,
                                                      flags=OPTIMIZED, recipe=ZERO_3, ranks=2, elsewhere=True),
     "zero_optimization.zero_quantized_weights": quantized("weights"),
     "zero_optimization.zero_quantized_gradients": quantized("gradients"),
-    **{f"{block}.{name}": offload(block, name, *{"boolean": (False, True), "count": (2, 3), "text": ("/a", "/b"),
-                                                 "": ("none", "cpu")}[kind])
-       for block, keys in (("offload_optimizer", recipe_keys.OFFLOAD_OPTIMIZER_KEYS),
-                           ("offload_param", recipe_keys.OFFLOAD_PARAM_KEYS))
-       for name, kind in keys.items()},
-    **{f"aio.{name}": aio(name, *{"boolean": (False, True), "positive": (2, 3), "": (4096, 8192)}[kind])
-       for name, kind in recipe_keys.AIO_KEYS.items()},
-    **{f"activation_checkpointing.{name}": key(f"activation_checkpointing.{name}", None, False)
-       for name in recipe_keys.ACTIVATION_CHECKPOINTING_KEYS},
+    **{f"{block}.{each.name}": offload(block, each.name, *_two_values(each, 2, 3))
+       for block, record in (("offload_optimizer", OffloadOptimizer), ("offload_param", OffloadParam))
+       for each in fields(record)},
+    **{f"aio.{each.name}": aio(each.name, *_two_values(each, 2, 3)) for each in fields(AioRecipe)},
+    **{f"activation_checkpointing.{each.name}": key(f"activation_checkpointing.{each.name}", None, False)
+       for each in fields(ActivationCheckpointing)},
 }  # fmt: skip
 """For each name, two runs that differ in it alone."""

@@ -10,8 +10,8 @@ import torch
 from small_run import RECIPE, command_line, write_data
 
 from dsgpt.common.problems import Problems
-from dsgpt.config.recipe_reader import read_recipe
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe import read_recipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.reports.runs import Run, read_run
 from dsgpt.runtime.topology import read_topology

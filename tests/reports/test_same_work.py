@@ -3,26 +3,37 @@
 The records are those that the program writes of runs that it resolved here and did not train.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from changed_alone import CHANGED, DYNAMIC, in_fp16, quantized
 from real_records import Asked, run_of
 from small_run import REPOSITORY, SEQUENCE, TOKENS, random_ids, write_tokens
 
-from dsgpt.config import recipe_keys
 from dsgpt.config.options import Options
-from dsgpt.config.recipe import DdpRecipe, FsdpRecipe, LossScaling, OptimizerRecipe, Recipe, SchedulerRecipe
+from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe_blocks import (
+    ActivationCheckpointing,
+    Bf16,
+    DdpRecipe,
+    Fp16,
+    FsdpRecipe,
+    OptimizerRecipe,
+    PipelineRecipe,
+    SchedulerRecipe,
+    TensorParallelRecipe,
+    TorchStrategies,
+)
+from dsgpt.config.recipe_values import Block
+from dsgpt.config.recipe_zero import AioRecipe, OffloadOptimizer, OffloadParam, ZeroRecipe
 from dsgpt.config.same_work import BLOCKS, COUNTED, HARMLESS, LATER_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.model.config import GPT2Config
 from dsgpt.reports.equal_work import judge
 from dsgpt.reports.runs import Run, read_run
-from dsgpt.runtime.topology import ParallelSizes
 from dsgpt.training import run_description
 
 
@@ -32,22 +43,21 @@ def _names(record: type) -> set[str]:
 
 GROUPS: dict[str, set[str]] = {
     "model": _names(GPT2Config),
-    "recipe": _names(Recipe)
-    | recipe_keys.SHARED_KEYS
-    | recipe_keys.DEEPSPEED_KEYS.keys()
-    | set(recipe_keys.PARALLEL_KEYS),
-    "optimizer": _names(OptimizerRecipe).union(*recipe_keys.OPTIMIZER_PARAMS.values()),
-    "scheduler": _names(SchedulerRecipe).union(*recipe_keys.SCHEDULER_PARAMS.values()),
-    "fp16": _names(LossScaling) | recipe_keys.PRECISION_KEYS["fp16"],
-    "bf16": recipe_keys.PRECISION_KEYS["bf16"],
-    "parallel": _names(ParallelSizes),
+    "recipe": _names(Recipe),
+    "optimizer": _names(OptimizerRecipe),
+    "scheduler": _names(SchedulerRecipe),
+    "fp16": _names(Fp16),
+    "bf16": _names(Bf16),
+    "tensor_parallel": _names(TensorParallelRecipe),
+    "pipeline": _names(PipelineRecipe),
+    "dsgpt": _names(TorchStrategies),
     "ddp": _names(DdpRecipe),
     "fsdp": _names(FsdpRecipe),
-    "zero_optimization": set(recipe_keys.ZERO_KEYS),
-    "offload_optimizer": set(recipe_keys.OFFLOAD_OPTIMIZER_KEYS),
-    "offload_param": set(recipe_keys.OFFLOAD_PARAM_KEYS),
-    "aio": set(recipe_keys.AIO_KEYS),
-    "activation_checkpointing": recipe_keys.ACTIVATION_CHECKPOINTING_KEYS,
+    "zero_optimization": _names(ZeroRecipe),
+    "offload_optimizer": _names(OffloadOptimizer),
+    "offload_param": _names(OffloadParam),
+    "aio": _names(AioRecipe),
+    "activation_checkpointing": _names(ActivationCheckpointing),
 }
 
 
@@ -61,16 +71,17 @@ def test_everything_that_can_be_asked_for_is_counted_or_harmless():
     assert {fact for named in COUNTED.values() for fact in named} <= {*WORK_FACTS, *TRAINING_FACTS}
 
 
-def test_a_block_of_the_recipe_is_looked_into():
-    blocks = {each.name for each in fields(Recipe) if dataclasses.is_dataclass(_type_of(each))}
-    assert {f"recipe.{name}" for name in blocks} <= BLOCKS.keys()
+@pytest.mark.parametrize(
+    ("place", "record"), [("recipe", Recipe), ("zero_optimization", ZeroRecipe), ("dsgpt", TorchStrategies)]
+)
+def test_a_block_of_the_recipe_is_looked_into(place, record):
+    blocks = {name for name, hint in get_type_hints(record).items() if _is_block(hint)}
+    assert blocks
+    assert {f"{place}.{name}" for name in blocks} <= BLOCKS.keys()
 
 
-def _type_of(each: dataclasses.Field) -> Any:
-    if isinstance(each.type, type):
-        return each.type
-    kinds = getattr(each.type, "__args__", ())
-    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+def _is_block(hint: Any) -> bool:
+    return any(isinstance(kind, type) and issubclass(kind, Block) for kind in (hint, *get_args(hint)))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from dsgpt import main as command
 from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.checkpointing.training_state import StateReader, write_training_state
 from dsgpt.common.files import write_json_atomic
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.initialization import initial_value

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dsgpt.config.recipe import DdpRecipe, FsdpRecipe, LossScaling
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, read_topology
@@ -33,16 +33,16 @@ SMALL_BUCKETS = DdpRecipe(bucket_cap_mb=0.01)
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "ddp": {
         "usual": {},
-        "checkpointing": {"activation_checkpointing": True},
-        "small buckets": {"ddp": SMALL_BUCKETS},
-        "own gradients": {"ddp": DdpRecipe(gradient_as_bucket_view=False)},
+        "checkpointing": {"activation_checkpointing": ActivationCheckpointing()},
+        "small buckets": {"dsgpt": TorchStrategies(ddp=SMALL_BUCKETS)},
+        "own gradients": {"dsgpt": TorchStrategies(ddp=DdpRecipe(gradient_as_bucket_view=False))},
     },
     "fsdp": {
         "usual": {},
-        "checkpointing": {"activation_checkpointing": True},
-        "no reshard": {"fsdp": FsdpRecipe(reshard_after_forward=False)},
-        "offload": {"fsdp": FsdpRecipe(cpu_offload=True)},
-        "low reduce": {"fsdp": FsdpRecipe(reduce_dtype="low")},
+        "checkpointing": {"activation_checkpointing": ActivationCheckpointing()},
+        "no reshard": {"dsgpt": TorchStrategies(fsdp=FsdpRecipe(reshard_after_forward=False))},
+        "offload": {"dsgpt": TorchStrategies(fsdp=FsdpRecipe(cpu_offload=True))},
+        "low reduce": {"dsgpt": TorchStrategies(fsdp=FsdpRecipe(reduce_dtype="low"))},
     },
 }
 
@@ -113,7 +113,7 @@ def in_other_ways(run_type: str, flags: list[str], topology: Topology) -> dict[s
     for way, recipe in WAYS[run_type].items():
         config = configured(run_type, flags, topology, precision="bf16", **recipe)
         facts[way] = trained(config, build_strategy(config, CPU)) | {"moments": None}
-    config = configured(run_type, flags, topology, ddp=SMALL_BUCKETS)
+    config = configured(run_type, flags, topology, dsgpt=TorchStrategies(ddp=SMALL_BUCKETS))
     compiled = replace(config, options=replace(config.options, compile=True))
     facts["compiled"] = trained(compiled, build_strategy(compiled, CPU)) | {"moments": None}
     return facts
@@ -121,8 +121,8 @@ def in_other_ways(run_type: str, flags: list[str], topology: Topology) -> dict[s
 
 def overflowing(run_type: str, flags: list[str], topology: Topology) -> list[tuple[list[bool], float]]:
     """For every rank: which fp16 steps it skipped, and its loss scale after them."""
-    scaling = LossScaling(initial_scale_power=22, hysteresis=1)
-    config = configured(run_type, flags, topology, precision="fp16", loss_scaling=scaling)
+    scaling = Fp16(initial_scale_power=22, hysteresis=1)
+    config = configured(run_type, flags, topology, precision="fp16", fp16=scaling)
     strategy = build_strategy(config, CPU)
     steps = trained(config, strategy)["steps"]
     return gather_objects(([skipped for _, _, skipped in steps], strategy._scale.factor))

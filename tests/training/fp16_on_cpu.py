@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.process_group import joined
 from dsgpt.runtime.topology import Topology, read_topology
@@ -26,7 +27,9 @@ def configured(flags: list[str], topology: Topology, *, stage: int) -> RunConfig
     options, problems = parse_arguments(flags)
     config = resolve(options, topology=topology, problems=problems)
     raw = {**config.recipe.raw, "zero_optimization": {"stage": stage}}
-    return replace(config, precision="fp16", recipe=replace(config.recipe, raw=raw, zero_stage=stage))
+    return replace(
+        config, precision="fp16", recipe=replace(config.recipe, raw=raw, zero_optimization=ZeroRecipe(stage=stage))
+    )
 
 
 def trained(config: RunConfig, strategy: Baseline | Zero, steps: int) -> list[tuple[float, float, bool]]:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
@@ -12,8 +12,8 @@ import torch
 from training_runs import SHAPE, data_flags, finished, write_recipe
 
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.recipe import LossScaling
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.recipe_blocks import Fp16, LossScaling
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.launcher import launcher_command
 from dsgpt.runtime.topology import read_topology
@@ -31,7 +31,7 @@ def configured(corpus, tmp_path, *, precision: str, scaling: LossScaling = DYNAM
     flags = ["--run_type", "baseline", *data_flags(corpus), *SHAPE, "--seq_length", "32", "--max_train_steps", "12"]
     options, problems = parse_arguments([*flags, "--deepspeed_config", str(recipe), "--device", "cpu"])
     config = resolve(options, topology=read_topology({}), problems=problems)
-    return replace(config, precision=precision, recipe=replace(config.recipe, loss_scaling=scaling))
+    return replace(config, precision=precision, recipe=replace(config.recipe, fp16=Fp16(**asdict(scaling))))
 
 
 def losses(config: RunConfig) -> list[float]:
@@ -94,7 +94,7 @@ def test_the_scale_moves_as_deepspeeds_does(hysteresis, consecutive, monkeypatch
         theirs.update_scale(overflow)
         assert ours.factor == theirs.cur_scale
         resumed = LossScale(scaling)
-        resumed.take_up(ours.state())
+        resumed.restore(ours.state())
         assert resumed.state() == ours.state()
 
 

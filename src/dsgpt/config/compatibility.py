@@ -1,16 +1,14 @@
-"""What cannot be combined: each refusal says the reason and the nearest thing that works.
+"""Which options, recipes, models and machines are compatible. A refusal names the reason and the nearest valid value.
 
-Everything here is known before a process group or a model exists. The numbers that such a refusal is about (ranks,
-heads, layers, positions) and the way out stand in one line.
+All checks run before a process group or a model exists.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from dsgpt.common.divisors import divisors_around, multiples_around
 from dsgpt.common.problems import Problems
-from dsgpt.config.options import Options
+from dsgpt.config.inputs import Inputs
 from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
@@ -18,29 +16,24 @@ from dsgpt.runtime.topology import ParallelSizes, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a combination is made of; None where another mistake hides it."""
+class Request(Inputs):
+    """Inputs with a recipe: what is checked for compatibility."""
 
-    options: Options
     recipe: Recipe
-    topology: Topology
-    """As the launcher announced it, not yet split."""
-    model: GPT2Config | None
-    seq_length: int | None
-    device: str
-    """``cpu`` or ``cuda``."""
-    precision: str
-    """``fp32``, ``bf16`` or ``fp16``."""
-    run_dir: Path
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How this run splits the model: PyTorch's strategies do not."""
-        return self.recipe.parallel if self.options.run_type == "optimized" else ParallelSizes()
+        """How this run splits the model."""
+        return self.recipe.parallel_of(self.options.run_type or "")
+
+    @property
+    def split_topology(self) -> Topology:
+        """The ranks with the model split over them; only for sizes that divide the number of ranks."""
+        return self.topology.split(self.sizes)
 
 
-def check_combinations(request: Request, problems: Problems) -> None:
-    """Complain about every combination in ``request`` that cannot be trained, or not rightly."""
+def check_compatibility(request: Request, problems: Problems) -> None:
+    """Add a line to ``problems`` for everything in ``request`` that cannot be trained, or not correctly."""
     _check_ranks(request, problems)
     if request.options.run_type == "optimized":
         _check_strategies(request, problems)
@@ -51,8 +44,14 @@ def check_combinations(request: Request, problems: Problems) -> None:
 
 
 def check_accumulation(request: Request, accumulation: int, problems: Problems) -> None:
-    """Complain where gradients of ``accumulation`` micro batches would be added up in low precision."""
-    low = request.recipe.fsdp.reduce_dtype == "low" and request.precision != "fp32"
+    """Refuse to sum the gradients of several micro batches in low precision.
+
+    Args:
+        request: the run.
+        accumulation: micro batches per optimizer step.
+        problems: takes the refusal.
+    """
+    low = request.recipe.dsgpt.fsdp.reduce_dtype == "low" and request.precision != "fp32"
     if request.options.run_type == "fsdp" and low and accumulation > 1:
         problems.add(
             f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
@@ -61,15 +60,15 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
         )
 
 
-def notices(request: Request) -> list[str]:
-    """What the user should know about keys of the recipe that are allowed, a line each."""
+def compatibility_notices(request: Request) -> list[str]:
+    """Lines to print about keys of the recipe that are allowed but ignored or unproven."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
         if not recipe.deepspeed_only:
             return []
         keys = ", ".join(recipe.deepspeed_only)
         return [f"{request.options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]
-    if request.device == "cuda" and stage and recipe.raw["zero_optimization"].get("overlap_comm"):
+    if request.device == "cuda" and stage and recipe.zero_optimization.overlap_comm:
         return [
             f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
             f"8061 were races there): set it in ds_configs/zero{stage}.json, run `python src/benchmark.py parity "
@@ -87,11 +86,10 @@ def _check_ranks(request: Request, problems: Problems) -> None:
         )
     copy = request.sizes.ranks_per_copy
     if world % copy:
-        lower, upper = world // copy * copy, -(-world // copy) * copy
-        counts = f"{lower} or {upper}" if lower else str(upper)
         problems.add(
             f"{request.recipe.path}: splits the model over {copy} ranks ({request.sizes}), but {world} "
-            f"{'was' if world == 1 else 'were'} started: start {counts}, or take ds_configs/zero1.json"
+            f"{'was' if world == 1 else 'were'} started: start "
+            f"{multiples_around(world, copy)}, or take ds_configs/zero1.json"
         )
 
 
@@ -108,7 +106,7 @@ def _check_strategies(request: Request, problems: Problems) -> None:
             f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
             "micro batches: take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32"
         )
-    if sizes.pipeline > 1 and recipe.raw.get("wall_clock_breakdown"):
+    if sizes.pipeline > 1 and recipe.wall_clock_breakdown:
         problems.add(
             f"{recipe.path}: wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its "
             "backward pass twice and fail: leave it out, or look at step_time_sec in metrics.jsonl"
@@ -126,7 +124,7 @@ def _check_strategies(request: Request, problems: Problems) -> None:
 
 
 def _check_shape(request: Request, problems: Problems) -> None:
-    """The model and its sequences must divide by what splits them."""
+    """Heads, layers and tokens must be divisible by the ranks that share them."""
     model, sizes, path = request.model, request.sizes, request.recipe.path
     if model is None:
         return
@@ -137,7 +135,7 @@ def _check_shape(request: Request, problems: Problems) -> None:
         if model.n_head % size:
             problems.add(
                 f"{path}: {key} {size} does not divide the model's {model.n_head} heads: take "
-                f"{_divisors_near(model.n_head, size)} for {name} parallelism, or another --num_heads"
+                f"{divisors_around(model.n_head, size)} for {name} parallelism, or another --num_heads"
             )
     if sizes.pipeline > model.n_layer:
         problems.add(
@@ -146,19 +144,10 @@ def _check_shape(request: Request, problems: Problems) -> None:
         )
     length = request.seq_length
     if length is not None and length % sizes.sequence:
-        lower, upper = length // sizes.sequence * sizes.sequence, -(-length // sizes.sequence) * sizes.sequence
         problems.add(
             f"{path}: sequence_parallel_size {sizes.sequence} does not divide sequences of {length} tokens: take "
-            f"--seq_length {f'{lower} or {upper}' if lower else upper}"
+            f"--seq_length {multiples_around(length, sizes.sequence)}"
         )
-
-
-def _divisors_near(number: int, wanted: int) -> str:
-    """The divisors of ``number`` on either side of ``wanted``, in words."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return " or ".join(str(d) for d in below + above)
 
 
 def _check_offload(request: Request, problems: Problems) -> None:
@@ -173,7 +162,7 @@ def _check_offload(request: Request, problems: Problems) -> None:
         )
     if recipe.nvme_blocks:
         _check_nvme(request, problems)
-    elif needs_compiled_adam(recipe) and not compiler():
+    elif recipe.uses_deepspeed_adam and not compiler():
         problems.add(
             f"{recipe.path}: optimizer offload compiles DeepSpeed's CPU Adam and finds no C++ compiler: install "
             'one (Debian: apt-get install g++), or set "torch_adam": true in the optimizer\'s params'
@@ -181,7 +170,7 @@ def _check_offload(request: Request, problems: Problems) -> None:
 
 
 def _check_nvme(request: Request, problems: Problems) -> None:
-    """What swapping to files needs of this machine; asked once per machine."""
+    """Refuse a machine that cannot swap to files. The first rank of each machine checks."""
     if request.topology.local_rank:
         return
     path, way_out = request.recipe.path, "or take ds_configs/zero3_offload.json, which offloads to memory"
@@ -196,7 +185,7 @@ def _check_nvme(request: Request, problems: Problems) -> None:
         place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
         if trouble := direct_io_problem(place):
             problems.add(f"{path}: nvme_path {base}: {trouble}; name a folder on a local drive, {way_out}")
-    size = locked_bytes(request) if request.model else 0
+    size = locked_bytes(request, request.model) if request.model else 0
     if not may_lock(size):
         problems.add(
             f"{path}: offload to nvme locks {size / 2**20:,.0f} MiB per rank in memory, more than this process may: "
@@ -205,34 +194,26 @@ def _check_nvme(request: Request, problems: Problems) -> None:
 
 
 def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
-    """Block of ``zero_optimization`` to the folder under which it swaps: the run folder where the JSON names none."""
-    blocks = recipe.raw.get("zero_optimization", {})
-    return {name: Path(blocks[name].get("nvme_path", run_dir)) for name in recipe.nvme_blocks}
+    """The folder under which each block of ``zero_optimization`` swaps: ``run_dir`` where the JSON names none."""
+    zero = recipe.zero_optimization
+    given = {"offload_optimizer": zero.offload_optimizer.nvme_path, "offload_param": zero.offload_param.nvme_path}
+    blocks = {name: path for name, path in given.items() if name in recipe.nvme_blocks}
+    return {name: run_dir if path is None else Path(path) for name, path in blocks.items()}
 
 
-def locked_bytes(request: Request) -> int:
-    """At least how many bytes a rank locks for buffers that it swaps through (``swap_tensor/utils.py``)."""
-    model, ranks, blocks = request.model, request.topology.world_size, request.recipe.raw["zero_optimization"]
+def locked_bytes(request: Request, model: GPT2Config) -> int:
+    """Bytes that a rank locks, at least, for the buffers that it swaps ``model`` through (``swap_tensor/utils.py``)."""
+    zero, ranks = request.recipe.zero_optimization, request.topology.world_size
     size = 0
-    for name in request.recipe.nvme_blocks:
-        block = blocks[name]
-        if name == "offload_param":
-            elements = block.get("buffer_size", -(-model.largest_parameter() // ranks))
-            size += block.get("buffer_count", 5) * elements * (4 if request.precision == "fp32" else 2)
-        else:
-            group = min(blocks.get("sub_group_size", 10**9), model.parameter_count() // ranks)
-            size += swap_buffers(block) * group * 4
-    return int(size)
-
-
-def swap_buffers(offload_optimizer: Mapping[str, Any]) -> int:
-    """Through how many buffers the optimizer's state is swapped, each as large as a sub-group, as this block says.
-
-    Weights, gradients and two moments: of the group in work, and with ``pipeline_read`` or ``pipeline_write`` of those
-    that are read and written meanwhile, for which DeepSpeed's default of 4 does not suffice.
-    """
-    pipelined = offload_optimizer.get("pipeline_read") or offload_optimizer.get("pipeline_write")
-    return int(offload_optimizer.get("buffer_count", 12 if pipelined else 4))
+    if zero.offload_param.device == "nvme":
+        elements = zero.offload_param.buffer_size
+        if elements is None:
+            elements = -(-model.largest_parameter() // ranks)
+        size += zero.offload_param.buffer_count * elements * (4 if request.precision == "fp32" else 2)
+    if zero.offload_optimizer.device == "nvme":
+        group = min(zero.sub_group_size, model.parameter_count() // ranks)
+        size += zero.offload_optimizer.swap_buffers * group * 4
+    return size
 
 
 def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
@@ -253,7 +234,7 @@ def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
             f"{recipe.path}: Zero++ is combined with data parallelism alone here: take ds_configs/zeropp.json, or "
             "leave its keys out"
         )
-    size = recipe.hpz_partition_size
+    size = recipe.zero_optimization.zero_hpz_partition_size
     if world % size:
         problems.add(
             f"{recipe.path}: zero_hpz_partition_size {size} does not divide {world} ranks: set it to the GPUs of one "
@@ -276,9 +257,3 @@ def _check_compile(request: Request, problems: Problems) -> None:
             f"--compile does not go with a model split over ranks ({sizes}), whose collectives break the graph: take "
             "ds_configs/zero1.json, or leave --compile out"
         )
-
-
-def needs_compiled_adam(recipe: Recipe) -> bool:
-    """Whether DeepSpeed's own CPU Adam would run, which a C++ compiler builds at first use."""
-    optimizer = recipe.optimizer
-    return recipe.offload_optimizer == "cpu" and optimizer.type == "AdamW" and not optimizer.torch_adam

@@ -1,16 +1,18 @@
-"""The flags of ``src/gpt2.py``: their names, groups and help."""
+"""The flags of ``src/gpt2.py``: their names, groups and help, and how a command line becomes ``Options``."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from dsgpt.common.command_line import Parser, Reader
-from dsgpt.config.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES, SAVE_MODES
-from dsgpt.model.config import PRESETS
+from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.problems import Problems
+from dsgpt.config.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES, SAVE_MODES, Options
+from dsgpt.model.config import PRESETS, GPT2Config
 
 DESCRIPTION = """\
 Train GPT-2 from scratch. The same command trains the baseline (one device, plain PyTorch) and any DeepSpeed setup; the
-JSON recipe rules the optimizer, schedule, clipping and global batch of both, so that their results can be compared."""
+JSON recipe sets the optimizer, schedule, clipping and global batch of both, so that their results can be compared."""
 
 EXAMPLES = """\
 examples:
@@ -28,7 +30,19 @@ examples:
 A flag beats the JSON, the JSON beats the default. Results go to the folder of --checkpoint_path."""
 
 
-def _size(shape: Any) -> str:
+_RECIPE = "it is the recipe's, {} in the JSON of --deepspeed_config"
+_ELSEWHERE = {
+    "--lr": _RECIPE.format("optimizer.params.lr"),
+    "--learning_rate": _RECIPE.format("optimizer.params.lr"),
+    "--weight_decay": _RECIPE.format("optimizer.params.weight_decay"),
+    "--warmup_steps": _RECIPE.format("scheduler.params.warmup_num_steps"),
+    "--batch_size": "give --global_batch_size (over all ranks) or --micro_batch_size_per_gpu",
+    "--block_size": "give --seq_length",
+}
+"""Flags of other trainers, and where to set the same here."""
+
+
+def _size(shape: GPT2Config) -> str:
     return f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}"
 
 
@@ -46,8 +60,22 @@ def build_parser(reader: Reader) -> argparse.ArgumentParser:
     _add_batch_flags(parser, reader)
     _add_length_flags(parser, reader)
     _add_machine_flags(parser, reader)
-    _add_checkpoint_flags(parser, reader)
+    _add_saving_flags(parser, reader)
+    _add_resume_flags(parser, reader)
     return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
+    """Read a command line; the mistakes found come back beside the options.
+
+    Raises:
+        UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
+    """
+    reader = Reader()
+    namespace = read_words(build_parser(reader), reader, arguments, elsewhere=_ELSEWHERE)
+    names = {field.name for field in fields(Options)}
+    given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
+    return Options(**given), reader.problems
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
@@ -73,13 +101,13 @@ def _add_run_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         "--deepspeed_config",
         metavar="JSON",
         type=Path,
-        help="the recipe, one of ds_configs/ or your own; rules the baseline's optimizer, schedule and batch too",
+        help="the recipe, one of ds_configs/ or your own; sets the baseline's optimizer, schedule and batch too",
     )
     group.add_argument(
         "--seed",
         metavar="N",
         type=reader.whole("--seed", low=0),
-        help="decides initial weights, data order and dropout (default: 1337)",
+        help="sets initial weights, data order and dropout (default: 1337)",
     )
     group.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
 
@@ -96,7 +124,7 @@ def _add_model_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     group.add_argument(
         "--init_from",
         metavar="MODEL",
-        help="train published GPT-2 weights on: a Hugging Face folder (src/convert.py makes one of a run), or a name "
+        help="start from published GPT-2 weights: a Hugging Face folder (src/convert.py makes one of a run), or a name "
         "on the hub, as gpt2, gpt2-medium or distilgpt2; the shape is theirs, and the data must be in their vocabulary",
     )
     for flag, text in (
@@ -132,7 +160,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
 
 
 def _add_length_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("length and rhythm (in optimizer steps)")
+    group = parser.add_argument_group("length and intervals (in optimizer steps)")
     for flag, low, text in (
         ("--seq_length", 1, "tokens per sequence (default: all positions of the model)"),
         ("--epochs", 1, "passes over the training data (default: 1, or as many as --max_train_steps needs)"),
@@ -175,8 +203,8 @@ def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     )
 
 
-def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("checkpoints and existing runs")
+def _add_saving_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("checkpoints")
     for flag, low, text in (
         ("--save_every", 0, "save every N steps besides the end; 0 for the end only (default: 500)"),
         (
@@ -192,7 +220,7 @@ def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> No
         metavar="HOW",
         type=reader.choice("--save_mode", SAVE_MODES, "sync"),
         help="sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory "
-        "of its host (12 bytes per parameter with Adam, from the first save to the end), and goes on while that is "
+        "of its host (12 bytes per parameter with Adam, from the first save to the end), and continues while that is "
         "written; the last checkpoint of a run or before a stop is written as with sync (default: sync)",
     )
     group.add_argument(
@@ -201,17 +229,21 @@ def _add_checkpoint_flags(parser: argparse.ArgumentParser, reader: Reader) -> No
         type=reader.choice("--on_save_failure", ON_SAVE_FAILURE, "stop"),
         help="stop or continue when a checkpoint cannot be written: a full disk, for example (default: stop)",
     )
+
+
+def _add_resume_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("existing runs")
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint that is whole, whichever strategy made it on however many ranks; start "
-        "fresh where there is none yet",
+        help="continue from the newest complete checkpoint, whichever strategy made it on however many ranks; start "
+        "from the beginning if there is none yet",
     )
     group.add_argument(
         "--allow_changed",
         metavar="WHAT",
         type=reader.choices("--allow_changed", ALLOW_CHANGED),
-        help="go on with other data (data: training or validation file), with another optimizer setting, schedule, "
+        help="resume with other data (data: training or validation file), with another optimizer setting, schedule, "
         "clipping or length (recipe), or both (data,recipe)",
     )
     group.add_argument("--overwrite", action="store_true", help="delete the run that is in the folder and start again")

@@ -21,21 +21,21 @@ class InitFrom:
     given: str
     """A Hugging Face folder, or a name on the hub."""
     shape: dict[str, int]
-    """The fields of its ``GPT2Config`` but the dropout, which is a matter of training."""
+    """The fields of its ``GPT2Config`` without the dropout, which belongs to training."""
     sha256: str | None = None
-    """Of its weights, where the run to go on with remembers it; the source is then not looked at."""
+    """Of its weights, if the run that is resumed recorded it; the source itself is then not opened."""
 
     @property
     def size_name(self) -> str:
-        """What to call its size: a preset's name, or its own."""
+        """The name of the preset of its size, or the last part of its own name."""
         same = (name for name, preset in PRESETS.items() if preset.as_dict().items() >= self.shape.items())
         return next(same, Path(self.given).name)
 
     def weights(self, config: GPT2Config, *, quiet: bool = False) -> "PretrainedWeights":
-        """Its weights, fetched if need be, their names and shapes checked, their values not read yet.
+        """Its weights, downloaded if necessary. Names and shapes are checked; values are not read yet.
 
         Raises:
-            UserError: they cannot be had, or are not those of a GPT-2 of this shape.
+            UserError: they cannot be fetched, or are not those of a GPT-2 of this shape.
         """
         from dsgpt.formats.hub_models import model_folder  # noqa: PLC0415 - torch takes seconds; --help should not
         from dsgpt.formats.pretrained import PretrainedWeights  # noqa: PLC0415
@@ -44,11 +44,11 @@ class InitFrom:
 
 
 def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet: bool) -> InitFrom | None:
-    """What ``--init_from`` names; mistakes, flags that contradict its shape too, go to ``problems``.
+    """The source that ``--init_from`` names; ``problems`` takes mistakes, and flags that contradict its shape.
 
     Args:
         options: the flags.
-        run_dir: of a run to go on with, which remembers what it started from.
+        run_dir: the folder of the run; a run that is resumed recorded what it started from.
         problems: takes the mistakes.
         quiet: fetch without progress bars.
     """
@@ -58,7 +58,7 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
     try:
-        source = _remembered(options, run_dir) or _open(options.init_from, problems, quiet=quiet)
+        source = _remembered(options, options.init_from, run_dir) or _open(options.init_from, problems, quiet=quiet)
     except UserError as error:
         problems.add(*error.problems)
         return None
@@ -82,8 +82,8 @@ def _open(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
     return InitFrom(given=given, shape=shape) if shape else None
 
 
-def _remembered(options: Options, run_dir: Path) -> InitFrom | None:
-    """What the run to go on with started from, if it was the same; its checkpoints have all that is needed of it."""
+def _remembered(options: Options, given: str, run_dir: Path) -> InitFrom | None:
+    """The source of the run that is resumed, if it is ``given``; its checkpoints have all that is needed of it."""
     from dsgpt.formats.pretrained import read_json  # noqa: PLC0415 - as above
 
     if not options.resume or not any(run_dir.glob("step-*/manifest.json")):
@@ -93,9 +93,9 @@ def _remembered(options: Options, run_dir: Path) -> InitFrom | None:
             return None
         trained = read_json(run_dir / "config.json")["training_config"]
         source, shape = trained["init_from"], {field: trained["model"][field] for field in SHAPE_FLAGS}
-        if source["source"] != options.init_from or not all(isinstance(value, int) for value in shape.values()):
+        if source["source"] != given or not all(isinstance(value, int) for value in shape.values()):
             return None
-        return InitFrom(given=options.init_from, shape=shape, sha256=source["sha256"])
+        return InitFrom(given=given, shape=shape, sha256=source["sha256"])
     except (UserError, KeyError, TypeError):  # made by something else, or without --init_from
         return None
 

@@ -1,10 +1,10 @@
-"""How long a run is: its windows of text, epochs and optimizer steps."""
+"""The length of a run: windows of text, epochs and optimizer steps."""
 
 from dataclasses import dataclass
 
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import BatchPlan
-from dsgpt.config.options import Options
+from dsgpt.config.inputs import Inputs
 from dsgpt.data.order import SampleOrder, window_count
 from dsgpt.data.token_file import TokenFile
 
@@ -23,29 +23,21 @@ class LengthPlan:
 
 
 def plan_length(
-    options: Options,
-    files: tuple[TokenFile | None, TokenFile | None],
-    *,
-    seq_length: int | None,
-    batch: BatchPlan | None,
-    problems: Problems,
-    notices: list[str],
+    inputs: Inputs, batch: BatchPlan | None, *, problems: Problems, notices: list[str]
 ) -> LengthPlan | None:
-    """Fix the length of a run.
+    """Compute the length of a run.
 
     Args:
-        options: the flags.
-        files: for training and for validation; None where one could not be opened.
-        seq_length: tokens per sequence; None where unknown.
-        batch: None where it could not be split.
-        problems: takes what is too short.
-        notices: takes what the user should know.
+        inputs: the flags, the data and the sequence length.
+        batch: None if the global batch cannot be split.
+        problems: takes files that are too short.
+        notices: takes a line about windows that are dropped.
 
     Returns:
-        The plan, or None where one of the above is missing or too short.
+        The plan, or None if one of the above is missing or too short.
     """
-    train, val = files
-    windows, val_windows = (_windows(file, seq_length, problems) for file in files)
+    options, train, val, seq_length = inputs.options, inputs.train, inputs.val, inputs.seq_length
+    windows, val_windows = _windows(train, seq_length, problems), _windows(val, seq_length, problems)
     if not (train and val and windows and val_windows and batch):
         return None
     size = batch.global_batch_size
@@ -70,7 +62,7 @@ def plan_length(
 
 
 def _windows(file: TokenFile | None, seq_length: int | None, problems: Problems) -> int:
-    """Windows of ``file``; 0 where there is none, or where it is unknown."""
+    """Windows of ``file``; 0 if the file or the length of a window is not known."""
     if file is None or seq_length is None:
         return 0
     count = window_count(file.tokens, seq_length)

@@ -1,4 +1,4 @@
-"""What a user asked for on the command line, before it meets the JSON, the data and the machine."""
+"""The values of the command line, and the words that its flags accept."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ SAVE_MODES = ("sync", "async")
 ON_SAVE_FAILURE = ("stop", "continue")
 ALLOW_CHANGED = ("data", "recipe")
 WHICH_CHECKPOINT = ("latest", "best")
-"""Of a run: the newest, or the one with the lowest validation loss."""
+"""The newest checkpoint of a run, or the one with the lowest validation loss."""
 EXPORT_FORMS = ("hf", "portable", "deepspeed")
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 

@@ -1,128 +1,160 @@
-"""What a DeepSpeed JSON means to EVERY strategy: batch, optimizer, schedule, precision, clipping, and how to split.
+"""The recipe: what a DeepSpeed JSON means to every strategy. Reads, checks and writes one.
 
-``recipe_reader.py`` makes these records of a file, whichever strategy will run: one recipe can be handed from a
-laptop's baseline to a cluster. Imports neither torch nor DeepSpeed.
+A recipe is read and checked in the same way for every strategy, so one file serves the baseline on a laptop and a
+cluster. Imports neither torch nor DeepSpeed.
 """
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from pydantic import TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from dsgpt.common.json_files import JsonError, clipped, parse_json, read_bytes
+from dsgpt.common.problems import Problems
+from dsgpt.config.recipe_blocks import (
+    ActivationCheckpointing,
+    Bf16,
+    Fp16,
+    LossScaling,
+    OptimizerRecipe,
+    PipelineRecipe,
+    SchedulerRecipe,
+    TensorParallelRecipe,
+    TorchStrategies,
+)
+from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistakes_of, no_null
+from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
-DEFAULT_GRADIENT_CLIPPING = 1.0
-"""DeepSpeed's default since 0.19.3; written out for every strategy so that none inherits another one."""
+_MAX_BYTES = 1 << 20
+
+DEEPSPEED_KEYS = (
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "aio",
+)
+"""Keys that DeepSpeed's engine is given as they are; they mean nothing to other strategies.
+
+They change how a step is computed, and not its result, with one exception inside ``zero_optimization``: Zero++'s
+``zero_quantized_weights`` and ``zero_quantized_gradients`` round what ranks send, so the training is another one.
+"""
+
+PARALLEL_KEYS = ("tensor_parallel", "pipeline", "sequence_parallel_size")
+"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies configure DeepSpeed by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerRecipe:
-    """The ``optimizer`` block. Weight decay applies to matrices and embeddings only."""
+class RecipeSettings(Block):
+    """The contents of a recipe. A field has the name of DeepSpeed's key; the default is what its absence means."""
 
-    type: str
-    """``AdamW`` or ``SGD``."""
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-    nesterov: bool = False
-    torch_adam: bool = False
-    """With optimizer offload: torch's AdamW, which needs no compiler, instead of DeepSpeed's faster one."""
+    REFUSED: ClassVar = {
+        "amp": "use a bf16 or fp16 block",
+        "torch_autocast": "use a bf16 or fp16 block, which mean the same under every strategy",
+        "data_types": "gradients are always accumulated in fp32, so that strategies can be compared; leave it out",
+        "gradient_allreduce_op": "a sum over ranks would make the gradient depend on their number; leave it out",
+        "managed_gradient_accumulation": "accumulation follows gradient_accumulation_steps; leave it out",
+        "sparse_gradients": "GPT-2's tied embedding has dense gradients; leave it out",
+        "dataloader_drop_last": "the data order is the same under every strategy; leave it out",
+        "elasticity": "DeepSpeed is removing it; resume with --resume instead",
+        "compression_training": "DeepSpeed is removing it",
+        "curriculum_learning": "it changes which samples are seen; leave it out",
+        "data_efficiency": "it changes which samples are seen; leave it out",
+        "communication_data_type": "another type rounds the gradients otherwise; leave it out",
+        "prescale_gradients": "it rounds the gradients otherwise; leave it out",
+        "gradient_predivide_factor": "it rounds the gradients otherwise; leave it out",
+        "comms_logger": "it is not in this version; leave it out",
+        "flops_profiler": "it is not in this version; leave it out",
+        "log_level": "this program decides what is printed; leave it out",
+        "autotuning": "leave it out",
+    }
+    """These would break the promise of equal work, or are not built here."""
+    MISSING: ClassVar = {"optimizer": '; for example {"type": "AdamW", "params": {"lr": 0.0006}}'}
 
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerRecipe:
-    """The ``scheduler`` block, with DeepSpeed's own defaults."""
-
-    type: str
-    """``WarmupLR``, ``WarmupDecayLR`` or ``WarmupCosineLR``."""
-    total_num_steps: int | None = None
-    """Optimizer steps until the end of the decay; None for the steps of the run."""
-    warmup_num_steps: int = 1000
-    warmup_type: str = "log"
-    """``log`` or ``linear``."""
-    warmup_min_lr: float = 0.0
-    warmup_max_lr: float | None = None
-    warmup_min_ratio: float = 0.0
-    cos_min_ratio: float = 0.0001
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaling:
-    """The ``fp16`` block: how the loss is scaled so that fp16 gradients do not vanish."""
-
-    loss_scale: float = 0.0
-    """A fixed scale; 0 for a dynamic one."""
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    """Steps without overflow before the scale doubles."""
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class DdpRecipe:
-    """The block ``dsgpt.ddp``: how PyTorch's DistributedDataParallel moves gradients."""
-
-    bucket_cap_mb: float = 25.0
-    """Gradients are reduced in buckets of up to this many MiB, each as soon as it is full."""
-    gradient_as_bucket_view: bool = True
-    """Let gradients live in the buckets instead of beside them: one copy of the gradients less."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FsdpRecipe:
-    """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) keeps and moves parameters."""
-
-    reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward pass and gather them again for the backward pass: ZeRO-3.
-    Without it they stay until the backward pass: ZeRO-2, with less communication and more memory."""
-    reduce_dtype: str = "fp32"
-    """``fp32``, or ``low`` for the precision of the activations: in which gradients are summed over ranks."""
-    cpu_offload: bool = False
-    """Keep the shards of weights, gradients and optimizer state in host memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A checked recipe file."""
-
-    path: Path
-    sha256: str
-    raw: dict[str, Any]
-    """The JSON as given."""
+    train_batch_size: Positive | None = None
+    train_micro_batch_size_per_gpu: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None
+    steps_per_print: Positive | None = None
     optimizer: OptimizerRecipe
-    scheduler: SchedulerRecipe | None
-    gradient_clipping: float
-    """Largest global gradient norm; 0 for no clipping."""
-    precision: str | None
-    """``fp32``, ``bf16``, ``fp16``, or None where the file leaves it open."""
-    loss_scaling: LossScaling
-    train_batch_size: int | None
-    micro_batch_size: int | None
-    gradient_accumulation_steps: int | None
-    steps_per_print: int | None
-    zero_stage: int
-    offload_optimizer: str
-    """``none``, ``cpu`` or ``nvme``."""
-    offload_param: str
-    hpz_partition_size: int
-    """Zero++: ranks over which each of them splits a second copy of the parameters; 1 for none."""
-    quantized_weights: bool
-    """Zero++: whether parameters travel in 8 bits."""
-    quantized_gradients: bool
-    """Zero++: whether gradients travel in 8 and 4 bits."""
-    parallel: ParallelSizes
-    """How the JSON splits the model: ``tensor_parallel``, ``pipeline`` and ``sequence_parallel_size``."""
-    pipeline_partition: str
-    """How layers are dealt to stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
-    activation_checkpointing: bool
-    """Whether the JSON asks to recompute activations."""
-    ddp: DdpRecipe
-    fsdp: FsdpRecipe
-    deepspeed_only: tuple[str, ...] = field(default=())
-    """Keys present that mean nothing without DeepSpeed."""
+    scheduler: Annotated[SchedulerRecipe | None, no_null] = None
+    gradient_clipping: Number = 1.0
+    """Largest global gradient norm; 0 for no clipping. DeepSpeed's default since 0.19.3."""
+    bf16: Annotated[Bf16 | None, no_null] = None
+    fp16: Annotated[Fp16 | None, no_null] = None
+    activation_checkpointing: Annotated[ActivationCheckpointing | None, no_null] = None
+    dsgpt: TorchStrategies = TorchStrategies()
+    zero_optimization: ZeroRecipe = ZeroRecipe()
+    zero_allow_untested_optimizer: Flag = False
+    zero_force_ds_cpu_optimizer: Flag = True
+    wall_clock_breakdown: Flag = False
+    memory_breakdown: Flag = False
+    dump_state: Flag = False
+    aio: Annotated[AioRecipe | None, no_null] = None
+    tensor_parallel: TensorParallelRecipe = TensorParallelRecipe()
+    pipeline: PipelineRecipe = PipelineRecipe()
+    sequence_parallel_size: Positive = 1
+
+    @field_validator("fp16")
+    @classmethod
+    def _one_precision(cls, fp16: Fp16 | None, info: ValidationInfo) -> Fp16 | None:
+        bf16 = info.data.get("bf16")
+        if fp16 and fp16.enabled and bf16 and bf16.enabled:
+            raise ValueError("and bf16 are both enabled; keep one")
+        return fp16
+
+    @field_validator("aio")
+    @classmethod
+    def _swaps_files(cls, aio: AioRecipe | None, info: ValidationInfo) -> AioRecipe | None:
+        zero = info.data.get("zero_optimization")
+        if aio and zero and "nvme" not in {zero.offload_optimizer.device, zero.offload_param.device}:
+            raise ValueError("means nothing without offload to nvme: leave it out")
+        return aio
+
+    @property
+    def precision(self) -> str | None:
+        """``fp32``, ``bf16``, ``fp16``, or None where the file leaves it open."""
+        blocks = {"bf16": self.bf16, "fp16": self.fp16}
+        enabled = [name for name, block in blocks.items() if block and block.enabled]
+        return enabled[0] if enabled else ("fp32" if any(blocks.values()) else None)
+
+    @property
+    def loss_scaling(self) -> LossScaling:
+        """The rules of the ``fp16`` block, or its defaults."""
+        rules = asdict(self.fp16 or Fp16())
+        del rules["enabled"]
+        return LossScaling(**rules)
+
+    @property
+    def parallel(self) -> ParallelSizes:
+        """How the JSON splits the model."""
+        return ParallelSizes(
+            tensor=self.tensor_parallel.autotp_size, pipeline=self.pipeline.stages, sequence=self.sequence_parallel_size
+        )
+
+    def parallel_of(self, run_type: str) -> ParallelSizes:
+        """How a run of ``run_type`` splits the model: as the JSON says under DeepSpeed, not at all under PyTorch's."""
+        return self.parallel if run_type == "optimized" else ParallelSizes()
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3."""
+        return self.zero_optimization.stage
+
+    @property
+    def offload_optimizer(self) -> str:
+        """``none``, ``cpu`` or ``nvme``."""
+        return self.zero_optimization.offload_optimizer.device
+
+    @property
+    def offload_param(self) -> str:
+        """``none``, ``cpu`` or ``nvme``."""
+        return self.zero_optimization.offload_param.device
 
     @property
     def nvme_blocks(self) -> tuple[str, ...]:
@@ -133,4 +165,56 @@ class Recipe:
     @property
     def zero_plus_plus(self) -> bool:
         """Whether Zero++ changes how stage 3 moves parameters or gradients."""
-        return self.hpz_partition_size > 1 or self.quantized_weights or self.quantized_gradients
+        zero = self.zero_optimization
+        return zero.zero_hpz_partition_size > 1 or zero.zero_quantized_weights or zero.zero_quantized_gradients
+
+    @property
+    def uses_deepspeed_adam(self) -> bool:
+        """Whether DeepSpeed's own CPU Adam steps, which a C++ compiler builds at first use: with optimizer offload."""
+        return self.offload_optimizer != "none" and self.optimizer.type == "AdamW" and not self.optimizer.torch_adam
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON of a file that means the same, without what is the default."""
+        found: dict[str, Any] = _SETTINGS.dump_python(self, mode="json", exclude_defaults=True)
+        return found
+
+
+_SETTINGS = TypeAdapter(RecipeSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(RecipeSettings):
+    """A checked recipe file."""
+
+    path: Path
+    sha256: str
+    raw: dict[str, Any] = field(repr=False)
+    """The JSON as given."""
+
+    @property
+    def deepspeed_only(self) -> tuple[str, ...]:
+        """Keys present that mean nothing without DeepSpeed."""
+        return tuple(key for key in self.raw if key in DEEPSPEED_KEYS + PARALLEL_KEYS)
+
+
+def read_recipe(path: Path, problems: Problems) -> Recipe | None:
+    """Read and check a recipe whole; mistakes go to ``problems``, and None comes back where there are any."""
+    try:
+        data = read_bytes(path, max_bytes=_MAX_BYTES)
+    except JsonError as error:
+        problems.add(f"--deepspeed_config {path}: cannot be read ({error}); recipes are in ds_configs/")
+        return None
+    try:
+        raw = parse_json(data)
+    except JsonError as error:
+        problems.add(f"--deepspeed_config {path}: is not valid JSON: {error}")
+        return None
+    if not isinstance(raw, dict):
+        problems.add(f"--deepspeed_config {path}: must be an object in braces, not {clipped(raw)}")
+        return None
+    try:
+        settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
+    except ValidationError as error:
+        problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error)))
+        return None
+    return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))

@@ -1,72 +1,131 @@
-"""The blocks ``zero_optimization`` and ``aio`` of a recipe: the ZeRO stage, offload, and Zero++."""
+"""The blocks ``zero_optimization`` and ``aio`` of a recipe: the ZeRO stage, offload, and Zero++ (DeepSpeed 0.19.8)."""
 
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from dsgpt.common.problems import Section, is_number
-from dsgpt.config import recipe_keys as keys
+from pydantic import Field, Strict, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
 
-_OFFLOADS = {"offload_optimizer": keys.OFFLOAD_OPTIMIZER_KEYS, "offload_param": keys.OFFLOAD_PARAM_KEYS}
+from dsgpt.config.recipe_values import Block, Elements, Flag, Limit, Positive, Text, must_be, no_null, one_of
+
+_Place = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")]
 
 
-def read_zero(top: Section) -> dict[str, Any]:
-    """The fields of ``Recipe`` that ZeRO decides; mistakes go to the problems of ``top``, the whole file."""
-    stage, places, secondary = 0, dict.fromkeys(_OFFLOADS, "none"), 1
-    quantized = dict.fromkeys(("weights", "gradients"), False)
-    if (block := top.section("zero_optimization")) is not None:
-        block.check_keys(keys.ZERO_KEYS, refused=keys.REFUSED_ZERO_KEYS)
-        block.check_kinds(keys.ZERO_KEYS)
-        stage = block.whole("stage", 0, low=0, high=3)
-        places = {name: _read_place(block, name, stage) for name in _OFFLOADS}
-        secondary = block.whole("zero_hpz_partition_size", 1, low=1)
-        quantized = {name: block.values.get(f"zero_quantized_{name}") is True for name in quantized}
-        _check_zero_plus_plus(block, stage, secondary, quantized)
-    _check_aio(top, nvme="nvme" in places.values())
-    return {
-        "zero_stage": stage,
-        **places,
-        "hpz_partition_size": secondary,
-        "quantized_weights": quantized["weights"],
-        "quantized_gradients": quantized["gradients"],
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer(Block):
+    """The block ``zero_optimization.offload_optimizer``."""
+
+    device: _Place = "none"
+    nvme_path: Annotated[Text | None, no_null] = None
+    """The folder under which DeepSpeed swaps; None for the run folder."""
+    buffer_count: Annotated[Limit | None, no_null] = None
+    """Buffers for swapping, each as large as a sub-group; None for as many as are needed."""
+    pin_memory: Flag = True
+    pipeline_read: Flag = False
+    pipeline_write: Flag = False
+    fast_init: Flag = False
+
+    @property
+    def swap_buffers(self) -> int:
+        """Buffers through which the optimizer's state is swapped, each as large as a sub-group.
+
+        Weights, gradients and two moments take one each. With ``pipeline_read`` or ``pipeline_write``, the sub-groups
+        that are read and written meanwhile take as many, for which DeepSpeed's default of 4 does not suffice.
+        """
+        if self.buffer_count is not None:
+            return self.buffer_count
+        return 12 if self.pipeline_read or self.pipeline_write else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam(Block):
+    """The block ``zero_optimization.offload_param``."""
+
+    device: _Place = "none"
+    nvme_path: Annotated[Text | None, no_null] = None
+    """As in ``OffloadOptimizer``."""
+    buffer_count: Limit = 5
+    buffer_size: Annotated[Limit | None, no_null] = None
+    """Elements of a buffer; None for those of a rank's part of the largest parameter."""
+    max_in_cpu: Limit = 10**9
+    pin_memory: Flag = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRecipe(Block):
+    """The ``zero_optimization`` block. Sizes are in elements."""
+
+    REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 looks for the parameters in their first order
+        "round_robin_gradients": "DeepSpeed then no longer knows which parameter lies where, and would save wrong "
+        "weights; leave it out",
     }
 
+    stage: Annotated[int, Strict(), Field(ge=0, le=3), must_be("a whole number from 0 to 3")] = 0
+    contiguous_gradients: Flag = True
+    reduce_scatter: Flag = True
+    reduce_bucket_size: Elements = 500_000_000
+    use_multi_rank_bucket_allreduce: Flag = True
+    allgather_partitions: Flag = True
+    allgather_bucket_size: Elements = 500_000_000
+    overlap_comm: Flag = False
+    """DeepSpeed's own default is true at stage 3; strategies set it to this one."""
+    load_from_fp32_weights: Flag = True
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    sub_group_size: Limit = 10**9
+    stage3_prefetch_bucket_size: Limit = 50_000_000
+    stage3_param_persistence_threshold: Limit = 100_000
+    stage3_model_persistence_threshold: Limit = 2**63 - 1
+    stage3_max_live_parameters: Limit = 10**9
+    stage3_max_reuse_distance: Limit = 10**9
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    stage3_allgather_sequential: Flag = False
+    ignore_unused_parameters: Flag = True
+    memory_efficient_linear: Flag = True
+    log_trace_cache_warnings: Flag = False
+    zero_hpz_partition_size: Positive = 1
+    """Zero++: ranks over which each of them splits a second copy of the parameters; 1 for none."""
+    zero_quantized_weights: Flag = False
+    """Zero++: whether parameters travel in 8 bits, so that the training is another one."""
+    zero_quantized_gradients: Flag = False
+    """Zero++: whether gradients travel in 8 and 4 bits, so that the training is another one."""
 
-def _read_place(zero: Section, name: str, stage: int) -> str:
-    """Where an offload goes: ``none``, ``cpu`` or ``nvme``."""
-    block = zero.section(name)
-    if block is None:
-        return "none"
-    block.check_keys(_OFFLOADS[name])
-    block.check_kinds(_OFFLOADS[name])
-    place = block.choice("device", "none", ("none", "cpu", "nvme"))
-    if place == "none":
-        return place
-    if name == "offload_param" and stage != 3:
-        zero.complain(name, "needs ZeRO stage 3")
-    elif place == "nvme" and stage != 3:
-        zero.complain(name, "to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu")
-    elif stage == 0:
-        zero.complain(name, "needs ZeRO stage 1, 2 or 3")
-    return place
+    @field_validator("offload_param", "offload_optimizer")
+    @classmethod
+    def _offload_fits_stage(cls, block: OffloadParam | OffloadOptimizer, info: ValidationInfo) -> Any:
+        stage = info.data.get("stage", 3)
+        if block.device == "none" or stage == 3:
+            return block
+        if info.field_name == "offload_param":
+            raise ValueError("needs ZeRO stage 3")
+        if block.device == "nvme":
+            raise ValueError("to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu")
+        if stage == 0:
+            raise ValueError("needs ZeRO stage 1, 2 or 3")
+        return block
+
+    @field_validator("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    @classmethod
+    def _zero_plus_plus_fits_stage(cls, value: Any, info: ValidationInfo) -> Any:
+        unused = 1 if info.field_name == "zero_hpz_partition_size" else False
+        if value != unused and info.data.get("stage", 3) != 3:
+            raise ValueError("needs ZeRO stage 3")
+        return value
 
 
-def _check_zero_plus_plus(block: Section, stage: int, secondary: int, quantized: dict[str, bool]) -> None:
-    wanted = [f"zero_quantized_{name}" for name, on in quantized.items() if on]
-    if secondary > 1:
-        wanted.append("zero_hpz_partition_size")
-    if stage != 3:
-        for name in wanted:
-            block.complain(name, "needs ZeRO stage 3")
+AIO_BLOCK_MULTIPLE = 4096
+"""Direct I/O takes whole sectors of the drive, which have up to so many bytes."""
 
 
-def _check_aio(top: Section, *, nvme: bool) -> None:
-    """How files are read and written where offload goes to nvme; it means nothing elsewhere."""
-    block = top.section("aio")
-    if block is None:
-        return
-    block.check_keys(keys.AIO_KEYS, refused=keys.REFUSED_AIO_KEYS)
-    block.check_kinds(keys.AIO_KEYS)
-    size, multiple = block.values.get("block_size", keys.AIO_BLOCK_MULTIPLE), keys.AIO_BLOCK_MULTIPLE
-    if not is_number(size) or size < multiple or size % multiple:
-        block.complain("block_size", f"must be a multiple of {multiple} bytes, not {size!r}")
-    if not nvme:
-        top.complain("aio", "means nothing without offload to nvme: leave it out")
+@dataclass(frozen=True, kw_only=True)
+class AioRecipe(Block):
+    """The ``aio`` block: how files are read and written while state is swapped."""
+
+    REFUSED: ClassVar = {"use_gds": "reading past the CPU needs a driver that is not probed here; leave it out"}
+
+    block_size: Annotated[
+        Elements, Field(multiple_of=AIO_BLOCK_MULTIPLE), must_be(f"a multiple of {AIO_BLOCK_MULTIPLE} bytes")
+    ] = 2**20
+    queue_depth: Elements = 8
+    intra_op_parallelism: Elements = 1
+    single_submit: Flag = False
+    overlap_events: Flag = True

@@ -1,12 +1,11 @@
-"""What of a run's options, recipe and model changes the training that it computes, and what does not.
+"""Which options, recipe keys and model fields change the training, and which do not.
 
-Two runs did the same work where everything in ``COUNTED`` agrees. Each entry names the facts under which
-``reports/work_facts.py`` reads it from a record. ``HARMLESS`` says of everything else why it may differ. A test holds
-both against the fields of ``Options``, ``Recipe`` and ``GPT2Config`` and against ``recipe_keys``: a new option, field
-or key must be put into one of them.
+Two runs did the same work if everything in ``COUNTED`` agrees. Each entry names the facts under which
+``reports/work_facts.py`` reads it from a record. ``HARMLESS`` says why everything else may differ. A test compares both
+with the fields of ``Options``, ``GPT2Config``, ``Recipe`` and its blocks: a new one must be put into one of them.
 
-Names are ``--flag`` for an option, ``model.FIELD``, ``recipe.NAME`` for the top level of a recipe, and ``BLOCK.NAME``
-for what is inside one of its blocks. Imports nothing, so that charts start fast.
+Names are ``--flag`` for an option, ``model.FIELD``, ``recipe.KEY`` for the top level of a recipe, and ``BLOCK.KEY`` for
+a key in one of its blocks. Imports nothing, so that charts start fast.
 """
 
 WORK_FACTS = (
@@ -27,7 +26,7 @@ WORK_FACTS = (
     "tokens",
     "precision",
 )
-"""The amount of work, in the order in which it is shown."""
+"""Facts about the amount of work, in the order in which they are shown."""
 
 TRAINING_FACTS = (
     "initial weights",
@@ -41,7 +40,7 @@ TRAINING_FACTS = (
     "seed",
     "changed at resume",
 )
-"""What leaves the amount of work alone and makes it a different training."""
+"""Facts that change the training, and not the amount of work."""
 
 LATER_FACTS = frozenset(
     {
@@ -55,10 +54,10 @@ LATER_FACTS = frozenset(
         "changed at resume",
     }
 )
-"""Facts that records of generation 2.1 need not hold: not asked for where no run recorded them."""
+"""Facts that records of generation 2.1 may lack. They are not compared if no run recorded them."""
 
 RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
-"""Those of them that a resume may change: asked for wherever a run was resumed."""
+"""Those of them that a resume may change. They are compared if a run was resumed."""
 
 _LENGTH = ("optimizer steps", "scheduler")
 _SETTINGS = ("optimizer settings",)
@@ -92,10 +91,7 @@ COUNTED: dict[str, tuple[str, ...]] = {
     "model.vocab_size": ("model vocab_size",),
     "model.dropout": ("model dropout",),
     "recipe.gradient_clipping": ("gradient clipping",),
-    "recipe.precision": ("precision",),
     "recipe.train_batch_size": ("global batch",),
-    "recipe.quantized_weights": _QUANTIZED,
-    "recipe.quantized_gradients": _QUANTIZED,
     "optimizer.type": ("optimizer type",),
     "optimizer.lr": ("learning rate",),
     "optimizer.betas": _SETTINGS,
@@ -122,11 +118,11 @@ COUNTED: dict[str, tuple[str, ...]] = {
     "zero_optimization.zero_quantized_weights": _QUANTIZED,
     "zero_optimization.zero_quantized_gradients": _QUANTIZED,
 }
-"""What changes the training, and the facts of which at least one then differs."""
+"""What changes the training, with the facts of which at least one then differs."""
 
-_EXECUTES = "says who computes a step and not what is computed; the parity suite holds the losses together"
+_EXECUTES = "says who computes a step, not what is computed; the parity suite compares the losses"
 _SPLIT = "splits the same global batch; sums over it agree up to their order, which the parity suite bounds"
-_PLACES = "says where state lies or how much travels at once; values are the same"
+_PLACES = "says where state is kept or how much is sent at once; values are the same"
 _PRINTS = "prints, times or watches"
 _SAVES = "says when, where or how a state is written, not what it is"
 _SWAPS = "says how files are read and written while state is swapped"
@@ -159,27 +155,18 @@ HARMLESS: dict[str, str] = {
     "recipe.path": _NAMES,
     "recipe.sha256": _NAMES,
     "recipe.raw": "the JSON as given: its keys count or not one by one",
-    "recipe.deepspeed_only": "a list of keys, which count or not one by one",
-    "recipe.micro_batch_size": _SPLIT,
     "recipe.train_micro_batch_size_per_gpu": _SPLIT,
     "recipe.gradient_accumulation_steps": _SPLIT,
     "recipe.steps_per_print": _PRINTS,
-    "recipe.zero_stage": _EXECUTES,
-    "recipe.offload_optimizer": _PLACES,
-    "recipe.offload_param": _PLACES,
-    "recipe.hpz_partition_size": _PLACES,
-    "recipe.pipeline_partition": _EXECUTES,
-    "recipe.pipeline": _EXECUTES,
-    "recipe.tensor_parallel": _EXECUTES,
     "recipe.sequence_parallel_size": _EXECUTES,
     "recipe.zero_allow_untested_optimizer": "true in every run, whatever the recipe says",
     "recipe.zero_force_ds_cpu_optimizer": "chooses whose code computes the same optimizer",
     "recipe.wall_clock_breakdown": _PRINTS,
     "recipe.memory_breakdown": _PRINTS,
     "recipe.dump_state": _PRINTS,
-    "parallel.tensor": _EXECUTES,
-    "parallel.pipeline": _EXECUTES,
-    "parallel.sequence": _EXECUTES,
+    "tensor_parallel.autotp_size": _EXECUTES,
+    "pipeline.stages": _EXECUTES,
+    "pipeline.partition": _EXECUTES,
     "optimizer.torch_adam": "chooses whose code computes the same AdamW",
     "ddp.bucket_cap_mb": _PLACES,
     "ddp.gradient_as_bucket_view": _PLACES,
@@ -245,20 +232,20 @@ judge the losses apart from it (``equal loss``).
 BLOCKS = {
     "recipe.optimizer": "optimizer",
     "recipe.scheduler": "scheduler",
-    "recipe.loss_scaling": "fp16",
     "recipe.fp16": "fp16",
     "recipe.bf16": "bf16",
-    "recipe.parallel": "parallel",
-    "recipe.ddp": "ddp",
-    "recipe.fsdp": "fsdp",
-    "recipe.dsgpt": "ddp",
+    "recipe.dsgpt": "dsgpt",
+    "recipe.tensor_parallel": "tensor_parallel",
+    "recipe.pipeline": "pipeline",
     "recipe.zero_optimization": "zero_optimization",
     "recipe.aio": "aio",
     "recipe.activation_checkpointing": "activation_checkpointing",
+    "dsgpt.ddp": "ddp",
+    "dsgpt.fsdp": "fsdp",
     "zero_optimization.offload_optimizer": "offload_optimizer",
     "zero_optimization.offload_param": "offload_param",
 }
-"""Names that hold others, which count or not one by one.
+"""Blocks, whose keys count or not one by one.
 
-The presence of the block ``activation_checkpointing`` asks for what ``--activation_checkpointing`` does.
+The presence of the block ``activation_checkpointing`` does what ``--activation_checkpointing`` does.
 """

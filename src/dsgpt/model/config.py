@@ -3,8 +3,10 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dsgpt.common.divisors import divisors_around
+
 VOCAB_MULTIPLE = 64
-"""The embedding's rows are padded to a multiple of this: matrix units want it, and data never contains the padding."""
+"""The embedding's rows are padded to a multiple of this, which matrix units need. No data contains a padded id."""
 
 
 SHAPE_FLAGS = {
@@ -18,11 +20,11 @@ SHAPE_FLAGS = {
 
 
 LARGEST = {"n_layer": 1_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 1 << 31, "vocab_size": 1 << 31}
-"""Beyond every GPT: what is larger is a mistake, and would take minutes to be found impossible."""
+"""Limits far above every GPT. Without them a typing mistake would take minutes to fail."""
 
 
 def shape_problems(shape: dict[str, Any]) -> list[str]:
-    """What makes ``shape``, the fields of a ``GPT2Config``, no possible model: a line each, named by the flag."""
+    """A line for each mistake in ``shape``, the fields of a ``GPT2Config``; it names the flag."""
     found = [
         f"{flag} must be at least 1, not {shape[field]}" for field, flag in SHAPE_FLAGS.items() if shape[field] < 1
     ]
@@ -33,9 +35,7 @@ def shape_problems(shape: dict[str, Any]) -> list[str]:
     ]
     width, heads = shape["n_embd"], shape["n_head"]
     if not found and width % heads:
-        below = next(n for n in range(min(heads, width), 0, -1) if width % n == 0)
-        above = next((n for n in range(heads, min(width, 2 * heads) + 1) if width % n == 0), width)
-        nearest = " or ".join(map(str, sorted({below, above})))
+        nearest = divisors_around(width, heads)
         found.append(f"--num_heads {heads} does not divide --embedding_size {width}: take {nearest} heads")
     if not 0 <= shape["dropout"] < 1:
         found.append(f"--dropout must be at least 0 and below 1, not {shape['dropout']}")
@@ -53,7 +53,7 @@ class GPT2Config:
     n_embd: int
     """Width of the residual stream."""
     block_size: int
-    """Positions the model can tell apart: the longest sequence it can read."""
+    """Positions with an embedding: the longest sequence that the model can read."""
     vocab_size: int
     """Ids it can read and predict."""
     dropout: float = 0.0

@@ -16,7 +16,7 @@ from dsgpt.model.config import GPT2Config
 
 
 class KeyValueCache(Protocol):
-    """What attention needs of a decoding cache; see ``dsgpt.inference.decode``."""
+    """The interface of a decoding cache that attention uses; see ``dsgpt.inference.decode``."""
 
     @property
     def length(self) -> int:
@@ -38,9 +38,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: boo
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention over as many heads as ``qkv`` gives: a strategy may hold a part of them here.
+    """Causal multi-head self-attention. A rank has as many heads as ``qkv`` has outputs: a strategy may split them.
 
-    ``attend`` is an attribute so that a strategy can bring an attention whose keys lie on other ranks.
+    ``attend`` is an attribute, so that a strategy can replace it by an attention whose keys lie on other ranks.
     """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -64,7 +64,8 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = self.attend(q, k, v, dropout, causal)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(batch, length, -1)
-        return self.residual_dropout(self.proj(y))
+        out: Tensor = self.residual_dropout(self.proj(y))
+        return out
 
 
 class MLP(nn.Module):
@@ -78,7 +79,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        return self.residual_dropout(self.proj(F.gelu(self.fc(x), approximate="tanh")))
+        out: Tensor = self.residual_dropout(self.proj(F.gelu(self.fc(x), approximate="tanh")))
+        return out
 
 
 class Block(nn.Module):
@@ -94,7 +96,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         x = x + self.attn(self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
 
 
 class GPT2(nn.Module):
@@ -128,9 +131,9 @@ class GPT2(nn.Module):
     ) -> Tensor:
         """Logits of shape (B, T, V) for ``ids`` of shape (B, T), or with ``targets`` (B, T) their loss in fp32.
 
-        The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; -100 counts as none.
-        Padded vocabulary rows take no part: they are cut off before the softmax and can never be predicted.
-        ``first_position`` is that of ``ids`` in their sequence, where only a part of it is here.
+        The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; a target of -100 is left out.
+        The logits of padded vocabulary rows are cut off before the softmax, so padding is never predicted.
+        ``first_position`` is the position of ``ids[:, 0]``, where ``ids`` are a later part of longer sequences.
         """
         start = first_position if cache is None else cache.length
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T,)
@@ -140,7 +143,7 @@ class GPT2(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x, cache)
-        logits = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]  # (B, T, V)
+        logits: Tensor = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]  # (B, T, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)

@@ -1,7 +1,7 @@
 """Initial weights as a pure function of (seed, parameter name).
 
-However a model is split over ranks, each part starts from the values that the whole model would have had, because no
-value depends on the order in which parameters are made or on who makes them.
+No value depends on the order in which parameters are made, nor on the rank that makes them. So however a model is split
+over ranks, each part starts from the values that it has in the whole model.
 """
 
 import hashlib

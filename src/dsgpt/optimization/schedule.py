@@ -7,7 +7,7 @@ counts from -1 and is stepped after the optimizer, so that steps 1 and 2 of a ru
 import math
 from collections.abc import Callable
 
-from dsgpt.config.recipe import SchedulerRecipe
+from dsgpt.config.recipe_blocks import SchedulerRecipe
 
 Schedule = Callable[[int], float]
 """From the optimizer step (the first is 1) to the learning rate that it uses."""

@@ -1,4 +1,4 @@
-"""How ZeRO-1 and 2 lay parameters out: one flat buffer per optimizer group, cut into equal parts, one per rank."""
+"""The layout of parameters in ZeRO-1 and 2: one flat buffer per optimizer group, in equal parts, one per rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class FlatGroup:
     """One optimizer group in one buffer."""
 
     sizes: tuple[int, ...]
-    """Elements of its parameters, in the order in which they lie."""
+    """Elements of its parameters, in the order of the buffer."""
     ranks: int
 
     @property

@@ -1,4 +1,4 @@
-"""How often ZeRO-3 gathers which parameter: DeepSpeed's ``PartitionedParameterCoordinator``, in numbers.
+"""How often ZeRO-3 gathers each parameter, computed as DeepSpeed's ``PartitionedParameterCoordinator`` does.
 
 A layer's parameters are gathered before its forward and its backward pass and freed after each, unless they are so
 small that they persist, or needed again so soon that they are kept. From the second step on DeepSpeed knows the order
@@ -14,19 +14,19 @@ from dsgpt.planning.setup import Setup
 from dsgpt.planning.sharded import persistent
 
 Layer = tuple[ParameterSize, ...]
-"""The parameters that a module has for itself."""
+"""The parameters of a module itself, without those of its children."""
 
 _NOTHING: Layer = ()
-"""A module without parameters: a block, dropout. DeepSpeed looks ahead there too."""
+"""A module without parameters: a block, dropout. DeepSpeed prefetches there too."""
 
 
 def gathered(setup: Setup) -> list[ParameterSize]:
-    """Every parameter that one micro batch gathers, as many times as it does."""
+    """The parameters that one micro batch gathers, each as often as it is gathered."""
     return _Walk(setup, _order(setup)).gathered
 
 
 def _order(setup: Setup) -> list[Layer]:
-    """The modules of a forward and a backward pass, as they begin; the head is the embedding again.
+    """The modules of a forward and a backward pass, in the order in which they begin; the head is the embedding again.
 
     With activation checkpointing a block runs forward once more in its backward pass.
     """
@@ -64,12 +64,10 @@ class _Walk:
     def __init__(self, setup: Setup, order: Sequence[Layer]) -> None:
         self._order = order
         self._persistent = {part.name for part in persistent(setup, model_parameters(setup.model))}
-        self._prefetch = setup.zero("stage3_prefetch_bucket_size", 50_000_000)
-        self._most_live = setup.zero("stage3_max_live_parameters", 10**9)
-        self._reuse = setup.zero("stage3_max_reuse_distance", 10**9)
+        self._zero = setup.recipe.zero_optimization
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
         self._seen: dict[str, int] = {}
-        """Parameter to the last use that looking ahead has come across."""
+        """The last use of each parameter that prefetching has passed."""
         self._available = set(self._persistent)
         self._live = 0
         self.gathered: list[ParameterSize] = []
@@ -94,7 +92,8 @@ class _Walk:
             self.gathered.append(part)
 
     def _look_ahead(self) -> None:
-        room, taken, wanted = min(self._most_live - self._live, self._prefetch), 0, []
+        room = min(self._zero.stage3_max_live_parameters - self._live, self._zero.stage3_prefetch_bucket_size)
+        taken, wanted = 0, list[ParameterSize]()
         while self._queue and taken < room:
             part, use = self._queue.popleft()
             self._seen[part.name] = max(use, self._seen.get(part.name, use))
@@ -108,7 +107,7 @@ class _Walk:
         kept = self._persistent | {part.name for part in layer if self._seen.get(part.name, -1) > step + 1}
         passed = 0
         for later in self._order[step + 1 :]:
-            if passed >= self._reuse:
+            if passed >= self._zero.stage3_max_reuse_distance:
                 break
             kept |= {part.name for part in later}
             passed += sum(part.numel for part in later)

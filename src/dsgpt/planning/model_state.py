@@ -1,9 +1,9 @@
-"""Model state of a rank in bytes, for every strategy: what ``cost`` in ``training_metrics.json`` measures.
+"""Predicts the bytes of model state of a rank, for every strategy; ``dsgpt.telemetry.model_state`` measures them.
 
-The formulas are of the implementation as it is: of this package, PyTorch 2.13 and DeepSpeed 0.19.8. P is the number of
-parameters of a rank (padded embedding rows count), w the bytes of a number in the precision of the activations (4 in
-fp32, 2 in bf16 and fp16), m what the optimizer keeps per weight (2 for Adam), N the ranks that divide it.
-Buckets, activations and what is gathered for a moment come on top; see ``ds_configs/README.md``.
+The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. P is the number of parameters of a rank, padded
+embedding rows included, w the bytes of a number in the precision of the activations (4 in fp32, 2 in bf16 and fp16),
+m the numbers that the optimizer keeps per weight (2 for Adam), N the ranks that share it. Buckets, activations and
+weights that are gathered for a layer are not model state; see ``ds_configs/README.md``.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ class ModelState:
     """Bytes of one rank."""
 
     parameters: int
-    """What the forward pass computes with, as it is kept between steps."""
+    """The weights that the forward pass uses, as they are kept between steps."""
     gradients: int
-    """While the optimizer steps, when most of what is communicated has been freed."""
+    """While the optimizer steps, after most communication buffers have been freed."""
     optimizer: int
-    """Moments, and a counter of 4 bytes for each tensor that torch's Adam steps on."""
+    """Moments, and torch's counter of steps, 4 bytes for each tensor that its Adam steps on."""
     master: int
     """fp32 weights beside the parameters."""
     off_device: tuple[str, ...] = ()
-    """Which of the four lie in host memory or in files of the run instead of on the device."""
+    """Which of the four are in host memory, or in files of the run, instead of on the device."""
 
     @property
     def total(self) -> int:
-        """All four, wherever they lie."""
+        """All four, wherever they are."""
         return self.parameters + self.gradients + self.optimizer + self.master
 
     @property
     def on_device(self) -> int:
-        """Those that lie on the device."""
+        """Those that are on the device."""
         names = {"parameters", "gradients", "optimizer", "master"} - set(self.off_device)
         return sum(getattr(self, name) for name in names)
 
@@ -59,14 +59,14 @@ def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
 
 
 def largest_model_state(setup: Setup) -> ModelState:
-    """That of the rank with the most."""
+    """The model state of the rank that has the most."""
     deals_unevenly = setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2}
     ranks = range(0, setup.world_size, setup.sizes.tensor) if deals_unevenly else setup.first_ranks
     return max((model_state(setup, rank=rank) for rank in ranks), key=lambda state: state.total)
 
 
 def _zero_rank(setup: Setup, rank: int) -> int:
-    """The place of ``rank`` among those that divide the same parameters; tensor peers are the innermost dimension."""
+    """The index of ``rank`` among the ranks that share the same parameters; tensor peers are innermost."""
     return rank // setup.sizes.tensor % setup.zero_ranks
 
 
@@ -96,7 +96,7 @@ def _fsdp(setup: Setup) -> ModelState:
     """
     held = setup.held(0)
     elements = fsdp_elements(held, setup.world_size)
-    offloaded = setup.recipe.fsdp.cpu_offload
+    offloaded = setup.recipe.dsgpt.fsdp.cpu_offload
     return ModelState(
         parameters=FULL * elements,
         gradients=FULL * elements,
@@ -123,7 +123,8 @@ def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]
     With ``immediate_grad_update`` each low gradient is freed as soon as it is added to the fp32 one.
     """
     whole, own = sum(group.padded for group in groups), parts(groups)
-    freed = setup.recipe.raw.get("bf16", {}).get("immediate_grad_update", False)
+    bf16 = setup.recipe.bf16
+    freed = bf16 is not None and bf16.immediate_grad_update
     return ModelState(
         parameters=setup.low * whole,
         gradients=(0 if freed else setup.low * total(held)) + FULL * whole,
@@ -136,7 +137,7 @@ def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
     """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments, 4P/N of master weights, in fp32 too."""
     own, offloaded = parts(groups), setup.recipe.offload_optimizer != "none"
     gradients = _offloaded_gradients(setup, groups, rank) if offloaded else _own_gradients(setup, groups, rank)
-    moved = ("optimizer", "master") if offloaded else ()
+    moved: tuple[str, ...] = ("optimizer", "master") if offloaded else ()
     if offloaded and (setup.recipe.zero_stage == 2 or setup.precision == "fp32"):
         moved += ("gradients",)
     return ModelState(
@@ -158,7 +159,7 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     """
     if setup.precision != "fp32":
         return FULL * parts(groups)
-    if setup.zero("contiguous_gradients", True):
+    if setup.recipe.zero_optimization.contiguous_gradients:
         copies = (0 if group.is_one_piece(rank) else group.part for group in groups)
         return FULL * (sum(group.touched(rank) for group in groups) + max(copies))
     most = waiting = 0  # from the last group to the first: what waits for a group's step are those behind it

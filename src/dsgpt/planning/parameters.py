@@ -1,4 +1,4 @@
-"""Every parameter of a GPT-2, and which of them a rank holds; sizes alone, no tensor is made."""
+"""The sizes of a GPT-2's parameters, and which of them a rank holds. Makes no tensor."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from dsgpt.model.config import GPT2Config
 
 EMBEDDING = "wte.weight"
-"""The embedding of tokens, which is the head's matrix too."""
+"""The token embedding, tied to the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,9 @@ class ParameterSize:
     """Canonical: the baseline's."""
     shape: tuple[int, ...]
     decays: bool
-    """Whether weight decay applies; the optimizer has a group for those with, and one for those without."""
+    """Whether weight decay applies: the optimizer has a group with it and one without."""
     splits: bool = False
-    """Whether tensor ranks hold equal parts of it; they all hold the others whole."""
+    """Whether tensor ranks hold equal parts of it instead of all of it."""
 
     @property
     def numel(self) -> int:
@@ -66,7 +66,7 @@ def _linear(name: str, inputs: int, outputs: int, *, bias_splits: bool) -> list[
 
 
 def on_tensor_rank(parameters: Iterable[ParameterSize], tensor: int) -> list[ParameterSize]:
-    """What one of ``tensor`` ranks holds: its part of what splits, all of the rest."""
+    """The parameters of one of ``tensor`` ranks: its part of those that are split, and the others whole."""
     return [
         replace(part, shape=(part.shape[0] // tensor, *part.shape[1:])) if part.splits else part for part in parameters
     ]

@@ -1,8 +1,7 @@
-"""What a plan is made for: a model, a recipe, ranks, a precision and a batch."""
+"""The training that a plan predicts: model, recipe, ranks, precision and batch."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
@@ -16,7 +15,7 @@ FULL = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One way to train one model; such that ``config.resolve`` would accept it."""
+    """One way to train one model, which ``run_config.resolve`` would accept."""
 
     run_type: str
     """``baseline``, ``ddp``, ``fsdp`` or ``optimized``."""
@@ -33,21 +32,21 @@ class Setup:
     seq_length: int
     """Tokens per sequence."""
     activation_checkpointing: bool = False
-    """Whether blocks are computed a second time in the backward pass."""
+    """Whether blocks are recomputed in the backward pass."""
 
     def __post_init__(self) -> None:
-        """Refuse what has no formula.
+        """Refuse a recipe without a formula.
 
         Raises:
-            ValueError: Zero++, of which nothing could be measured.
+            ValueError: Zero++, which runs on GPUs alone and was never measured.
         """
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
             raise ValueError(f"{self.recipe.path}: there is no formula for Zero++: plan with ds_configs/zero3.json")
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How the model is split; PyTorch's strategies do not split it."""
-        return self.recipe.parallel if self.run_type == "optimized" else ParallelSizes()
+        """How the model is split."""
+        return self.recipe.parallel_of(self.run_type)
 
     @property
     def data_parallel_size(self) -> int:
@@ -69,46 +68,40 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch whose activations a rank holds."""
+        """Tokens of a micro batch of which a rank holds the activations."""
         return self.micro_batch_size * self.seq_length // self.sizes.sequence
-
-    def zero(self, key: str, default: Any) -> Any:
-        """The value of ``key`` in the recipe's block ``zero_optimization``."""
-        return self.recipe.raw.get("zero_optimization", {}).get(key, default)
 
     @cached_property
     def stages(self) -> list[list[ParameterSize]]:
-        """What a tensor rank of each pipeline stage holds of the model; one stage where there is no pipeline."""
+        """The parameters of a tensor rank, for each pipeline stage; one stage without a pipeline."""
         if self.sizes.pipeline == 1:
             dealt = [model_parameters(self.model)]
         else:
-            partition = self.recipe.pipeline_partition
+            partition = self.recipe.pipeline.partition
             dealt = stage_parameters(self.model, stages=self.sizes.pipeline, partition=partition)
         return [on_tensor_rank(stage, self.sizes.tensor) for stage in dealt]
 
     @property
     def moments(self) -> int:
-        """Numbers that the optimizer keeps per weight: Adam's two, the momentum of SGD if it has one."""
+        """Numbers that the optimizer keeps per weight: Adam's two moments, or the momentum of SGD."""
         if self.recipe.optimizer.type == "AdamW":
             return 2
         return int(self.recipe.optimizer.momentum > 0)
 
     @property
     def uses_deepspeed_adam(self) -> bool:
-        """Whether DeepSpeed's CPU Adam steps, which it does with optimizer offload unless told otherwise."""
-        optimizer = self.recipe.optimizer
-        offloaded = self.run_type == "optimized" and self.recipe.offload_optimizer != "none"
-        return offloaded and optimizer.type == "AdamW" and not optimizer.torch_adam
+        """Whether DeepSpeed's CPU Adam steps."""
+        return self.run_type == "optimized" and self.recipe.uses_deepspeed_adam
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed takes its ``BF16_Optimizer``, which knows no buckets, instead of ZeRO-1's own."""
+        """Whether DeepSpeed uses its ``BF16_Optimizer``, which has no buckets, instead of ZeRO-1's optimizer."""
         recipe = self.recipe
         return recipe.zero_stage == 1 and self.precision == "bf16" and recipe.offload_optimizer == "none"
 
     @property
     def first_ranks(self) -> range:
-        """The first rank of every pipeline stage; all ranks of a stage send the same."""
+        """The first rank of every pipeline stage. All ranks of a stage have the same traffic."""
         return range(0, self.world_size, self.world_size // self.sizes.pipeline)
 
     def stage(self, rank: int) -> int:
@@ -116,7 +109,7 @@ class Setup:
         return rank * self.sizes.pipeline // self.world_size
 
     def held(self, rank: int) -> list[ParameterSize]:
-        """What ``rank`` holds of the model, whole or in pieces."""
+        """The parameters of ``rank``, whole or in pieces."""
         return self.stages[self.stage(rank)]
 
     def blocks(self, rank: int) -> int:

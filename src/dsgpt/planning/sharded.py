@@ -1,6 +1,5 @@
-"""How FSDP and ZeRO-3 cut parameters: each for itself, into as many pieces as there are ranks."""
+"""How FSDP and ZeRO-3 shard parameters: each parameter by itself, into one piece per rank."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from dsgpt.planning.setup import Setup
 
 
 def fsdp_piece(part: ParameterSize, ranks: int) -> int:
-    """Elements of a rank's piece under FSDP: rows are dealt equally, and short pieces are padded."""
+    """Elements of a rank's piece under FSDP, which shards rows evenly and pads short pieces."""
     return part.numel // part.shape[0] * -(-part.shape[0] // ranks)
 
 
@@ -24,10 +23,11 @@ def zero_piece(part: ParameterSize, ranks: int) -> int:
 
 
 def persistent(setup: Setup, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
-    """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because gathering them is not worth a message."""
-    each = setup.zero("stage3_param_persistence_threshold", 100_000)
-    together = setup.zero("stage3_model_persistence_threshold", sys.maxsize)
-    found, elements = [], 0
+    """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because they are small."""
+    zero = setup.recipe.zero_optimization
+    each, together = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+    found: list[ParameterSize] = []
+    elements = 0
     for part in parameters:
         if part.numel <= each and elements + part.numel <= together:
             found.append(part)
@@ -37,7 +37,7 @@ def persistent(setup: Setup, parameters: Iterable[ParameterSize]) -> list[Parame
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """ZeRO-3's pieces of one rank."""
+    """One rank's pieces under ZeRO-3."""
 
     sub_groups: tuple[int, ...]
     """Elements of each group of pieces that the optimizer steps on at a time."""
@@ -49,8 +49,8 @@ class Shards:
 
     @classmethod
     def of(cls, setup: Setup, parameters: Sequence[ParameterSize]) -> "Shards":
-        """Those of ``parameters``; an optimizer group is cut where ``sub_group_size`` elements are reached."""
-        limit, found = setup.zero("sub_group_size", 10**9), []
+        """The pieces of ``parameters``. A sub-group ends as soon as it has ``sub_group_size`` elements."""
+        limit, found = setup.recipe.zero_optimization.sub_group_size, list[int]()
         for group in filter(None, optimizer_groups(parameters)):
             elements = 0
             for part in group:

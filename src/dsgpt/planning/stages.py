@@ -1,4 +1,4 @@
-"""Which layers a pipeline deals to which stage: DeepSpeed's ``PipelineModule._partition_layers``, in numbers."""
+"""Which pipeline stage gets which layers, computed as DeepSpeed's ``PipelineModule._partition_layers`` does."""
 
 import re
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from dsgpt.planning.parameters import EMBEDDING, ParameterSize, model_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One of the layers of the sequence that is dealt."""
+    """One layer of the sequence that is cut into stages."""
 
     kind: str
-    """The name that patterns of ``pipeline.partition`` meet."""
+    """The name that patterns of ``pipeline.partition`` are matched with."""
     parameters: list[ParameterSize]
 
 
@@ -35,7 +35,7 @@ def pipeline_layers(model: GPT2Config) -> list[Layer]:
 
 
 def stage_bounds(model: GPT2Config, *, stages: int, partition: str) -> list[int]:
-    """Where each stage begins in ``pipeline_layers``, and behind the last one, where all end.
+    """The index in ``pipeline_layers`` at which each stage begins, and the number of layers.
 
     Args:
         model: the shape.
@@ -52,7 +52,7 @@ def stage_bounds(model: GPT2Config, *, stages: int, partition: str) -> list[int]
 
 
 def stage_parameters(model: GPT2Config, *, stages: int, partition: str) -> list[list[ParameterSize]]:
-    """Every stage's parameters, the tied embedding first as ``PipelineModule`` has it, and once in each stage."""
+    """The parameters of every stage. The tied embedding comes first, as in ``PipelineModule``, and once per stage."""
     layers = pipeline_layers(model)
     bounds = stage_bounds(model, stages=stages, partition=partition)
     dealt = []
@@ -63,7 +63,7 @@ def stage_parameters(model: GPT2Config, *, stages: int, partition: str) -> list[
 
 
 def stages_with_embedding(dealt: Sequence[Sequence[ParameterSize]]) -> int:
-    """Stages that hold a copy of the embedding, whose gradients are summed: the first and the last, or one for both."""
+    """The number of stages with a copy of the embedding, whose gradients are summed: the first and the last stage."""
     return sum(any(part.name == EMBEDDING for part in stage) for stage in dealt)
 
 
@@ -73,9 +73,9 @@ def _even_bounds(items: int, parts: int) -> list[int]:
 
 
 def _balanced_bounds(weights: Sequence[int], parts: int) -> list[int]:
-    """The cut with the least difference between the heaviest and the lightest part (``partition_balanced``).
+    """The bounds with the least difference between the heaviest and the lightest part (``partition_balanced``).
 
-    Dynamic programming as DeepSpeed does it, because among equally good cuts the choice must be the same.
+    The dynamic programming is DeepSpeed's, so that of several best solutions the same one is found.
     """
     count, sums = len(weights), [0, *accumulate(weights)]
     heaviest = [[float("inf")] * (parts + 1) for _ in range(count + 1)]

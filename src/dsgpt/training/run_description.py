@@ -214,8 +214,8 @@ def _quantized(config: RunConfig) -> dict[str, bool]:
     """Whether Zero++ quantizes what it sends; only DeepSpeed does."""
     recipe, acts = config.recipe, config.run_type == "optimized"
     return {
-        "quantized_weights": acts and recipe.quantized_weights,
-        "quantized_gradients": acts and recipe.quantized_gradients,
+        "quantized_weights": acts and recipe.zero_optimization.zero_quantized_weights,
+        "quantized_gradients": acts and recipe.zero_optimization.zero_quantized_gradients,
     }
 
 

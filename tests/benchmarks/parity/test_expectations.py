@@ -18,7 +18,7 @@ from dsgpt.benchmarks.parity.planted import BUGS, planted_cells
 from dsgpt.benchmarks.parity.record import suite_record
 from dsgpt.benchmarks.parity.reference import learning_rate
 from dsgpt.benchmarks.parity.suite import Result, Suite, bounds_of
-from dsgpt.config.recipe import SchedulerRecipe
+from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.data.token_file import open_token_file
 from dsgpt.optimization.schedule import build_schedule
 

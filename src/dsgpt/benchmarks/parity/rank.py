@@ -20,7 +20,7 @@ from dsgpt.benchmarks.parity.measurement import (
 from dsgpt.benchmarks.parity.optimizer_hooks import SgdGradients, UsedRates, full_gradient
 from dsgpt.benchmarks.parity.planted import plant
 from dsgpt.benchmarks.parity.reference import train_reference
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.model_state import largest_model_state

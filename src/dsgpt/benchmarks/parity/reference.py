@@ -16,7 +16,7 @@ from torch import Tensor
 from dsgpt.benchmarks.harness.tested import ACCUMULATED, EVERY
 from dsgpt.benchmarks.parity.computation import Split
 from dsgpt.benchmarks.parity.measurement import CHANGED, FIRST_CHANGE, Measurement, sample_hash, validated_after
-from dsgpt.config.recipe import SchedulerRecipe
+from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.initialization import initialize

@@ -12,7 +12,7 @@ import torch
 from dsgpt.benchmarks.harness.rank_files import rank_file
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader, write_training_state
 from dsgpt.common.files import sha256_of, write_json_atomic
-from dsgpt.config.request import parse_arguments
+from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.runtime.device import bring_up

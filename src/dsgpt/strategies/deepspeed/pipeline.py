@@ -21,7 +21,7 @@ from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.engine_state import EngineState
 from dsgpt.strategies.deepspeed.protocols import PipelineEngine, attached
 from dsgpt.strategies.deepspeed.setup import engine_config, quietly
-from dsgpt.strategies.deepspeed.state_access import pipeline_buffers
+from dsgpt.strategies.deepspeed.state_tensors import pipeline_buffers
 from dsgpt.strategies.deepspeed.tensor_layout import is_split
 
 TRAIN_BATCH_TIMER = "train_batch"
@@ -77,7 +77,7 @@ class PipelineParallel(DeepSpeedStrategy):
         """The gradient norm of the whole model: every parameter counts on one stage and one tensor peer.
 
         ``ds_pipe_replicated`` marks the tied embedding on all stages but the first that has it. Squares are summed in
-        fp64, as in ``optimization.clipping.global_norm``.
+        fp64, as in ``optimization.optimizer.global_norm``.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self._parameters.items():

@@ -88,7 +88,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
             layers=self._layers(config),
             topology=_process_topology(config.topology),
             loss_fn=loss,
-            partition_method=config.recipe.pipeline_partition,
+            partition_method=config.recipe.pipeline.partition,
         )
         blocks = [f"blocks.{layer}" for layer in range(config.model.n_layer)]
         self._names = [_TIED, "wpe", *blocks, "ln_f", _TIED]

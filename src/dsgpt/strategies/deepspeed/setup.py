@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsgpt.config.compatibility import nvme_paths, swap_buffers
-from dsgpt.config.recipe import Recipe
-from dsgpt.config.recipe_keys import DEEPSPEED_KEYS
+from dsgpt.config.compatibility import nvme_paths
+from dsgpt.config.recipe import DEEPSPEED_KEYS, Recipe
 from dsgpt.config.run_config import RunConfig
 from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
 from dsgpt.strategies.deepspeed.compiled_ops import load_ops
@@ -81,7 +80,7 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
         ours["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
-    if recipe.offload_optimizer != "none" and not _uses_deepspeed_adam(recipe):
+    if recipe.offload_optimizer != "none" and not recipe.uses_deepspeed_adam:
         ours["zero_force_ds_cpu_optimizer"] = False
     if recipe.zero_stage > 0:
         # DeepSpeed's own default is true at stage 3. There were races on GPUs, where parity has not been shown.
@@ -99,7 +98,7 @@ def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
             part = -(-config.model.largest_parameter() // config.topology.world_size)
             block.setdefault("buffer_size", part)
         else:
-            block["buffer_count"] = swap_buffers(block)
+            block["buffer_count"] = config.recipe.zero_optimization.offload_optimizer.swap_buffers
 
 
 def _autotp_block(size: int) -> dict[str, Any]:
@@ -112,15 +111,10 @@ def _autotp_block(size: int) -> dict[str, Any]:
     return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": layers}}
 
 
-def _uses_deepspeed_adam(recipe: Recipe) -> bool:
-    optimizer = recipe.optimizer
-    return recipe.offload_optimizer != "none" and optimizer.type == "AdamW" and not optimizer.torch_adam
-
-
 def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer over ``parameters`` (canonical name to parameter), for ``deepspeed.initialize``."""
     groups = parameter_groups(parameters, recipe.optimizer)
-    if not _uses_deepspeed_adam(recipe):
+    if not recipe.uses_deepspeed_adam:
         return build_optimizer(groups, recipe.optimizer)
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2, Attention
-from dsgpt.optimization.clipping import global_norm
+from dsgpt.optimization.optimizer import global_norm
 from dsgpt.strategies.deepspeed.protocols import attach
 from dsgpt.strategies.deepspeed.tensor_layout import attend_with_own_dropout, is_split
 from dsgpt.strategies.deepspeed.zero import Zero

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.clipping import global_norm
+from dsgpt.optimization.optimizer import global_norm
 from dsgpt.runtime.process_group import sum_over_ranks
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.compiled_ops import load_ops

@@ -43,8 +43,8 @@ class Ddp(TorchStrategy):
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=config.recipe.ddp.bucket_cap_mb,
-            gradient_as_bucket_view=config.recipe.ddp.gradient_as_bucket_view,
+            bucket_cap_mb=config.recipe.dsgpt.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=config.recipe.dsgpt.ddp.gradient_as_bucket_view,
             init_sync=False,  # every rank makes the same initial weights, from the seed
         )
         self._ddp.register_comm_hook(self, Ddp._average)

@@ -33,7 +33,7 @@ class Fsdp(TorchStrategy):
         super().__init__(config, device, model=model, weights=self._shards)
         assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
         self._fully_sharded: FSDPModule = model
-        self._reshard_after_forward = config.recipe.fsdp.reshard_after_forward
+        self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
         self._rank = config.topology.rank
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -132,7 +132,7 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
 
     It is built without storage, cut, and filled parameter by parameter.
     """
-    recipe, low = config.recipe.fsdp, DTYPES[config.precision]
+    recipe, low = config.recipe.dsgpt.fsdp, DTYPES[config.precision]
     with torch.device("meta"):
         model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
     if config.options.compile:

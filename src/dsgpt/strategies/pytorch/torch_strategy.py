@@ -14,11 +14,11 @@ from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.clipping import global_norm
 from dsgpt.optimization.optimizer import (
     STATE_NAMES,
     begin_state,
     build_optimizer,
+    global_norm,
     parameter_groups,
     set_learning_rate,
 )
@@ -153,7 +153,7 @@ class TorchStrategy(Strategy):
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
         self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.take_up(reader.counters.loss_scale)
+        self._scale.restore(reader.counters.loss_scale)
         for name, parameter in self._weights.parameters.items():
             state = reader.state(name)
             self._weights.replace(name, self._part(state.weight))

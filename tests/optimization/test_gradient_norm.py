@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsgpt.optimization.clipping import global_norm
+from dsgpt.optimization.optimizer import global_norm
 
 
 def in_float64(gradients: list[torch.Tensor]) -> float:

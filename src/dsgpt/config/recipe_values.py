@@ -1,0 +1,195 @@
+"""Kinds of values of a recipe, and how a wrong one is reported; on pydantic, which finds every mistake at once."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from types import NoneType
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_serializer,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from dsgpt.common.json_files import clipped, clipped_text
+from dsgpt.common.problems import MOST_KEYS, did_you_mean
+
+IN_A_FILE = "in a file"
+"""The context of a validation whose values are JSON's."""
+_NO_OBJECT = (NoneType, bool, int, float, str, list)
+"""What JSON has besides objects."""
+_MISSING = "is missing"
+_AUTO = 'is "auto": write the value, or leave the key out for its default'
+
+
+class Mistake(NamedTuple):
+    """A value or key that is wrong."""
+
+    place: tuple[int | str, ...]
+    """The keys that lead to it."""
+    text: str
+    """What is wrong; the place is put before it."""
+
+
+def mistakes_of(error: ValidationError) -> list[Mistake]:
+    """All mistakes that a validation found."""
+    return [Mistake(each["loc"], _text_of(each["type"], each["msg"])) for each in error.errors(include_url=False)]
+
+
+def _text_of(kind: str, message: str) -> str:
+    return _MISSING if kind == "missing" else message.removeprefix("Value error, ")
+
+
+def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
+    """Reports a value of another type as ``must be WORDS, not VALUE``, followed by what ``cure`` says about it."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """The value, of its type."""
+        if value == "auto":
+            raise ValueError(_AUTO)
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {words}, not {clipped(value)}{cure(value)}") from None
+
+    return WrapValidator(check)
+
+
+def one_of(*allowed: str) -> WrapValidator:
+    """``must_be`` for a ``Literal`` of ``allowed``, with the nearest of them."""
+    return must_be(f"one of {', '.join(allowed)}", lambda value: did_you_mean(str(value), allowed))
+
+
+def _whole(value: Any) -> Any:
+    """DeepSpeed takes 5e8 for a number of elements, too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Flag = Annotated[bool, Strict(), must_be("true or false")]
+Text = Annotated[str, Strict(), must_be("a text")]
+Positive = Annotated[int, Strict(), Field(ge=1), must_be("a whole number of at least 1")]
+Elements = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole), must_be("a whole number of at least 1")]
+"""A number of elements, bytes or requests, of at least 1."""
+Limit = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole), must_be("a whole number of at least 0")]
+Number = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), must_be("a number of at least 0")]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1), must_be("a number from 0 to 1")]
+
+
+def _no_null(value: Any, info: ValidationInfo) -> Any:
+    if value is None and info.context == IN_A_FILE:
+        raise ValueError("is null: write the value, or leave the key out for its default")
+    return value
+
+
+no_null = BeforeValidator(_no_null)
+"""Refuses JSON's ``null`` for a field whose ``None`` means that the key is absent."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Block:
+    """An object in a recipe. Its fields are the keys that it may hold; all its mistakes are found together."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Keys that DeepSpeed knows and that are refused here, with the reason and the cure."""
+    MISSING: ClassVar[Mapping[str, str]] = {}
+    """What to say of a required key besides that it is missing."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_own_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        found: list[Mistake] = []
+        if isinstance(value, dict):
+            value, found = cls._flat(value)
+        elif isinstance(value, _NO_OBJECT):
+            raise ValueError(_AUTO if value == "auto" else f"must be an object in braces, not {clipped(value)}")
+        try:
+            block = handler(value)
+        except ValidationError as error:
+            found += [cls._moved(each) for each in mistakes_of(error)]
+            raise _together(found) from None
+        if found:
+            raise _together(found)
+        return block
+
+    @classmethod
+    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
+        """The keys that are fields, and a mistake for each of the others."""
+        known = {each.name for each in fields(cls)}
+        return {key: value[key] for key in value if key in known}, unknown_keys(value, known, refused=cls.REFUSED)
+
+    @classmethod
+    def _moved(cls, each: Mistake) -> Mistake:
+        """A mistake in a field, at its place in the JSON."""
+        hint = cls.MISSING.get(str(each.place[-1]), "") if each.text == _MISSING else ""
+        return each._replace(text=each.text + hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedBlock(Block):
+    """A block ``{"type": NAME, "params": {...}}``, whose parameters are fields beside ``type``."""
+
+    PARAMS: ClassVar[Mapping[str, Collection[str]]] = {}
+    """The parameters of each name."""
+
+    @classmethod
+    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
+        found, params = unknown_keys(value, ("type", "params")), value.get("params", {})
+        if not isinstance(params, dict):
+            found.append(Mistake(("params",), f"must be an object in braces, not {clipped(params)}"))
+            raise _together(found)
+        name = value.get("type")
+        known = cls.PARAMS.get(name if isinstance(name, str) else "", set().union(*cls.PARAMS.values()))
+        found += unknown_keys(params, known, inside=("params",))
+        flat = {key: params[key] for key in params if key in known}
+        return flat | {key: value[key] for key in ("type",) if key in value}, found
+
+    @classmethod
+    def _moved(cls, each: Mistake) -> Mistake:
+        found = super()._moved(each)
+        return found if found.place == ("type",) else found._replace(place=("params", *found.place))
+
+    @model_serializer(mode="wrap")
+    def _nested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        params: dict[str, Any] = handler(self)
+        return {"type": params.pop("type"), "params": params}
+
+
+def unknown_keys(
+    values: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    refused: Mapping[str, str] | None = None,
+    inside: tuple[str, ...] = (),
+) -> list[Mistake]:
+    """A mistake for each key that is not ``known``, with the nearest one, or for ``refused`` ones the reason."""
+    unknown, refused = [key for key in values if key not in known], refused or {}
+    found = []
+    for key in unknown[:MOST_KEYS]:
+        if key in refused:
+            found.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
+        else:
+            found.append(Mistake((*inside, clipped_text(key)), f"is no known key{did_you_mean(key, known)}"))
+    if len(unknown) > MOST_KEYS:
+        found.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more keys that are not known"))
+    return found
+
+
+def _together(found: list[Mistake]) -> ValidationError:
+    """One error with every mistake, for pydantic to add to those of the other blocks."""
+    return ValidationError.from_exception_data(
+        "recipe",
+        [
+            {"type": "value_error", "loc": each.place, "input": None, "ctx": {"error": ValueError(each.text)}}
+            for each in found
+        ],
+    )

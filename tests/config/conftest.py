@@ -1,0 +1,42 @@
+"""A folder with data and a recipe, and a training in it that must be refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import command_line, write_data, write_recipe
+
+from dsgpt.main import train
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with data and a recipe."""
+    write_recipe(write_data(tmp_path) / "recipe.json")
+    return tmp_path
+
+
+Refused = Callable[..., list[str]]
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Train with changed flags, which must fail as a user's mistake; the error lines come back, ``here`` cut off."""
+
+    def run(**changes: Any) -> list[str]:
+        before = sorted(here.rglob("*"))
+        assert train(command_line(here, **changes)) == 2
+        assert sorted(here.rglob("*")) == before, "a refused request wrote something"
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        lines = printed.err.splitlines()
+        assert all(line.startswith("error: ") for line in lines), lines
+        return [line.removeprefix("error: ").replace(f"{here}/", "") for line in lines]
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "recipe.json"

@@ -1,0 +1,42 @@
+"""Recipes in files: what a test changes in one, what is read of it, and what is wrong with it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from small_run import RECIPE, REPOSITORY
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.problems import Problems
+from dsgpt.config.recipe import Recipe, read_recipe
+
+SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+
+
+def changed(*place: str, to: Any) -> dict[str, Any]:
+    """``RECIPE`` with the value at ``place`` replaced."""
+    recipe = copy.deepcopy(RECIPE)
+    block = recipe
+    for key in place[:-1]:
+        block = block.setdefault(key, {})
+    block[place[-1]] = to
+    return recipe
+
+
+def problems_of(path: Path) -> list[str]:
+    problems = Problems()
+    read_recipe(path, problems)
+    try:
+        problems.raise_if_any()
+    except UserError as error:
+        assert not any("\n" in line for line in error.problems)
+        return [line.removeprefix("--deepspeed_config ").removeprefix(f"{path}: ") for line in error.problems]
+    return []
+
+
+def understood(path: Path) -> Recipe:
+    problems = Problems()
+    recipe = read_recipe(path, problems)
+    problems.raise_if_any()
+    assert recipe is not None
+    return recipe
