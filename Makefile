@@ -58,8 +58,8 @@ style: $(BIN)/.installed-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A file of tests stays in one process, and so do those that share launches; see tests/conftest.py.
-pytest = $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# A file of tests stays in one process, and so do those that share launches; see tests/scheduling.py.
+pytest = $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 check: style
 	$(pytest) --without-processes --quiet

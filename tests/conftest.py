@@ -1,4 +1,4 @@
-"""Real text, prepared by the real script, and small real runs over it; and which tests share a process."""
+"""Real text, prepared by the real script, and small real runs over it; and options that leave out tests."""
 
 import os
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from small_run import REPOSITORY, command_line, write_inputs
 
 from dsgpt.benchmarks.harness.corpus import Corpus, prepare_corpus
@@ -66,8 +67,6 @@ def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> N
 
 RANKS = "dsgpt.benchmarks.harness.worker"
 """What the suites launch, also as one rank without a launcher."""
-TOGETHER = {"benchmarks/parity": "result_of", "strategies": "seen"}
-"""Folder of tests to the fixture whose launches all of them share, so that one process must run them."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -78,30 +77,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _shares_launches(item: pytest.Item) -> bool:
-    return TOGETHER.get(_folder(item)) in getattr(item, "fixturenames", ())
-
-
-def _folder(item: pytest.Item) -> str:
-    return item.path.parent.relative_to(Path(__file__).parent).as_posix()
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes share the tests (``make test``): a file, or what shares launches, stays in one; long first.
-
-    Launchers spend much of their time in imports on one core, so that two tests at once end sooner on two.
-    """
-    tests = Path(__file__).parent
-    slow_first = ["benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting"]
-
-    def group(item: pytest.Item) -> str:
-        return _folder(item) if _shares_launches(item) else item.path.relative_to(tests).as_posix()
-
-    def place(item: pytest.Item) -> tuple[int, bool]:
-        folder = _folder(item)
-        rank = slow_first.index(folder) if folder in slow_first else len(slow_first)
-        return rank, not _shares_launches(item)
-
-    items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+    return SHARED.get(folder_of(item.path)) in getattr(item, "fixturenames", ())

@@ -1,15 +1,17 @@
 """``make test`` runs two tests at a time; what shares launches has to stay in one process, or it is launched twice."""
 
+import ast
 import re
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
+from scheduling import SHARED, TESTS, group_of
 from small_run import REPOSITORY
 
 
 def test_a_file_stays_in_one_process():
-    """pytest 9.2 hides the names that pytest-xdist 3.8 writes the groups into, and nothing was said of it."""
     options = (REPOSITORY / "Makefile").read_text().split("-m pytest ", 1)[1].splitlines()[0].split()
     files = ["tests/optimization/test_schedule_golden.py", "tests/data/test_order.py", "tests/config/test_batch.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, *files]
@@ -20,3 +22,19 @@ def test_a_file_stays_in_one_process():
     assert sorted(processes) == sorted(files)
     assert all(len(found) == 1 for found in processes.values()), processes
     assert len(set.union(*processes.values())) == 2
+
+
+def test_what_shares_launches_is_one_group():
+    """Otherwise each process would start the same launches; the scheduler reads the files, pytest the fixtures."""
+    for folder, fixture in SHARED.items():
+        files = sorted((TESTS / folder).glob("test_*.py"))
+        sharing = [file.name for file in files if group_of(file) == folder]
+        assert sharing == [file.name for file in files if _takes(file, fixture)]
+        assert len(sharing) > 1
+
+
+def _takes(file: Path, fixture: str) -> bool:
+    """Whether a test of ``file`` has ``fixture`` among its arguments."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return any(argument.arg == fixture for test in tests for argument in test.args.args)

@@ -66,6 +66,25 @@ def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
     assert not again["wte.weight"].weight.any()
 
 
+def test_moments_that_appear_after_the_first_copy_are_kept_too():
+    """A run may save before its first optimizer step, when there are none."""
+    kept, later = KeptState(), states()
+    kept.keep(iter(states(moments=()).items()), keeps=True)
+    kept.keep(iter(later.items()), keeps=True)
+    for name, state in kept.states():
+        assert state.moments.keys() == {"exp_avg", "exp_avg_sq"}
+        assert state.weight.equal(later[name].weight)
+        assert all(value.equal(later[name].moments[key]) for key, value in state.moments.items())
+
+
+def test_a_change_of_every_tensor_keeps_them_apart():
+    for state in (*states().values(), *states(moments=("momentum_buffer",)).values(), *states(moments=()).values()):
+        doubled = state.mapped(lambda value: 2 * value)
+        assert doubled.weight.equal(2 * state.weight)
+        assert doubled.moments.keys() == state.moments.keys()
+        assert all(value.equal(2 * state.moments[key]) for key, value in doubled.moments.items())
+
+
 def test_a_spoiled_weight_is_named(tmp_path):
     values = states()
     values["wpe.weight"].weight[1, 2] = float("nan")

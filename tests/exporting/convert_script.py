@@ -1,18 +1,21 @@
-"""``src/convert.py``, called in this process: torch takes seconds to import."""
+"""``src/convert.py``, called in this process because torch takes seconds to import, and what tests do to its input."""
 
 import contextlib
 import importlib.util
 import io
+import json
+from pathlib import Path
 
 from small_run import REPOSITORY
 
 from dsgpt.common.script import exit_code_of
+from dsgpt.model.config import GPT2Config
 
 SCRIPT = REPOSITORY / "src" / "convert.py"
 
 
 def convert(*words: object) -> tuple[int, str, str]:
-    """The exit code, and what went to the output and to the error output."""
+    """The exit code, the output and the error output."""
     specification = importlib.util.spec_from_file_location("convert", SCRIPT)
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
@@ -24,15 +27,27 @@ def convert(*words: object) -> tuple[int, str, str]:
 
 
 def converted(*words: object) -> str:
-    """What it says when it does as it was told."""
+    """The output of a conversion that works."""
     code, out, err = convert(*words)
     assert (code, err) == (0, "")
     return out
 
 
 def refusal(*words: object) -> list[str]:
-    """The mistakes that it finds."""
+    """The mistakes that it reports."""
     code, _, err = convert(*words)
     assert code == 2, err
     assert all(line.startswith("error: ") for line in err.splitlines())
     return [line.removeprefix("error: ") for line in err.splitlines()]
+
+
+def config_of(checkpoint: Path) -> GPT2Config:
+    """The shape in ``model.json``."""
+    return GPT2Config(**json.loads((checkpoint / "model.json").read_text()))
+
+
+def damage(file: Path) -> None:
+    """Flip one bit."""
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)

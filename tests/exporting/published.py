@@ -1,4 +1,4 @@
-"""Small random models as Hugging Face's own library publishes them."""
+"""Small random models as Hugging Face's own library publishes them, and a pickle that no model may be."""
 
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,16 @@ def publish(folder: Path, *, vocab_size: int, **changes: Any) -> GPT2LMHeadModel
     model = published(vocab_size=vocab_size, **changes)
     model.save_pretrained(folder)
     return model
+
+
+class RunsCode:
+    """Unpickled without restriction, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
 
 
 def our_model(weights: dict[str, torch.Tensor], config: OurConfig) -> GPT2:

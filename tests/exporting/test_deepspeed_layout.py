@@ -12,7 +12,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from convert_script import SCRIPT, converted, refusal
+from convert_script import SCRIPT, config_of, converted, damage, refusal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, write_inputs, write_recipe
@@ -21,7 +21,6 @@ from training_runs import finished
 
 from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
 from dsgpt.main import train
-from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.runtime.launcher import launcher_command
 
@@ -100,7 +99,7 @@ def test_so_does_its_function_and_the_model_takes_them(folder, run):
     out = folder / f"as-deepspeed-{run}"
     weights = get_fp32_state_dict_from_zero_checkpoint(out)
     assert_same(weights, folder / run / STEP)
-    model = GPT2(GPT2Config(**json.loads((out / "model.json").read_text())))
+    model = GPT2(config_of(out))
     model.load_state_dict(weights)
     whole = torch.load(out / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
     model.load_state_dict(whole["module"])
@@ -167,9 +166,7 @@ def test_it_is_fp32_alone(folder, tmp_path):
 def test_damage_is_found(folder, tmp_path, name):
     copy = tmp_path / STEP
     shutil.copytree(folder / "baseline" / STEP, copy)
-    data = bytearray((copy / name).read_bytes())
-    data[-3] ^= 1
-    (copy / name).write_bytes(data)
+    damage(copy / name)
     (line,) = refusal("--from", copy, "--to", "deepspeed", tmp_path / "out")
     assert line.startswith(f"{copy}/{name}: is damaged")
     assert not (tmp_path / "out").exists()

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_script import converted
-from published import largest_difference, our_model, publish
+from convert_script import config_of, converted
+from published import RunsCode, largest_difference, our_model, publish
 from safetensors.torch import load_file
 from training_runs import SCRIPT, data_flags, finished, write_recipe
 from transformers import AutoModelForCausalLM
 
 from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.formats.pretrained import PretrainedWeights
-from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.runtime.launcher import launcher_command
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 LAYOUTS = (*STAGES, "fsdp")
+LAST = "step-00000003"
 
 
 def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -46,46 +46,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus) -> Path:
     return folder
 
 
-def config_of(run: Path) -> GPT2Config:
-    return GPT2Config(**json.loads((run / "step-00000003" / "model.json").read_text()))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_starts_from_the_published_weights(folder, layout):
     """The schedule's first steps have learning rate 0: after one, the weights are still those of the source."""
-    source = PretrainedWeights(folder / "hf", config_of(folder / layout))
+    config = config_of(folder / layout / LAST)
+    source = PretrainedWeights(folder / "hf", config)
     saved = load_file(folder / layout / "step-00000001" / "model.safetensors")
-    for name, shape in parameter_shapes(config_of(folder / layout)).items():
+    for name, shape in parameter_shapes(config).items():
         assert torch.equal(saved[name], source(name, shape)), name
-    last = load_file(folder / layout / "step-00000003" / "model.safetensors")
+    last = load_file(folder / layout / LAST / "model.safetensors")
     assert not torch.equal(last["wte.weight"], saved["wte.weight"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_is_exported(folder, layout, tmp_path):
     converted("--from", folder / layout, "--to", "hf", tmp_path / "hf")
-    ours = our_model(load_file(folder / layout / "step-00000003" / "model.safetensors"), config_of(folder / layout))
+    checkpoint = folder / layout / LAST
+    ours = our_model(load_file(checkpoint / "model.safetensors"), config_of(checkpoint))
     assert largest_difference(ours, AutoModelForCausalLM.from_pretrained(tmp_path / "hf")) < 1e-5
-
-
-class _Runs:
-    """Unpickled by a careless reader, it leaves a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
 
 
 def test_a_forged_checkpoint_runs_no_code(folder, corpus, tmp_path):
     """Every hash of the manifest is right, as a forger would see to; a tensor file that is a pickle is none."""
     shutil.copytree(folder / "zero1", tmp_path / "zero1")
     shutil.copytree(folder / "hf", tmp_path / "hf")
-    checkpoint = tmp_path / "zero1" / "step-00000003"
+    checkpoint = tmp_path / "zero1" / LAST
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for path in checkpoint.glob("*.safetensors"):
-        torch.save({"more": _Runs(tmp_path / "ran")}, path)
+        torch.save({"more": RunsCode(tmp_path / "ran")}, path)
         data = path.read_bytes()
         manifest["files"][path.name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_script import SCRIPT, converted, refusal
+from convert_script import SCRIPT, config_of, converted, damage, refusal
 from published import largest_difference, our_model, publish
 from safetensors.torch import load_file
 from small_run import command_line, write_inputs
@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsgpt.inference.sample import sample
 from dsgpt.main import train
-from dsgpt.model.config import GPT2Config
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +26,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("run"))
     assert train(command_line(folder, save_every=1, keep_checkpoints=9, max_train_steps=3, eval_every=1)) == 0
     return folder / "run"
-
-
-def config_of(checkpoint: Path) -> GPT2Config:
-    return GPT2Config(**json.loads((checkpoint / "model.json").read_text()))
 
 
 def test_a_run_becomes_a_model_of_transformers(run_dir, tmp_path):
@@ -196,9 +191,7 @@ def test_a_failed_write_leaves_nothing(run_dir, tmp_path):
 def test_damage_is_found(run_dir, tmp_path, name):
     copy = tmp_path / "step-00000003"
     shutil.copytree(run_dir / "step-00000003", copy)
-    data = bytearray((copy / name).read_bytes())
-    data[-3] ^= 1
-    (copy / name).write_bytes(data)
+    damage(copy / name)
     (line,) = refusal("--from", copy, "--to", "hf", tmp_path / "hf")
     assert line.startswith(f"{copy}/{name}: is damaged")
     assert not (tmp_path / "hf").exists()

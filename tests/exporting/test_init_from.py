@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from convert_script import converted
-from published import largest_difference, our_model, publish, published
+from published import RunsCode, largest_difference, our_model, publish, published
 from safetensors.torch import load_file, save_file
 from small_run import VOCABULARY, command_line, write_inputs, write_tokenizer
 from transformers import GPT2Model
@@ -85,27 +85,17 @@ def test_lower_precision_is_read_as_it_is(model_and_folder, tmp_path):
     assert all(torch.equal(found[name], rounded[name]) and found[name].dtype == torch.float32 for name in rounded)
 
 
-class _Runs:
-    """Unpickled by a careless reader, it leaves a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):
     for name, new in (("zip", True), ("legacy", False)):
         folder = tmp_path / name
         folder.mkdir()
         file = folder / "pytorch_model.bin"
-        torch.save({"wte.weight": _Runs(tmp_path / "ran")}, file, _use_new_zipfile_serialization=new)
+        torch.save({"wte.weight": RunsCode(tmp_path / "ran")}, file, _use_new_zipfile_serialization=new)
         (line,) = refused(folder)
         assert line.startswith("HF/pytorch_model.bin: holds more than tensors, and what it holds could run code")
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "pytorch_model.bin").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    (bare / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
     assert refused(bare)
     assert not (tmp_path / "ran").exists()
     assert torch.load(tmp_path / "zip" / "pytorch_model.bin", weights_only=False)  # it would have

@@ -39,7 +39,7 @@ from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
 from dsgpt.training.journal import Journal
 from dsgpt.training.resume import plan_resume
 from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_to_match
-from dsgpt.training.sinks import file_and_console_sinks
+from dsgpt.training.sinks import open_sinks
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
@@ -105,7 +105,7 @@ def take_up(folder: Path) -> None:
     state, lines = read_run_state(start.checkpoint), config.run_dir / STEPS_FILE
     drop_steps_after(lines, state.step)
     facts = {**facts, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
-    sinks = file_and_console_sinks(config, done=state.step)
+    sinks = open_sinks(config, done=state.step)
     journal = Journal(config, device=torch.device("cpu"), description=facts, sinks=sinks, done=state.step)
     try:
         earlier = read_earlier_record(config.run_dir)

@@ -204,7 +204,7 @@ def test_errors_of_the_command(run_dir, tmp_path):
     )
     done = generate("--prompt", "x", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: the following arguments are required: --checkpoint"
+    assert done.stderr.splitlines()[-1] == "error: the following arguments are required: --checkpoint; see --help"
     done = generate("--checkpoint", run_dir, "--temperature", "warm", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: argument --temperature: invalid float value: 'warm'"
+    assert done.stderr.splitlines()[-1] == "error: argument --temperature: invalid float value: 'warm'; see --help"

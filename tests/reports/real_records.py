@@ -19,7 +19,7 @@ from dsgpt.strategies.base import StepResult
 from dsgpt.training.data_check import data_hash, initial_weights_hash
 from dsgpt.training.journal import Journal
 from dsgpt.training.run_description import describe_run
-from dsgpt.training.sinks import file_and_console_sinks
+from dsgpt.training.sinks import open_sinks
 
 WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
 
@@ -84,7 +84,7 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     hashes["initial weights"] = initial_weights_hash(config)
     description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
     config.run_dir.mkdir(parents=True)
-    sinks = file_and_console_sinks(config, done=0)
+    sinks = open_sinks(config, done=0)
     journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks)
     for step in range(1, config.total_steps + 1):
         number = torch.tensor(1.0)

@@ -10,7 +10,7 @@ from small_run import RECIPE, command_line, write_data, write_recipe
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.runtime.topology import ParallelSizes, Topology
-from dsgpt.strategies.deepspeed import tensor_reduction, zero
+from dsgpt.strategies.deepspeed import tensor_layout, tensor_reduction, zero
 
 PEERS = 2
 
@@ -52,6 +52,24 @@ def test_layers_use_ours(monkeypatch):
         tensor_reduction.reduce_contiguous()
         assert layers.ColumnParallel is tensor_reduction.ContiguousColumnParallel
         assert layers.RowParallel is tensor_reduction.ContiguousRowParallel
+
+
+@pytest.mark.parametrize("name", [f"blocks.0.{name}" for name in tensor_layout.SPLIT])
+def test_parts_joined_are_the_whole(name):
+    """Of the fused query, key and value each rank has its own heads: plain halves would be another split."""
+    whole = torch.arange(48.0).view(12, 4) if name.endswith("weight") else torch.arange(12.0)
+    parts = [tensor_layout.take_part(name, whole, rank=rank, size=PEERS) for rank in range(PEERS)]
+    assert [part.numel() for part in parts] == [whole.numel() // PEERS] * PEERS
+    assert tensor_layout.join_parts(name, parts).equal(whole)
+    if "qkv" in name:
+        assert parts[0].equal(whole[[0, 1, 4, 5, 8, 9]])
+
+
+def test_what_every_rank_holds_whole_is_not_joined():
+    whole = torch.ones(4)
+    assert tensor_layout.take_part("blocks.0.mlp.proj.bias", whole, rank=1, size=PEERS) is whole
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.proj\.bias is not split"):
+        tensor_layout.join_parts("blocks.0.mlp.proj.bias", [whole, whole])
 
 
 def config_of(folder, *, tensor: int) -> RunConfig:

@@ -94,7 +94,7 @@ def test_the_scale_moves_as_deepspeeds_does(hysteresis, consecutive, monkeypatch
         theirs.update_scale(overflow)
         assert ours.factor == theirs.cur_scale
         resumed = LossScale(scaling)
-        resumed.take_up(ours.state())
+        resumed.restore(ours.state())
         assert resumed.state() == ours.state()
 
 

@@ -1,6 +1,7 @@
-"""``manifest.json``: what made a checkpoint, and the size and sha256 of every file in it.
+"""``manifest.json``: the settings that made a checkpoint, and the size and sha256 of every file in it.
 
-Nothing of a checkpoint is read before it was compared with the manifest, and nothing that the manifest does not name.
+A file of a checkpoint is read only after it was compared with the manifest. Files that the manifest does not name are
+never read.
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +19,7 @@ MANIFEST = "manifest.json"
 _A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"
 
 _LONGEST_NAME = 255
-"""Bytes: what file systems allow for one name, and more than any path in a checkpoint has."""
+"""Bytes: the limit of file systems for one name; no path in a checkpoint is as long."""
 
 
 def _inside(name: str) -> str:
@@ -34,7 +35,7 @@ def _inside(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFacts:
-    """What a file must be."""
+    """Size and hash that a file must have."""
 
     size: Count
     """Bytes."""
@@ -43,7 +44,7 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which processes wrote the checkpoint."""
+    """The ranks that wrote the checkpoint."""
 
     world_size: Positive
     sizes: dict[str, Positive]
@@ -52,20 +53,20 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` says. A folder of weights alone lacks all that only a resume needs."""
+    """The contents of ``manifest.json``; a folder of weights alone lacks the fields that only a resume needs."""
 
     files: Annotated[dict[Annotated[str, AfterValidator(_inside)], FileFacts], Field(min_length=1)]
     """By path inside the checkpoint, with forward slashes."""
     step: Count | None = None
     val_loss: Finite | None = None
-    """Of exactly these weights; None where no validation ran at this step."""
+    """The validation loss of exactly these weights; None where no validation ran at this step."""
     strategy: str | None = None
     run_id: str | None = None
     topology: Ranks | None = None
     device: str | None = None
     """``cpu`` or ``cuda``."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """What a run that goes on must not change, as ``training.facts.fixed_facts`` names it."""
+    """The settings that a resumed run must match, by the names of ``training.run_description.settings_to_match``."""
 
     @property
     def size(self) -> int:
@@ -74,7 +75,7 @@ class Manifest:
 
 
 def parse_manifest(checkpoint: Path) -> Manifest:
-    """The manifest as it stands, no file compared with it.
+    """The manifest; no file is compared with it.
 
     Raises:
         UserError: it cannot be read, or is no manifest.
@@ -98,12 +99,12 @@ def read_manifest(
     only: Callable[[str], bool] = lambda _: True,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """The manifest, after every file in it was compared with its size and hash.
+    """The manifest, after size and hash of every file in it were compared.
 
     Args:
         checkpoint: the folder.
-        only: whether a file, by its name in the manifest, is to be looked at.
-        progress: is told the bytes read since its last call.
+        only: whether to compare a file, by its name in the manifest.
+        progress: called with the bytes read since its last call.
 
     Raises:
         UserError: a file is missing, of another size, or damaged; the message names it.
@@ -138,7 +139,7 @@ def require_files(checkpoint: Path, manifest: Manifest, names: Collection[str]) 
     """Check that the manifest names all of ``names``.
 
     Raises:
-        UserError: it does not, so that nothing vouches for them.
+        UserError: it does not, so that they cannot be verified.
     """
     missing = [name for name in names if name not in manifest.files]
     if missing:
@@ -146,10 +147,10 @@ def require_files(checkpoint: Path, manifest: Manifest, names: Collection[str]) 
 
 
 def require_resumable(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that the manifest says what made the checkpoint.
+    """Check that the manifest has the settings that made the checkpoint.
 
     Raises:
-        UserError: it does not, as that of weights alone.
+        UserError: it does not; that of weights alone has none.
     """
     wanted = ("fixed", "strategy", "topology", "step")
     missing = [name for name in wanted if getattr(manifest, name) in ({}, None)]

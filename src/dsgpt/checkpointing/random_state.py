@@ -1,4 +1,4 @@
-"""The random streams of every rank, so that a resumed run draws the dropout masks that it would have drawn."""
+"""The random state of every rank, so that a resumed run draws the dropout masks of an uninterrupted one."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -24,7 +24,7 @@ def save_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
 
 
 def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
-    """Continue this rank's random streams where ``save_random_state`` saw them."""
+    """Set this rank's random state to what ``save_random_state`` wrote."""
     state = load_file(_file(folder, rank))
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda":
@@ -32,16 +32,16 @@ def load_random_state(folder: Path, *, rank: int, device: torch.device) -> None:
 
 
 def check_random_states(folder: Path, *, named: Collection[str], ranks: int, device: str) -> None:
-    """Check that ``load_random_state`` will find what it needs on every rank.
+    """Check that ``load_random_state`` will find its file on every rank.
 
     Args:
         folder: of the checkpoint.
-        named: the files that its manifest vouches for.
+        named: the files that its manifest names.
         ranks: processes.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        UserError: a file is missing, or holds something else than random states.
+        UserError: a file is missing, or does not hold random states.
     """
     wanted = {"cpu": torch.get_rng_state().shape} | ({"cuda": None} if device == "cuda" else {})
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Where a run stands: what a resume needs besides its configuration and the state of training."""
+"""The progress of a run: what a resume needs besides the configuration and the state of training."""
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ STATE_FILE = "run_state.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """A finished epoch, or what the run saw of it, as the record's ``epochs`` have it. None where it is unknown."""
+    """A finished epoch, or the part of it that the run saw, as in the record's ``epochs``. None where unknown."""
 
     epoch_idx: Count
     epoch_wall_time_sec: Seconds
@@ -37,21 +37,21 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What changed at a resume, by ``--allow_changed`` or in who executes."""
+    """A setting that changed at a resume, by ``--allow_changed`` or in strategy, ranks and device."""
 
     step: Count
-    """That the checkpoint was of."""
+    """Of the checkpoint."""
     name: str
-    """Of ``settings_to_match``, or ``executed by``."""
+    """One of ``settings_to_match``, or ``executed by``."""
     before: Any
     after: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands; everything else follows from its configuration.
+    """The progress of a run; everything else follows from its configuration.
 
-    The random state of every rank lies in a file of its own beside this one.
+    The random state of every rank is in a file of its own beside this one.
     """
 
     step: Count
@@ -63,17 +63,17 @@ class RunState:
     epochs: list[Epoch]
     """The finished epochs."""
     wall_time_sec: Seconds | None = None
-    """Since the run started, stops between processes not counted."""
+    """Since the run started, without the time between its processes."""
     last_train_loss: Finite | None = None
     last_val_loss: Finite | None = None
     last_val_step: Count | None = None
-    """The step that ``last_val_loss`` was measured at."""
+    """The step at which ``last_val_loss`` was measured."""
     failed_saves: Count = 0
     """Checkpoints that could not be written so far."""
     changes: list[Change] = field(default_factory=list)
-    """What changed at all resumes so far."""
+    """All changes at resumes so far."""
     segments: list[Segment] = field(default_factory=list)
-    """The processes that led here; none in checkpoints of before they were kept."""
+    """The processes of the run so far; empty in checkpoints from before segments were recorded."""
 
     @property
     def val_loss(self) -> float | None:
@@ -81,7 +81,7 @@ class RunState:
         return self.last_val_loss if self.last_val_step == self.step else None
 
     def without_validations(self) -> Self:
-        """The same for a run that validates on something else from here on."""
+        """The same without validation losses, for a run whose validation set changes here."""
         return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
 
 
@@ -91,10 +91,10 @@ def write_run_state(checkpoint: Path, state: RunState) -> None:
 
 
 def read_run_state(checkpoint: Path) -> RunState:
-    """Where the run stood.
+    """The progress of the run at a checkpoint.
 
     Raises:
-        UserError: the file holds something else, as one of another version of this program may.
+        UserError: the file is not one of this version of the program.
     """
     path = checkpoint / STATE_FILE
     try:

@@ -1,4 +1,4 @@
-"""What one process of a run did: its steps, on which machine, with which software, how fast and in how much memory."""
+"""The part of a run that one process executed: its steps, machine, software, speed and memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +11,18 @@ PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One process, or the processes that a launcher started together, under the names that the record has for it all.
+    """The part of one process, or of the processes that a launcher started together. Fields are named as in the record.
 
-    A run that was never resumed has one. Steps are counted as in ``metrics.jsonl``: the first of a run is 1.
+    A run that was never resumed has one segment. Steps are counted as in ``metrics.jsonl``: the first of a run is 1.
     """
 
     first_step: Positive
     last_step: Count
-    """One less than ``first_step`` where it took none."""
+    """``first_step - 1`` where it took none."""
     timestamp_utc: str
     """When it began."""
     resumed_from: str | None
-    """The checkpoint."""
+    """The name of the checkpoint; None at the start of a run."""
     command_line: str
     git_commit: str | None
     env: dict[str, str | None]
@@ -51,7 +51,7 @@ class Segment:
     train_time_sec: Seconds
     """Of its training steps."""
     wall_time_sec: Seconds
-    """Since it began; up to the checkpoint where a later segment goes on from one."""
+    """Since it began, up to the checkpoint from which a later segment resumed, if one did."""
     mean_tokens_per_sec_global: Seconds | None
     max_cuda_mem_allocated_bytes_rank0: Count | None
     max_cuda_mem_reserved_bytes_rank0: Count | None
@@ -59,7 +59,7 @@ class Segment:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it trained on GPUs; on a CPU a peak of GPU memory is not unknown, it does not exist."""
+        """Whether it trained on GPUs. On a CPU there is no peak of GPU memory, which is not the same as unknown."""
         return self.hardware.get("device") == "cuda"
 
     def peak(self, name: str) -> int | None:
@@ -69,7 +69,7 @@ class Segment:
 
 
 def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:
-    """Whether the segments, in their order, tell of every step from ``first_step`` to ``last_step``."""
+    """Whether the segments, in their order, include every step from ``first_step`` to ``last_step``."""
     expected = first_step
     for segment in segments:
         if segment.last_step < expected:
@@ -81,9 +81,9 @@ def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:
 
 
 def highest_peaks(segments: list[Segment], *, first_step: int, last_step: int) -> dict[str, Any]:
-    """The peaks over the segments that took part in the steps from ``first_step`` to ``last_step``, by their name.
+    """The highest ``PEAKS`` of the segments that executed the steps from ``first_step`` to ``last_step``, by name.
 
-    None where a segment's figure is unknown, or what executed a step: another process may have needed more.
+    None where a segment's figure is unknown, or where no segment has a step: another process may have needed more.
     """
     known = covers(segments, first_step=first_step, last_step=last_step)
     taking_part = [segment for segment in segments if segment.last_step >= first_step or segment is segments[-1]]

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant, and what of it is needed to use its model."""
+"""The checkpoint of a run that a flag names, and the files of it that make its model."""
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
     Args:
         path: a checkpoint, a folder that ``convert.py --to portable`` made, or a run folder.
         which: one of ``options.WHICH_CHECKPOINT``.
-        flag: that named ``path``, for messages.
+        flag: the flag that ``path`` was given with, for messages.
 
     Raises:
         UserError: there is none.
@@ -66,7 +66,7 @@ def _best(run_dir: Path, found: list[Path]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """What of a checkpoint makes its model, verified."""
+    """The files of a checkpoint that make its model, verified."""
 
     checkpoint: Path
     manifest: Manifest
@@ -81,11 +81,11 @@ class ModelFiles:
 
 
 def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lambda _: None) -> ModelFiles:
-    """Hold weights, shape and tokenizer against the manifest; what only a resume needs is not read.
+    """Compare weights, shape and tokenizer with the manifest; files that only a resume needs are not read.
 
     Args:
         checkpoint: the folder.
-        progress: is told the bytes read since its last call.
+        progress: called with the bytes read since its last call.
 
     Raises:
         UserError: one of them is missing or damaged.
@@ -104,7 +104,7 @@ def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
     """The tokenizer's folder, all of whose files are in the manifest; None where there is none.
 
     Raises:
-        UserError: it holds a file that a tokenizer would read and that nothing vouches for.
+        UserError: it holds a file that a tokenizer would read and that the manifest does not name.
     """
     folder = checkpoint / store.TOKENIZER
     files = [] if folder.is_symlink() else tokenizer_files(folder)
@@ -115,7 +115,7 @@ def _tokenizer(checkpoint: Path, named: Container[str]) -> Path | None:
 
 
 def open_weights(files: ModelFiles) -> dict[str, StoredTensor]:
-    """Every weight by canonical name, in the model's order, none read yet.
+    """Every weight by canonical name, in the model's order; none is read yet.
 
     Raises:
         UserError: they are not those of the checkpoint's model.

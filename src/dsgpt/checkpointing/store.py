@@ -1,25 +1,25 @@
-"""Checkpoints of a run folder: complete or absent, newest first, verified before anything in them is read.
+"""Checkpoints of a run folder: each is complete or absent, and verified before anything in it is read.
 
     step-00000200/
         model.safetensors            every weight whole, fp32, under its canonical name
         model.json                   the shape of the model
         optimizer.safetensors        every moment of the optimizer; see ``training_state``
-        training_state.json          how often the optimizer stepped, and the loss scale
-        run_state.json               where the run stands
+        training_state.json          the number of optimizer steps, and the loss scale
+        run_state.json               the progress of the run
         random-00000.safetensors     random state, one file per rank
         tokenizer/                   where the data has one
         manifest.json                every file above with size and sha256; written last
     latest                           name of the newest
-    best                             name of the one with the lowest validation loss on what the newest validates on
+    best                             name of the one with the lowest validation loss on the newest one's validation set
 
-Nothing inside a run folder is reached through a link: neither a checkpoint, nor a file of one.
+Links inside a run folder are not followed, neither to a checkpoint nor to a file of one.
 
-A checkpoint is written in a hidden folder beside, made durable, and renamed. ``latest`` and ``best`` are for people and
-other tools: everything here looks at the folders themselves.
+A checkpoint is written in a hidden folder of the run, made durable, and renamed. ``latest`` and ``best`` are for people
+and other tools: the code here looks at the folders themselves.
 
-The best is chosen among checkpoints at whose own step a validation ran: a loss measured some steps earlier belongs to
-other weights. Where the validation set changed, only those since the last change count: until
-one of them has a loss of its own, there is no best. The newest are kept, and the best.
+The best is chosen among checkpoints at whose own step a validation ran, because a loss measured some steps earlier
+belongs to other weights. Where the validation set changed, only checkpoints since the last change count: until one of
+them has a validation loss, there is no best. Retention keeps the newest and the best.
 """
 
 import contextlib
@@ -40,18 +40,18 @@ LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
 VALIDATED_ON = ("validation data", "validation windows", "sequence length")
-"""Of what a checkpoint says is fixed: with other values of these, validation losses cannot be compared."""
+"""Keys of a manifest's ``fixed``: validation losses can be compared only where all of these are equal."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 TOKENIZER = "tokenizer"
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"
 STEP_FOLDER = re.compile(_NAME)
 PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced|\.overwritten)?")
-"""A checkpoint that is being written; or, by its suffix, that is removed because newer ones are kept, that is to be
-replaced by its successor, or that is removed with its whole run."""
+"""A checkpoint that is being written. With a suffix, one that retention removes (``.old``), that a new one of the same
+step replaces (``.replaced``), or that is removed with its whole run (``.overwritten``)."""
 REMOVED, REPLACED, OVERWRITTEN, DAMAGED = ".old", ".replaced", ".overwritten", ".damaged"
 DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
-"""A checkpoint that a resume refused; kept for whoever wants to know why."""
+"""A checkpoint that a resume refused; kept so that a user can find out why."""
 
 
 def folder_name(step: int) -> str:
@@ -78,11 +78,11 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
     Args:
         run_dir: the run.
         folder: from ``begin``, every file of every rank in it.
-        state: where the run stands.
-        about: strategy, topology, versions and whatever must agree at a resume.
+        state: the progress of the run.
+        about: strategy, topology, versions and the settings that a resumed run must match.
 
     Raises:
-        OSError: the file system refuses. Earlier checkpoints are as they were.
+        OSError: the file system refuses. Earlier checkpoints are unchanged.
     """
     write_run_state(folder, state)
     _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss})
@@ -98,7 +98,7 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
 
 
 def put_back(run_dir: Path) -> None:
-    """Give a checkpoint its name again that was to be replaced by one that never came."""
+    """Give a checkpoint that was to be replaced its name again, if its successor was never published."""
     for old in replaced(run_dir):
         final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
         if not final.exists() and not old.is_symlink():
@@ -106,17 +106,17 @@ def put_back(run_dir: Path) -> None:
 
 
 def replaced(run_dir: Path) -> list[Path]:
-    """The checkpoints that were to be replaced, if a kill came before they were removed."""
+    """Checkpoints that were to be replaced and are still there, because the process was killed in between."""
     return [path for path in run_dir.glob(f".partial-step-*{REPLACED}") if not path.is_symlink()]
 
 
 def was_overwritten(run_dir: Path) -> bool:
-    """Whether a kill cut off the removal of the run that is here: what is left of it must not be gone on with."""
+    """Whether ``--overwrite`` was killed while it removed the run here, whose rest must not be resumed."""
     return any(run_dir.glob(f".partial-step-*{OVERWRITTEN}"))
 
 
 def keep_newest(run_dir: Path, *, count: int) -> None:
-    """Name the newest and the best checkpoint, and remove all but them and the ``count`` newest; main rank only.
+    """Update ``latest`` and ``best``, and remove all checkpoints but the best and the ``count`` newest; main rank only.
 
     Raises:
         OSError: the file system refuses.
@@ -134,7 +134,7 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
 
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
-    """Make everything in ``folder`` durable, and say in the manifest what it is."""
+    """Make everything in ``folder`` durable, and write its manifest."""
     paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
@@ -148,7 +148,7 @@ def _seal(folder: Path, about: dict[str, Any]) -> None:
 
 
 def name_newest_and_best(run_dir: Path) -> Path | None:
-    """Write ``latest`` and ``best`` as the folders are; the best comes back, None where there is none."""
+    """Write ``latest`` and ``best`` from the folders that exist; return the best, None where there is none."""
     found = checkpoints(run_dir)
     best = _best(found)
     for name, checkpoint in ((LATEST, found[0] if found else None), (BEST, best)):
@@ -160,7 +160,7 @@ def name_newest_and_best(run_dir: Path) -> Path | None:
 
 
 def _best(found: list[Path]) -> Path | None:
-    """Of the comparable checkpoints with a validation loss of their own, the one with the lowest; of equals the oldest.
+    """The comparable checkpoint with the lowest validation loss of its own; of equal ones the oldest.
 
     ``found`` is newest first.
     """
@@ -172,8 +172,8 @@ def _best(found: list[Path]) -> Path | None:
 def comparable(found: list[Path]) -> dict[Path, Manifest]:
     """Those of ``found``, newest first, back to where the validation set last changed.
 
-    Of a run that came back to its first set, the checkpoints of before do not count, nor do they in ``best_val_loss``.
-    Damaged ones are left out.
+    Where a run returned to an earlier validation set, checkpoints from before the change do not count, as they do not
+    in ``best_val_loss``. Damaged ones are left out.
     """
     manifests = {}
     for checkpoint in found:
@@ -192,7 +192,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
-    """Take a checkpoint out of the run in one step; what is left to remove comes back. Of a link nothing is left."""
+    """Rename a checkpoint out of the run in one step, and return what is left to remove; a link is removed here."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         remove(checkpoint)
         return None
@@ -202,7 +202,7 @@ def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
 
 
 def mark_damaged(checkpoint: Path) -> None:
-    """Take a checkpoint that was refused out of the run: retention must not count it, and its step comes again."""
+    """Rename a refused checkpoint out of the run: retention must not count it, and its step is saved again."""
     marked = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
     remove(marked)
     checkpoint.rename(marked)
@@ -214,7 +214,7 @@ def marked_damaged(run_dir: Path) -> list[Path]:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves no folder that has its name but not its files."""
+    """Remove a checkpoint; a kill in between never leaves a folder with its name and only some of its files."""
     aside = set_aside(checkpoint)
     if aside is not None:
         remove(aside)
@@ -222,7 +222,7 @@ def discard(checkpoint: Path) -> None:
 
 def _sync_and_hash(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:  # fsync needs no more, and a copied file may be read-only
+    with path.open("rb") as file:  # fsync needs no write access, and a copied file may be read-only
         while block := file.read(1 << 22):
             digest.update(block)
         os.fsync(file.fileno())
@@ -241,5 +241,5 @@ def candidates(run_dir: Path) -> list[Path]:
 
 
 def linked(run_dir: Path) -> list[Path]:
-    """Links that are named like checkpoints; none of them is one of this run."""
+    """Links that are named like checkpoints; none of them is a checkpoint of this run."""
     return sorted(path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_symlink())

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 _EXPECTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
-"""What a file system answers when it will not take a file."""
+"""Errors of a file system that does not accept a file."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the permissions of any other new file; the library makes it private.
+    """Write a safetensors file with the permissions of any other new file; the library would make it private.
 
     Raises:
         OSError: it could not be written.
@@ -47,7 +47,7 @@ def save_pickled(value: Any, path: Path) -> None:
 
 
 def _as_os_error(error: Exception, path: Path) -> Exception:
-    """The refusal of the file system behind ``error``; ``error`` itself where there is none."""
+    """The ``OSError`` that caused ``error``; ``error`` itself where none did."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -60,10 +60,10 @@ def _as_os_error(error: Exception, path: Path) -> Exception:
 
 
 def try_to_write(folder: Path, *, rank: int) -> None:
-    """Make and remove a file in ``folder``, as every rank will, before any of them starts what others wait for.
+    """Make and remove a file in ``folder``; every rank does so before the first collective of a save.
 
     Raises:
-        OSError: the folder takes none.
+        OSError: no file can be made there.
     """
     probe = folder / f".probe-{rank:05d}"
     with probe.open("wb") as file:
@@ -74,10 +74,10 @@ def try_to_write(folder: Path, *, rank: int) -> None:
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """Compare the free space of the file system with the bytes that are ``needed``.
+    """Check that the file system has the ``needed`` bytes free.
 
     Raises:
-        OSError: there is less.
+        OSError: it has fewer.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -86,8 +86,8 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """``No space left on device: /data/run/step...``, for a message."""
-    if isinstance(error, shutil.Error):  # of a copied folder: a source, a target and a reason for each file
+    """``/data/run/step-...: No space left on device``, for a message."""
+    if isinstance(error, shutil.Error):  # from a copied folder: source, target and reason of each file
         return "; ".join(str(reason) for _, _, reason in error.args[0])
     what = error.strerror or str(error)
     return f"{error.filename}: {what}" if error.filename else what

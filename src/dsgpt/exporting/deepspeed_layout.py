@@ -5,7 +5,7 @@
     global_step200/zero_pp_rank_0_mp_rank_00_optim_states.pt    master weights and moments, each group one flat tensor
 
 Keys are those of ``DeepSpeedEngine`` and ``DeepSpeedZeroOptimizer`` in ``LAYOUT_VERSION``; DeepSpeed is not imported.
-Its files are pickles: these are written, and never read.
+Its files are pickles: this module writes them, and nothing here reads them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,23 +24,23 @@ from dsgpt.formats.tensor_files import StoredTensor
 from dsgpt.optimization.optimizer import decays
 
 LAYOUT_VERSION = "0.19.8"
-"""Of DeepSpeed, whose keys these are."""
+"""The version of DeepSpeed that has these keys."""
 _ZERO_STAGE = 2
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 _OPTIMIZER_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
-"""One tensor under two names. The second is written as a copy, among the buffers: as one of the ``shared_params`` that
-DeepSpeed has for it, its script would give both names one memory, which ``--safe_serialization`` refuses."""
+"""One tensor under two names. The second is written as a copy, among the buffers. DeepSpeed would list it under
+``shared_params``, but then its script gives both names the same memory, which ``--safe_serialization`` refuses."""
 
 Moments = Mapping[str, Mapping[str, StoredTensor]]
 """``exp_avg`` and its like, then canonical name."""
 
 
 def open_moments(checkpoint: Path | None) -> tuple[Moments, int | None]:
-    """The moments of a checkpoint, none read yet, and the steps that changed the weights; None if it does not say.
+    """The moments of a checkpoint, none read yet, and the number of steps that changed the weights; None if unknown.
 
     Args:
-        checkpoint: verified but for the two files that hold them; None, or weights alone, have no moments.
+        checkpoint: verified but for the two files that hold these; without one, or with weights alone, there are none.
 
     Raises:
         UserError: one of the two files is missing or damaged.
@@ -53,10 +53,10 @@ def open_moments(checkpoint: Path | None) -> tuple[Moments, int | None]:
 
 
 def bytes_needed(tensors: Mapping[str, StoredTensor], moments: Moments) -> tuple[int, int]:
-    """What ``write_deepspeed`` reads, and the room that it needs while it writes."""
+    """Bytes that ``write_deepspeed`` reads, and bytes that it needs on the drive while it writes."""
     weights = sum(tensor.bytes for tensor in tensors.values())
     read = weights + sum(tensor.bytes for values in moments.values() for tensor in values.values())
-    # The weights lie in both files, the embedding once more, and all that is flat a second time for a while.
+    # The weights are in both files and the embedding once more; flat copies of everything exist for a while.
     return read, weights + tensors[_EMBEDDING].bytes + 2 * read
 
 
@@ -72,12 +72,12 @@ def write_deepspeed(
     """Write the layout into ``folder``.
 
     Args:
-        folder: empty as yet of the names above.
+        folder: has none of the names above yet.
         tensors: every weight in fp32 by canonical name, in the model's order.
         moments: as ``open_moments`` gives them.
         step: of the run, for the folder's name.
-        optimizer_steps: those of them that changed the weights; None where nothing says.
-        progress: is told the bytes read since its last call.
+        optimizer_steps: the steps that changed the weights; None if unknown.
+        progress: called with the bytes read since its last call.
 
     Raises:
         OSError: the file system refuses.
@@ -103,7 +103,10 @@ def write_deepspeed(
 
 
 def _flattened(scratch: Path, tensors: Iterable[StoredTensor], progress: Callable[[int], None]) -> Tensor:
-    """One after the other, flat, mapped from a file that is gone with the tensor: memory holds one of them at most."""
+    """All ``tensors`` end to end, flat, mapped from a deleted file: memory holds one of them at most.
+
+    The system frees the file's space with the tensor.
+    """
     with scratch.open("xb") as file:
         for stored in tensors:
             file.write(stored.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -115,7 +118,7 @@ def _flattened(scratch: Path, tensors: Iterable[StoredTensor], progress: Callabl
 
 
 def _slices(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, SimpleNamespace]:
-    """Where each parameter lies in its flat group: the two attributes of DeepSpeed's ``fragment_address``."""
+    """The position of each parameter in its flat group: the two attributes of DeepSpeed's ``fragment_address``."""
     start, found = 0, {}
     for name in names:
         numel = torch.Size(tensors[name].shape).numel()

@@ -1,6 +1,7 @@
 """The model of a checkpoint as a folder that others can use: Hugging Face's layout, DeepSpeed's, or this project's own.
 
-Tensors go from file to file one at a time, on the CPU, without a network. The folder appears whole or not at all.
+Tensors are copied from file to file one at a time, on the CPU, without a network. The folder appears complete or not
+at all.
 """
 
 import contextlib
@@ -37,28 +38,28 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.telemetry.console import Console
 
 _LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
-"""What people call each of ``options.EXPORT_FORMS``."""
+"""Names of ``options.EXPORT_FORMS`` in messages."""
 _ABOUT = ("step", "strategy", "run_id")
-"""What a portable folder's manifest keeps of the checkpoint's."""
+"""Fields of the checkpoint's manifest that a portable folder's manifest keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model that lies in files."""
+    """A model in files."""
 
     name: str
-    """Where it comes from, for people."""
+    """Its source, for messages."""
     config: GPT2Config
     tensors: dict[str, StoredTensor]
     """By canonical name, not read yet."""
     tokenizer: list[Path]
-    """Its files, empty where there are none to take along."""
+    """The tokenizer's files to export; empty where there are none."""
     about: dict[str, Any]
-    """Where it comes from, for the manifest."""
+    """Its source, for the manifest."""
     checkpoint: Path | None = None
-    """It lies in; None for a Hugging Face folder."""
+    """The folder that holds it; None for a Hugging Face folder."""
     left_out: str = ""
-    """Why the tokenizer that is there is not taken along."""
+    """Why the tokenizer of the source is not exported; empty where it is, or where there is none."""
 
 
 def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
@@ -70,10 +71,10 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
         form: one of ``options.EXPORT_FORMS``.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
         which: the ``latest`` or the ``best`` checkpoint of a run.
-        console: told what is read and written.
+        console: shows what is read and written.
 
     Raises:
-        UserError: no usable model, no place for it, or values that the dtype cannot hold.
+        UserError: there is no usable model or no place for it, or the dtype cannot hold its values.
     """
     problems = Problems()
     if form == "deepspeed" and dtype != "fp32":
@@ -141,13 +142,13 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
 
 
 def _tokenizer_of(folder: Path, *, named: bool) -> tuple[list[Path], str]:
-    """The files of the tokenizer in ``folder``, else why it is left out: whoever gets the export would be harmed."""
+    """The files of the tokenizer in ``folder``, or none and why: a tokenizer that could harm its users is left out."""
     fault = fault_of(folder, named=named)
     return ([], f"{folder}: {fault}") if fault else (tokenizer_files(folder), "")
 
 
 def _is_hugging_face(source: Path) -> bool:
-    """A run folder has a ``config.json`` too, which says nothing of a ``model_type``."""
+    """A run folder has a ``config.json`` too, but without a ``model_type``."""
     try:
         return not (source / MANIFEST).exists() and "model_type" in read_json(source / "config.json")
     except UserError:
@@ -167,7 +168,7 @@ def _open_hugging_face(folder: Path) -> Model:
         name=f"{folder} (Hugging Face)",
         config=config,
         tensors=weights.tensors(),
-        tokenizer=[path for path in tokenizer if path.name != CONFIG],  # which is the model's
+        tokenizer=[path for path in tokenizer if path.name != CONFIG],  # ``config.json`` is the model's
         about=dict.fromkeys(_ABOUT) | {"source": folder.name, "source_sha256": weights.sha256()},
         left_out=left_out,
     )
@@ -200,7 +201,7 @@ def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Cal
     if end_of_text is not None and end_of_text >= model.config.vocab_size:
         end_of_text = None
     settings = folder / SETTINGS
-    if settings.is_file():  # the tokenizer does not know what it was trained with, the user of both must
+    if settings.is_file():  # the model's length, which users of both need
         write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
     tensors = {hugging_face_name(name): _laid_out(name, tensor, model.config) for name, tensor in model.tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)

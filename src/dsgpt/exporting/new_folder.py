@@ -1,4 +1,4 @@
-"""A folder that appears whole under its name, or not at all."""
+"""A folder that appears under its name only when it is complete."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ from dsgpt.common.files import sync_directory
 
 
 def check_out(out: Path) -> None:
-    """Require a place for a new folder.
+    """Check that a new folder can be made at ``out``.
 
     Raises:
-        UserError: something is there, or its parent cannot be written.
+        UserError: something is there already, or its parent cannot be written.
     """
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
@@ -32,10 +32,10 @@ def check_out(out: Path) -> None:
 
 
 def check_room(out: Path, size: int) -> None:
-    """Require ``size`` bytes where ``out`` will be.
+    """Check that ``size`` bytes are free where ``out`` will be.
 
     Raises:
-        UserError: the file system has fewer.
+        UserError: fewer are.
     """
     place = out.absolute()
     while not place.exists():
@@ -47,10 +47,12 @@ def check_room(out: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out`` that becomes it at the end, or is removed when something fails.
+    """A context that gives a hidden folder beside ``out``; at its end the folder is renamed to ``out``.
+
+    After an error the folder is removed.
 
     Raises:
-        UserError: the file system refuses, here or where the folder is filled.
+        UserError: the file system refuses, here or while the caller fills the folder.
     """
     target = out.resolve()
     try:
@@ -64,7 +66,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         os.umask(umask)
         folder.chmod(0o777 & ~umask)  # mkdtemp's is private
         sync_directory(folder)
-        folder.rename(target)  # takes the place of an empty folder
+        folder.rename(target)  # replaces an empty folder
         sync_directory(target.parent)
     except OSError as error:
         raise UserError(f"{out}: could not be written ({error.strerror or error})") from error

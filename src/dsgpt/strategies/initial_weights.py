@@ -1,4 +1,4 @@
-"""What every parameter starts from, whoever holds it: a value from the seed and its name, or a published one."""
+"""The initial value of every parameter, the same under every strategy: drawn from seed and name, or published."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ InitialValues = Callable[[str, torch.Size], Tensor]
 
 
 def initial_values(config: RunConfig) -> InitialValues:
-    """Where the strategies of this run take their initial weights from, whole, before they slice them.
+    """The function from which the strategies of this run get initial weights, whole, before they split them.
 
     Raises:
         UserError: the source that ``--init_from`` names is gone.

@@ -1,11 +1,11 @@
-"""Loss scaling for fp16: one object's rules for every strategy, so that all of them scale by the same factor.
+"""Loss scaling for fp16, with the same rules under every strategy, so that all of them scale by the same factor.
 
-The rules are DeepSpeed 0.19.8's (``deepspeed/runtime/fp16/loss_scaler.py``), which the JSON's ``fp16`` block speaks of;
-torch's ``GradScaler`` knows no hysteresis. DeepSpeed's own scaler is not used: its effective scale grows with the
-number of ranks, and its optimizers change the scale between scaling and unscaling one gradient.
+The rules are DeepSpeed 0.19.8's (``deepspeed/runtime/fp16/loss_scaler.py``), because the keys of the JSON's ``fp16``
+block are its own; torch's ``GradScaler`` has no hysteresis. DeepSpeed's scaler is not used: its effective scale grows
+with the number of ranks, and its optimizers change the scale between scaling and unscaling one gradient.
 
-At the edge of overflow two strategies may still skip different steps, because some add up micro batches or ranks in
-fp16 and others in fp32.
+Near overflow two strategies may still skip different steps, because some sum micro batches or ranks in fp16 and others
+in fp32.
 """
 
 from dsgpt.checkpointing.training_state import LossScaleState
@@ -13,14 +13,14 @@ from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.recipe_blocks import LossScaling
 
 MOST_SKIPS = 100
-"""A fixed scale cannot adapt: this many overflows in a row mean that it never will fit."""
+"""Overflows in a row after which training stops at a fixed scale, which cannot adapt."""
 
 
 class LossScale:
     """The factor on the loss: 1 in other precisions, fixed or dynamic in fp16."""
 
     def __init__(self, scaling: LossScaling | None) -> None:
-        """Follow ``scaling``, the JSON's ``fp16`` block; None for a precision that needs no scaling."""
+        """Begin at the scale of ``scaling``, the JSON's ``fp16`` block; None for a precision that needs no scaling."""
         self.enabled = scaling is not None
         self._scaling = scaling or LossScaling(loss_scale=1.0)
         self._dynamic = self._scaling.loss_scale == 0
@@ -31,10 +31,10 @@ class LossScale:
         self._skips = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Note whether a step's gradients overflowed; lower the factor after overflows, raise it after calm.
+        """Lower the factor after overflows of a step's gradients, and raise it after a window without any.
 
         Raises:
-            NonFiniteError: they overflow at the smallest factor allowed, or again and again at a fixed one.
+            NonFiniteError: they overflow at the smallest factor allowed, or ``MOST_SKIPS`` times at a fixed one.
         """
         self._skips = self._skips + 1 if overflow else 0
         if not self._dynamic:
@@ -66,22 +66,22 @@ class LossScale:
     def _raise(self) -> None:
         if self._scaling.consecutive_hysteresis:
             self._patience = self._scaling.hysteresis
-        calm = self._step - self._last_overflow - 1
-        if calm > 0 and calm % self._scaling.loss_scale_window == 0:
+        steps_without = self._step - self._last_overflow - 1
+        if steps_without > 0 and steps_without % self._scaling.loss_scale_window == 0:
             if not self._scaling.consecutive_hysteresis:
                 self._patience = self._scaling.hysteresis
             self.factor *= 2
 
     def state(self) -> LossScaleState | None:
-        """For a checkpoint; None in a precision that needs no scaling."""
+        """What a checkpoint keeps; None in a precision that needs no scaling."""
         if not self.enabled:
             return None
         return LossScaleState(
             factor=self.factor, step=self._step, last_overflow=self._last_overflow, patience=self._patience
         )
 
-    def take_up(self, state: LossScaleState | None) -> None:
-        """Continue where ``state`` was taken; a fixed factor is the recipe's."""
+    def restore(self, state: LossScaleState | None) -> None:
+        """Continue from a checkpoint's ``state``; a fixed factor stays the recipe's."""
         if state is None or not self._dynamic:
             return
         self.factor, self._step = state.factor, state.step

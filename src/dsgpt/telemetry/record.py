@@ -103,7 +103,10 @@ def mean(values: list[float]) -> float | None:
 
 
 def percentile(values: list[float], fraction: float) -> float | None:
-    """The smallest value that at least ``fraction`` of ``values`` do not exceed (nearest rank); None of none."""
+    """The smallest value that at least ``fraction`` of ``values`` do not exceed (nearest rank).
+
+    None of an empty list.
+    """
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
@@ -156,7 +159,7 @@ class StepLog:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The contents of ``training_metrics.json`` while the run goes on."""
+    """The contents of ``training_metrics.json``, which grow with the run."""
 
     description: dict[str, Any]
     """What does not change while a process trains; see ``training.run_description``."""

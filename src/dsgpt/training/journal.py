@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState
-from dsgpt.checkpointing.writing import reason_of
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
 from dsgpt.strategies.base import StepResult
@@ -21,19 +19,19 @@ from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
 from dsgpt.training.run_description import CHANGES_KEY
 from dsgpt.training.segments import Segments
-from dsgpt.training.sinks import Sink
+from dsgpt.training.sinks import Sinks
 
 logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The figures of a run. Every rank keeps them, and they agree; the sinks are those of the main rank.
+    """The figures of a run. Every rank keeps them, and they agree; the main rank alone has sinks.
 
     Args:
         config: the run.
         device: of this rank.
         description: of the run, for the record; empty on other ranks than the main one.
-        sinks: receive what happens, in their order; none on other ranks than the main one.
+        sinks: receive what happens.
         done: optimizer steps of earlier processes.
     """
 
@@ -43,7 +41,7 @@ class Journal:
         *,
         device: torch.device,
         description: dict[str, Any],
-        sinks: Sequence[Sink] = (),
+        sinks: Sinks,
         done: int = 0,
     ) -> None:
         self._config = config
@@ -53,7 +51,6 @@ class Journal:
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
-        self._refusing: set[tuple[str, Sink]] = set()
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
@@ -115,8 +112,7 @@ class Journal:
     ) -> None:
         """Note a finished step without waiting for the device; print as often as ``--steps_per_print`` says."""
         self._meter.stop(started, step=step, epoch=epoch, result=result, dataload_sec=dataload_sec, watched=watched)
-        for sink in self._sinks:
-            sink.step_taken()
+        self._sinks.send(lambda sink: sink.step_taken())
         if step % self._config.steps_per_print == 0 or step in {1, self._config.total_steps}:
             self.flush(due=True)
 
@@ -127,14 +123,13 @@ class Journal:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
         lines = self._meter.flush()
-        self._send("lines", lambda sink: sink.steps(lines, due=due))
+        self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         require_finite(lines)
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""
         self.record.cost = {"segment": len(self._segments.all) - 1, **measured}
-        for sink in self._sinks:
-            sink.traffic(measured)
+        self._sinks.send(lambda sink: sink.traffic(measured))
 
     def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
         """Note a validation loss.
@@ -150,7 +145,7 @@ class Journal:
             "train_time_sec": self._meter.run.train_sec,
             "wall_time_sec": self._meter.wall_seconds(),
         }
-        self._send("lines", lambda sink: sink.validation(line, seconds=seconds))
+        self._sinks.try_to_send("lines", lambda sink: sink.validation(line, seconds=seconds))
         if not math.isfinite(val_loss):
             raise NonFiniteError(
                 f"step {step}: the validation loss is {val_loss:g}: training stopped, and this state is not saved"
@@ -205,10 +200,8 @@ class Journal:
             OSError: the file system refuses.
         """
         self._update_record()
-        for sink in self._sinks:
-            sink.record(self.record)
-        for sink in self._sinks:
-            sink.sync()
+        self._sinks.send(lambda sink: sink.record(self.record))
+        self._sinks.send(lambda sink: sink.sync())
 
     def after_save(self) -> None:
         """Leave what a save allocated out of the figures of training."""
@@ -227,15 +220,14 @@ class Journal:
         running = status == "running"
         self._update_record(status, peaks=running)
         if running:
-            self._send("record", lambda sink: sink.record(self.record))
+            self._sinks.try_to_send("record", lambda sink: sink.record(self.record))
         else:
-            for sink in self._sinks:
-                sink.record(self.record)
+            self._sinks.send(lambda sink: sink.record(self.record))
 
     def write_saves(self) -> None:
         """Write the record after a save, so that a run that is killed now does not look as if it had saved nothing."""
         self._update_record(peaks=False)
-        self._send("record", lambda sink: sink.record(self.record))
+        self._sinks.try_to_send("record", lambda sink: sink.record(self.record))
 
     def _update_record(self, status: str = "running", *, peaks: bool = True) -> None:
         """Compute the figures of the record.
@@ -266,38 +258,15 @@ class Journal:
             self._peaks.note()
         self._segments.note(self._meter, self._peaks.figures())
 
-    def _send(self, what: str, event: Callable[[Sink], None]) -> None:
-        """Send an event to every sink.
-
-        After a write error, continue if ``--on_save_failure`` allows it: report it once, until ``what`` was written.
-
-        Raises:
-            OSError: the option does not allow it.
-        """
-        for sink in self._sinks:
-            try:
-                event(sink)
-            except OSError as error:
-                if self._config.options.on_save_failure == "stop":
-                    raise
-                if (what, sink) not in self._refusing:
-                    logger.warning(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
-                self._refusing.add((what, sink))
-            else:
-                self._refusing.discard((what, sink))
-
     def end_early(self, status: str) -> None:
         """Send what is known when an error ends the run; a further error must not hide the first."""
         lines: list[dict[str, Any]] = []
         with contextlib.suppress(RuntimeError):  # of a broken device
             lines = self._meter.flush(wait=False)
-        for sink in self._sinks:
-            with contextlib.suppress(OSError):  # of a full disk
-                sink.steps(lines, due=False)
-        with contextlib.suppress(OSError):
-            self.write(status)
+        self._sinks.send_if_possible(lambda sink: sink.steps(lines, due=False))
+        self._update_record(status, peaks=False)
+        self._sinks.send_if_possible(lambda sink: sink.record(self.record))
 
     def close(self) -> None:
         """Close the sinks."""
-        for sink in self._sinks:
-            sink.close()
+        self._sinks.send(lambda sink: sink.close())

@@ -77,14 +77,18 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
             *_missing_newest_line(config.run_dir),
             _resuming_line(config, checkpoint, moved, same_ranks=same_ranks),
-            *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
-            *(["validation changed: the best validation loss begins anew"] if validates_anew else []),
+            *_change_lines(changes, validates_anew=validates_anew),
         ),
         changes=(*map(asdict, state.changes), *({"step": state.step, **one} for one in [*moved, *changes])),
         run_id=manifest.run_id,
         validates_anew=validates_anew,
         same_ranks=same_ranks,
     )
+
+
+def _change_lines(changes: list[dict[str, Any]], *, validates_anew: bool) -> list[str]:
+    lines = [f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes]
+    return [*lines, *(["validation changed: the best validation loss begins anew"] if validates_anew else [])]
 
 
 def _missing_newest_line(run_dir: Path) -> list[str]:

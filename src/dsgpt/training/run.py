@@ -27,7 +27,7 @@ from dsgpt.training.resume import Start
 from dsgpt.training.run_description import plan_lines
 from dsgpt.training.run_lock import PATIENCE_SEC, RunLock
 from dsgpt.training.saving import Saver
-from dsgpt.training.sinks import file_and_console_sinks
+from dsgpt.training.sinks import open_sinks
 from dsgpt.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -130,15 +130,15 @@ def _open_journal(
     description: dict[str, Any],
 ) -> Journal:
     """The journal, which continues that of the checkpoint's run; cuts ``metrics.jsonl`` back to its step."""
-    steps_file, is_main = config.run_dir / STEPS_FILE, config.topology.is_main
+    steps_file = config.run_dir / STEPS_FILE
     done = state.step if state else 0
     if state is not None:
-        if is_main and (damaged := drop_steps_after(steps_file, done)):
+        if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
             logger.warning(
                 f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}"
             )
         barrier()
-    sinks = file_and_console_sinks(config, done=done) if is_main else []
+    sinks = open_sinks(config, done=done)
     journal = Journal(config, device=device, description=description, sinks=sinks, done=done)
     if state is not None:
         journal.resume(state, steps_file, earlier=prepared.earlier)

@@ -77,7 +77,7 @@ class RunLock:
         return False
 
     def _take(self, lock: Lock) -> bool:
-        """Try to take the lock. On a file system without locks the run goes on unguarded, after a warning."""
+        """Try to take the lock. On a file system without locks the run continues without one, after a warning."""
         try:
             return lock.take()
         except NoLocksError as error:

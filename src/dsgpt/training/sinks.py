@@ -3,10 +3,13 @@
 A tracker is one more sink.
 """
 
+import contextlib
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsgpt.checkpointing.writing import reason_of
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.run_config import RunConfig
 from dsgpt.telemetry.console import Progress
@@ -22,7 +25,7 @@ Line = dict[str, Any]
 class Sink:
     """Receives what happens in a run, on the main rank alone. A subclass overrides the methods that concern it.
 
-    ``steps``, ``validation`` and ``record`` may raise an ``OSError``: the journal stops the run or continues, as
+    ``steps``, ``validation`` and ``record`` may raise an ``OSError``: the run stops or continues, as
     ``--on_save_failure`` says. An ``OSError`` of ``sync`` makes the save fail.
     """
 
@@ -44,27 +47,13 @@ class Sink:
         """The ``cost`` block of the record: model state and traffic of one step."""
 
     def record(self, record: RunRecord) -> None:
-        """The record as it is now; its ``status`` says whether the run goes on."""
+        """The record as it is now; its ``status`` is ``running`` until the run ends."""
 
     def sync(self) -> None:
         """A checkpoint follows: make durable what was received."""
 
     def close(self) -> None:
         """Nothing follows."""
-
-
-def file_and_console_sinks(config: RunConfig, *, done: int) -> list[Sink]:
-    """The sinks of every run on its main rank; opens ``metrics.jsonl``.
-
-    Args:
-        config: the run.
-        done: optimizer steps of earlier processes.
-    """
-    return [
-        LineSink(config.run_dir / STEPS_FILE),  # first: a line that is shown has been written
-        ConsoleSink(total_steps=config.total_steps, done=done),
-        RecordSink(config.run_dir / RECORD_FILE),
-    ]
 
 
 class LineSink(Sink):
@@ -141,6 +130,71 @@ class RecordSink(Sink):
     def record(self, record: RunRecord) -> None:
         """Write the record as it is now."""
         write_json_atomic(self._path, record.as_dict())
+
+
+class Sinks:
+    """Sends each event to several sinks, in their order.
+
+    Args:
+        sinks: those of the main rank; none on the other ranks.
+        stops: whether a write error stops the run (``--on_save_failure stop``).
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = (), *, stops: bool = True) -> None:
+        self._sinks, self._stops = sinks, stops
+        self._refusing: set[tuple[str, Sink]] = set()
+
+    def send(self, event: Callable[[Sink], None]) -> None:
+        """Send an event.
+
+        Raises:
+            OSError: a sink could not write; the sinks after it do not receive the event.
+        """
+        for sink in self._sinks:
+            event(sink)
+
+    def try_to_send(self, what: str, event: Callable[[Sink], None]) -> None:
+        """Send an event; after a write error, continue if ``--on_save_failure`` allows it.
+
+        The error is reported once until the sink can write ``what``, ``lines`` or ``record``, again.
+
+        Raises:
+            OSError: the option does not allow it.
+        """
+        for sink in self._sinks:
+            try:
+                event(sink)
+            except OSError as error:
+                if self._stops:
+                    raise
+                if (what, sink) not in self._refusing:
+                    logger.warning(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
+                self._refusing.add((what, sink))
+            else:
+                self._refusing.discard((what, sink))
+
+    def send_if_possible(self, event: Callable[[Sink], None]) -> None:
+        """Send an event, without reporting a write error: another error ends the run."""
+        for sink in self._sinks:
+            with contextlib.suppress(OSError):
+                event(sink)
+
+
+def open_sinks(config: RunConfig, *, done: int) -> Sinks:
+    """The sinks of this rank of a run; the main rank opens ``metrics.jsonl``.
+
+    Args:
+        config: the run.
+        done: optimizer steps of earlier processes.
+    """
+    if not config.topology.is_main:
+        return Sinks()
+    sinks = (
+        LineSink(config.run_dir / STEPS_FILE),  # first: a line that is shown has been written
+        ConsoleSink(total_steps=config.total_steps, done=done),
+        RecordSink(config.run_dir / RECORD_FILE),
+    )
+    return Sinks(sinks, stops=config.options.on_save_failure == "stop")
 
 
 def place(step: int, total_steps: int) -> str:

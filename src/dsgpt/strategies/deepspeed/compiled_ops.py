@@ -1,11 +1,11 @@
-"""DeepSpeed's parts in C++, compiled at first use, by one process at a time.
+"""DeepSpeed's extensions in C++, compiled at first use, by one process at a time.
 
-PyTorch marks a build in progress by a file, which a killed process leaves behind: everybody who needs the same part
-waits for it for ever after. Here parts are built in folders of our own under a lock that the system frees with the
-process, so that such a file is known to be a leftover and is removed.
+PyTorch marks a build in progress by a file. A killed process leaves this file behind, and every later process that
+needs the extension waits for it forever. Here extensions are built in folders of our own under a lock that the system
+frees with the process: whoever has the lock knows that such a file is left over, and removes it.
 
-A folder is of one kind of processor and one pair of versions, so what is complete in it is loaded as it is, also where
-it may only be read: DeepSpeed asks the machine for seconds, in every process, what it would compile for.
+A folder is for one kind of processor and one pair of versions. So a complete library in it is loaded without asking
+DeepSpeed, which spends seconds in every process on finding out what to compile for; the folder may be read-only then.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ _ROOT = "TORCH_EXTENSIONS_DIR"
 
 
 def load_ops(*builders: str) -> None:
-    """Load what DeepSpeed's ``builders`` make, compiling it where it is missing; DeepSpeed finds it loaded later.
+    """Load the extensions of DeepSpeed's ``builders``, and compile those that are missing; DeepSpeed finds them loaded.
 
     Args:
         builders: names of classes of ``deepspeed.ops.op_builder``.
 
     Raises:
-        UserError: something is missing, and the folder for compiled code cannot be written.
+        UserError: one is missing, and the folder for compiled code cannot be written.
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - DeepSpeed's strategies alone import it
 
@@ -55,7 +55,7 @@ def load_ops(*builders: str) -> None:
 
 @contextlib.contextmanager
 def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
-    """Let DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
+    """Make DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
 
     compile_and_load = OpBuilder.jit_load
@@ -63,18 +63,18 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
     alone: list[bool] = []
 
     def jit_load(builder: Any, verbose: bool = False) -> Any:
-        """Stands in for the builder's own: load what is complete, compile what is not, one process at a time."""
+        """Replaces the builder's own: load a complete library, else compile it, one process at a time."""
         library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
         if _is_complete(library, marker):
             return _loaded(builder, library)
         if not alone:
             lock.enter_context(_alone(folder))
             alone.append(True)
-            if _is_complete(library, marker):  # by whoever had the lock
+            if _is_complete(library, marker):  # compiled by the process that had the lock
                 return _loaded(builder, library)
         marker.unlink(missing_ok=True)
         if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
-            os.environ["CXX"] = shlex.join(found)  # PyTorch looks for c++ alone
+            os.environ["CXX"] = shlex.join(found)  # PyTorch looks only for c++
         print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
         return compile_and_load(builder, verbose)
 
@@ -87,12 +87,12 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
 
 
 def _is_complete(library: Path, marker: Path) -> bool:
-    """PyTorch's marker stands beside a library until it is whole; what a killed process left has one for ever."""
+    """PyTorch's marker stays beside a library until it is whole; after a kill it stays until it is removed."""
     return not marker.exists() and library.exists()
 
 
 def _loaded(builder: Any, library: Path) -> ModuleType:
-    """Load ``library`` where DeepSpeed will look for what ``builder`` makes."""
+    """Load ``library``, and register it where DeepSpeed looks for the extension of ``builder``."""
     spec = importlib.util.spec_from_file_location(builder.name, library)
     if spec is None or spec.loader is None:
         raise ImportError(f"{library}: no loader for a library of this name")
@@ -103,7 +103,7 @@ def _loaded(builder: Any, library: Path) -> ModuleType:
 
 
 def _folder() -> Path:
-    """Under the folder that PyTorch or the user chose, which several kinds of machine may share."""
+    """Below the folder that PyTorch or the user chose, which several kinds of machine may share."""
     import deepspeed  # noqa: PLC0415
 
     root = Path(os.environ.get(_ROOT) or get_default_build_root())
@@ -112,7 +112,7 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """The instructions that code compiled here may use, in short: DeepSpeed compiles for this processor alone."""
+    """A short name for the processor's instruction set: DeepSpeed compiles for this processor only."""
     facts = platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -23,7 +23,7 @@ from dsgpt.strategies.deepspeed.engine_state import HeldState, PartitionedState,
 from dsgpt.strategies.deepspeed.protocols import Engine
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.sharded_state import ShardedState
-from dsgpt.strategies.deepspeed.state_access import deepspeed_state
+from dsgpt.strategies.deepspeed.state_tensors import engine_tensors
 from dsgpt.strategies.deepspeed.tensor_layout import is_split, join_parts, take_part
 from dsgpt.strategies.loss_scale import LossScale
 
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(Strategy):
 
     def state_tensors(self) -> StateTensors:
         """See ``Strategy``."""
-        return deepspeed_state(self._optimizer, self._parameters.values())
+        return engine_tensors(self._optimizer, self._parameters.values())
 
     def counters(self) -> Counters:
         """See ``Strategy``."""
@@ -151,7 +151,7 @@ class DeepSpeedStrategy(Strategy):
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
         self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.take_up(reader.counters.loss_scale)
+        self._scale.restore(reader.counters.loss_scale)
         self._state.load(reader, part=self._part)
         repeat_counting(self._optimizer, steps=self._optimizer_steps)
 

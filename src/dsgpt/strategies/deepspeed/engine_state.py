@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgpt.checkpointing.training_state import ParamState, StateReader
-from dsgpt.optimization.optimizer import STATE_NAMES, begin_state
+from dsgpt.optimization.optimizer import STATE_NAMES, begin_state, state_names
 from dsgpt.strategies.deepspeed.protocols import (
     ParameterFragment,
     PartitioningOptimizer,
@@ -120,8 +120,8 @@ class WholeState(EngineState):
     def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
         master = self._masters[parameter]
         master.copy_(state.weight)
-        for key, moment in state.moments.items():
-            self._torch.state[master][key].copy_(moment)
+        for key in state_names(self._torch) if state.moments else ():
+            self._torch.state[master][key].copy_(state.moments[key])
 
 
 class PartitionedState(EngineState):

@@ -21,7 +21,7 @@ from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.engine_state import EngineState
 from dsgpt.strategies.deepspeed.protocols import PipelineEngine, attached
 from dsgpt.strategies.deepspeed.setup import engine_config, quietly
-from dsgpt.strategies.deepspeed.state_access import pipeline_buffers
+from dsgpt.strategies.deepspeed.state_tensors import pipeline_buffers
 from dsgpt.strategies.deepspeed.tensor_layout import is_split
 
 TRAIN_BATCH_TIMER = "train_batch"

@@ -16,8 +16,8 @@ _INIT_KEYS = ("zero_optimization", "bf16", "fp16", "aio")
 def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     """GPT-2 with the baseline's initial weights, each split over all ranks as soon as it exists; collective.
 
-    A rank holds its part of every parameter, and whole one layer's at a time while it is built, or one parameter while
-    it is filled.
+    A rank holds its part of every parameter. It also holds one whole layer while that is built, and one whole parameter
+    while that gets its value.
 
     Args:
         config: the run.

@@ -1,7 +1,7 @@
-"""Folders for what DeepSpeed swaps to nvme: each machine of each run has its own, and leaves none behind.
+"""Folders for the files that DeepSpeed swaps to nvme: one for each machine of each run, removed at its end.
 
-DeepSpeed names its files by rank alone, so that two runs under one ``nvme_path`` would write into each other's, and
-removes none of them.
+DeepSpeed names its files by rank only, so that two runs under one ``nvme_path`` would write into each other's files,
+and it never removes them.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ def _own_prefix() -> str:
 class SwapSpace:
     """The folders of this machine, which its first rank makes, holds and removes.
 
-    Each is held by a lock that the system frees with the process, whatever ends it: the next run of this host under the
-    same path removes what a killed one left. Folders of other hosts stay, as file systems that hosts share may keep
-    locks of each host to itself (Lustre with ``localflock``, NFS with ``local_lock``).
+    Each is held by a lock that the system frees with the process, however it ends: the next run of this host under the
+    same path removes the folders of killed runs. Folders of other hosts stay, because a file system that hosts share
+    may show a host only its own locks (Lustre with ``localflock``, NFS with ``local_lock``).
     """
 
     def __init__(self, engine_config: dict[str, Any], recipe: Recipe, topology: Topology) -> None:
@@ -57,9 +57,9 @@ class SwapSpace:
             block["nvme_path"] = str(Path(block["nvme_path"]) / name)
 
     def close(self) -> None:
-        """Remove the folders with all that is in them, which no rank may need any more.
+        """Remove the folders and everything in them; no rank may need them any more.
 
-        After an error others may still write there; what this leaves is left to the next run.
+        After an error other ranks may still write there; the next run removes what is left then.
         """
         while self._held:
             folder, lock = self._held.popitem()
@@ -87,7 +87,7 @@ def _make(folder: Path) -> Lock:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Remove what ended processes of this host left under ``base``, as far as that can be done."""
+    """Remove the folders under ``base`` that ended processes of this host left, where that is possible."""
     for folder in base.glob(f"{_own_prefix()}*"):
         with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:  # somebody else's, a link, or removed
             if lock.take():  # otherwise another run holds it

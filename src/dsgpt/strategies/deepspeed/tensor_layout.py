@@ -21,8 +21,8 @@ SPLIT = {
     "mlp.fc.bias": (1, 0),
     "mlp.proj.weight": (1, 1),
 }
-"""Name inside a block to how many matrices are fused along the first dimension, and the dimension that is split in
-each of them: every rank has whole heads, with the query, key and value of each."""
+"""Name inside a block to the number of matrices fused along the first dimension, and the dimension along which each of
+them is split. Every rank has whole heads, with the query, key and value of each."""
 
 
 def _rule(name: str) -> tuple[int, int] | None:
@@ -33,7 +33,7 @@ def _rule(name: str) -> tuple[int, int] | None:
 
 
 def is_split(name: str) -> bool:
-    """Whether tensor ranks hold different parts of the parameter with this canonical name."""
+    """Whether each tensor rank holds a part of its own of the parameter with this canonical name."""
     return _rule(name) is not None
 
 
@@ -63,15 +63,15 @@ def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
 def attend_with_own_dropout(attend: Attend, *, rank: int) -> Attend:
     """``attend`` whose dropout differs between tensor ranks, although their random streams are the same.
 
-    The streams are the same so that ranks drop the same of the activations that all of them hold. Their heads are
-    different ones, which would otherwise share their masks. The seed is drawn from the common stream: the streams stay
-    the same, and a recomputed forward pass draws the same masks again.
+    The streams are the same so that all ranks drop the same elements of the activations that all of them hold. Heads
+    differ between ranks, and would share their masks too. The seed of their masks is drawn from the common stream: so
+    the streams stay equal, and a recomputed forward pass draws the same masks again.
     """
 
     def attend_with_own_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
         if dropout == 0:
             return attend(q, k, v, dropout, causal)
-        seed = int(torch.randint(2**62, ()))  # of the CPU's stream on every device, so that nothing waits
+        seed = int(torch.randint(2**62, ()))  # from the CPU's stream, so that nothing waits for a GPU
         with torch.random.fork_rng(devices=[q.device] if q.device.type == "cuda" else []):
             torch.manual_seed(seed + rank)
             return attend(q, k, v, dropout, causal)

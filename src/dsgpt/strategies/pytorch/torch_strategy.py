@@ -153,7 +153,7 @@ class TorchStrategy(Strategy):
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
         self._optimizer_steps = reader.counters.optimizer_steps
-        self._scale.take_up(reader.counters.loss_scale)
+        self._scale.restore(reader.counters.loss_scale)
         for name, parameter in self._weights.parameters.items():
             state = reader.state(name)
             self._weights.replace(name, self._part(state.weight))

@@ -102,7 +102,7 @@ def test_the_sources_of_this_repository_are_found():
     found = set(names(REPOSITORY, "parity"))
     wanted = {"bounds.py", "comparison.py", "planted.py", "rank.py", "reference.py", "suite.py"}
     assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
-    assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/loop.py"} <= found
+    assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
     assert not {name for name in found if "/reports/" in name or "page" in name or "/resume/" in name}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
 
 
-def deepspeed_state(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors:
+def engine_tensors(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors:
     """The model state of a rank.
 
     Args:
