@@ -15,6 +15,7 @@ import pytest
 from requests_here import resolved
 from small_run import RECIPE, REPOSITORY, command_line, random_ids, write_recipe, write_tokens
 
+from dsgpt.config import compatibility
 from dsgpt.config.compatibility import nvme_paths
 from dsgpt.main import train
 
@@ -213,6 +214,50 @@ def test_every_mistake_of_flags_json_and_data_is_told_together(here, refused):
     for part in parts:
         assert sum(line.startswith(part) for line in found) == 1, (part, found)
     assert len(found) == len(parts), found
+
+
+def test_a_mistake_in_the_recipe_hides_no_mistake_elsewhere(here, refused, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    write_recipe(here / "recipe.json", RECIPE, gradient_cliping=1, scheduler={}, zero_optimization={"stage": 3})
+    found = refused(run_type="optimized", compile=True)
+    assert found == [
+        "recipe.json: gradient_cliping is no known key (did you mean gradient_clipping?)",
+        "recipe.json: scheduler: type is missing; one of WarmupLR, WarmupDecayLR, WarmupCosineLR",
+        "--compile does not go with ZeRO stage 3, whose gathers break the graph: take stage 1 or 2",
+        "global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks",
+    ]
+
+
+NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "flags"),
+    [
+        (1, {"train_batch_size": "8"}, {}),
+        (16, {"tensor_parallel": {"autotp_size": "2"}}, {"num_heads": 4}),
+        (16, {"tensor_parallel": {"autotp_siz": 2}}, {"num_heads": 4}),
+        (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": "1"}}, {"precision": "bf16"}),
+        (1, {"zero_optimization": NVME, "aio": {"block_size": 4096}}, {}),
+    ],
+)
+def test_what_follows_from_a_mistake_in_the_recipe_is_not_reported(here, refused, monkeypatch, ranks, changes, flags):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}.items():
+        monkeypatch.setenv(name, value)
+    probes = {"compiler": ("g++",), "libaio_problem": "", "direct_io_problem": "has no O_DIRECT", "may_lock": True}
+    for name, value in probes.items():
+        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    write_recipe(here / "recipe.json", RECIPE, **changes)
+    (line,) = refused(run_type="optimized", **flags)
+    assert line.startswith(f"recipe.json: {next(iter(changes)) if ranks != 2 else 'zero_optimization'}")
+
+
+def test_a_misspelt_batch_size_is_one_mistake(here, refused):
+    recipe = {("train_batch_siez" if key == "train_batch_size" else key): value for key, value in RECIPE.items()}
+    write_recipe(here / "recipe.json", recipe)
+    (line,) = refused()
+    assert "did you mean train_batch_size?" in line
 
 
 def test_the_command_itself(here):

@@ -25,7 +25,16 @@ from dsgpt.config.recipe_blocks import (
     TensorParallelRecipe,
     TorchStrategies,
 )
-from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistakes_of, no_null
+from dsgpt.config.recipe_values import (
+    IN_A_FILE,
+    WITHOUT_UNKNOWN_KEYS,
+    Block,
+    Flag,
+    Number,
+    Positive,
+    mistakes_of,
+    no_null,
+)
 from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
@@ -198,7 +207,11 @@ class Recipe(RecipeSettings):
 
 
 def read_recipe(path: Path, problems: Problems) -> Recipe | None:
-    """Read and check a recipe whole; mistakes go to ``problems``, and None comes back where there are any."""
+    """Read and check a whole recipe.
+
+    Mistakes go to ``problems``. The recipe without the wrong entries is returned nevertheless, so that the other checks
+    can run; None if what is left is not a recipe.
+    """
     try:
         data = read_bytes(path, max_bytes=_MAX_BYTES)
     except JsonError as error:
@@ -212,9 +225,33 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     if not isinstance(raw, dict):
         problems.add(f"--deepspeed_config {path}: must be an object in braces, not {clipped(raw)}")
         return None
+    settings: RecipeSettings | None
     try:
         settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
     except ValidationError as error:
         problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error)))
+        settings = _without_mistakes(raw)
+    if settings is None:
         return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
+
+
+def _without_mistakes(raw: dict[str, Any]) -> RecipeSettings | None:
+    """What ``raw`` means after its wrong entries are removed from it; None if a required one is wrong or missing."""
+    while True:
+        try:
+            return _SETTINGS.validate_python(raw, context=WITHOUT_UNKNOWN_KEYS)
+        except ValidationError as error:
+            removed = [_remove(raw, each.place) for each in mistakes_of(error)]
+            if not any(removed):
+                return None
+
+
+def _remove(block: dict[str, Any], place: tuple[int | str, ...]) -> bool:
+    """Remove the entry at ``place``, or else the innermost block around it that exists; False if none does."""
+    key, *rest = place
+    if key not in block:
+        return False
+    if not (rest and isinstance(block[key], dict) and _remove(block[key], tuple(rest))):
+        del block[key]
+    return True

@@ -25,7 +25,9 @@ from dsgpt.common.json_files import clipped, clipped_text
 from dsgpt.common.problems import MOST_KEYS, did_you_mean
 
 IN_A_FILE = "in a file"
-"""The context of a validation whose values are JSON's."""
+"""The context of a validation of JSON: unknown keys and null are mistakes."""
+WITHOUT_UNKNOWN_KEYS = "without unknown keys"
+"""The context of a validation of JSON whose unknown keys were already reported: they are ignored."""
 _NO_OBJECT = (NoneType, bool, int, float, str, list)
 """What JSON has besides objects."""
 _MISSING = "is missing"
@@ -106,10 +108,11 @@ class Block:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_own_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _in_own_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         found: list[Mistake] = []
         if isinstance(value, dict):
-            value, found = cls._flat(value)
+            value, unknown = cls._flat(value)
+            found = [] if info.context == WITHOUT_UNKNOWN_KEYS else unknown
         elif isinstance(value, _NO_OBJECT):
             raise ValueError(_AUTO if value == "auto" else f"must be an object in braces, not {clipped(value)}")
         try:

@@ -10,7 +10,7 @@ from dsgpt.config.initial_weights import InitFrom
 from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, check_required, check_vocabulary, read_inputs
 from dsgpt.config.length import LengthPlan, plan_length
 from dsgpt.config.options import Options
-from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile
 from dsgpt.model.config import GPT2Config
@@ -162,9 +162,14 @@ def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices:
 
 
 def _plan_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
-    """The global batch over the ranks; None if it cannot be split, or if the model cannot be split over the ranks."""
+    """The global batch over the ranks.
+
+    None if it cannot be split, if the model cannot be split over the ranks, or if a size in the recipe is wrong.
+    """
     options, recipe = request.options, request.recipe
     if request.topology.world_size % request.sizes.ranks_per_copy:
+        return None
+    if request.is_doubtful(problems, "train_batch_size", *PARALLEL_KEYS):
         return None
     flags = BatchRequest(
         global_batch_size=options.global_batch_size,
