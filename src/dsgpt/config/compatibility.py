@@ -1,4 +1,4 @@
-"""Which options, recipes, models and machines are compatible. A refusal names the reason and the nearest valid value.
+"""Which options, recipes, models and machines are compatible. A refusal gives the reason and the nearest valid value.
 
 All checks run before a process group or a model exists.
 """
@@ -17,7 +17,7 @@ from dsgpt.runtime.topology import ParallelSizes, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Inputs):
-    """Inputs with a recipe: what is checked for compatibility."""
+    """Inputs that have a recipe, to be checked for compatibility."""
 
     recipe: Recipe
 
@@ -65,7 +65,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
     if request.options.run_type == "fsdp" and low and accumulation > 1 and not doubtful:
         problems.add(
             f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
-            f'step, whose gradients PyTorch would then add up in {request.precision} too: take "fp32", or '
+            f'step, whose gradients PyTorch would then also sum in {request.precision}: take "fp32", or '
             "--grad_accum_steps 1"
         )
 
@@ -77,7 +77,7 @@ def compatibility_notices(request: Request) -> list[str]:
         if not recipe.deepspeed_only:
             return []
         keys = ", ".join(recipe.deepspeed_only)
-        return [f"{request.options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]
+        return [f"{request.options.run_type} ignores the keys of {recipe.path} that only DeepSpeed uses: {keys}"]
     if request.device == "cuda" and stage and recipe.zero_optimization.overlap_comm:
         return [
             f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
@@ -120,7 +120,7 @@ def _check_strategies(request: Request, problems: Problems) -> None:
     if sizes.pipeline > 1 and recipe.wall_clock_breakdown:
         problems.add(
             f"{recipe.path}: wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its "
-            "backward pass twice and fail: leave it out, or look at step_time_sec in metrics.jsonl"
+            "backward pass twice and fails: leave it out, or look at step_time_sec in metrics.jsonl"
         )
     if sizes.tensor > 1 and sizes.pipeline == 1 and stage > 2:
         problems.add(
@@ -150,8 +150,8 @@ def _check_shape(request: Request, problems: Problems) -> None:
             )
     if sizes.pipeline > model.n_layer:
         problems.add(
-            f"{path}: a pipeline of {sizes.pipeline} stages needs as many blocks, but the model has {model.n_layer}: "
-            f"take at most {model.n_layer} stages, or --num_layers {sizes.pipeline}"
+            f"{path}: a pipeline of {sizes.pipeline} stages needs at least as many blocks, but the model has "
+            f"{model.n_layer}: take at most {model.n_layer} stages, or --num_layers {sizes.pipeline}"
         )
     length = request.seq_length
     if length is not None and length % sizes.sequence:
@@ -168,7 +168,7 @@ def _check_offload(request: Request, problems: Problems) -> None:
         return
     if sizes.ranks_per_copy > 1:
         problems.add(
-            f"{recipe.path}: offload is combined with data parallelism alone here: take ds_configs/zero2_offload.json "
+            f"{recipe.path}: offload works only with data parallelism here: take ds_configs/zero2_offload.json "
             "or ds_configs/zero3_offload.json, or leave the offload out"
         )
     if request.is_doubtful(problems, "zero_optimization", "optimizer"):
@@ -207,7 +207,7 @@ def _check_nvme(request: Request, problems: Problems) -> None:
 
 
 def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
-    """The folder under which each block of ``zero_optimization`` swaps: ``run_dir`` where the JSON names none."""
+    """The folder in which each block of ``zero_optimization`` swaps: ``run_dir`` if the JSON does not name one."""
     zero = recipe.zero_optimization
     given = {"offload_optimizer": zero.offload_optimizer.nvme_path, "offload_param": zero.offload_param.nvme_path}
     blocks = {name: path for name, path in given.items() if name in recipe.nvme_blocks}
@@ -215,7 +215,7 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
 
 
 def locked_bytes(request: Request, model: GPT2Config) -> int:
-    """Bytes that a rank locks, at least, for the buffers that it swaps ``model`` through (``swap_tensor/utils.py``)."""
+    """Least bytes that a rank locks for the buffers through which it swaps ``model`` (``swap_tensor/utils.py``)."""
     zero, ranks = request.recipe.zero_optimization, request.topology.world_size
     size = 0
     if zero.offload_param.device == "nvme":
@@ -234,9 +234,7 @@ def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
     if not recipe.zero_plus_plus:
         return
     if request.device == "cpu":
-        problems.add(
-            f"{recipe.path}: Zero++ needs GPUs, for which alone DeepSpeed has it: take ds_configs/zero3.json on CPU"
-        )
+        problems.add(f"{recipe.path}: DeepSpeed implements Zero++ only for GPUs: on CPU take ds_configs/zero3.json")
     if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none"):
         problems.add(
             f"{recipe.path}: Zero++ is not combined with offload here: take ds_configs/zeropp.json, or "
@@ -244,7 +242,7 @@ def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
         )
     if request.sizes.ranks_per_copy > 1:
         problems.add(
-            f"{recipe.path}: Zero++ is combined with data parallelism alone here: take ds_configs/zeropp.json, or "
+            f"{recipe.path}: Zero++ works only with data parallelism here: take ds_configs/zeropp.json, or "
             "leave its keys out"
         )
     size = recipe.zero_optimization.zero_hpz_partition_size
