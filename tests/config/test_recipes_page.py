@@ -169,7 +169,7 @@ def example_rows() -> list[list[str]]:
 
 
 def test_the_example_follows_the_formulas():
-    assert rows("What it comes to") == example_rows()
+    assert rows("Example: GPT-2 small") == example_rows()
 
 
 STAGES = {
@@ -179,7 +179,7 @@ STAGES = {
 
 
 def test_the_example_in_the_other_precisions_follows_the_formulas():
-    table = rows("The same in fp32 and fp16")
+    table = rows("The example in fp32 and fp16")
     for (label, how), row in zip(STAGES.items(), table, strict=True):
         setups = {precision: example(**how, precision=precision) for precision in ("fp32", "bf16", "fp16")}
         sent = {precision: most_sent_bytes(setup) for precision, setup in setups.items()}
@@ -191,7 +191,7 @@ def test_the_example_in_the_other_precisions_follows_the_formulas():
 def test_the_models_of_the_commands_follow_the_formulas():
     """The demo model with the embedded corpus's vocabulary, on the commands' 2 ranks."""
     model = replace(PRESETS["demo"], vocab_size=8192)
-    for precision, row in zip(("fp32", "bf16"), rows("Who holds what"), strict=True):
+    for precision, row in zip(("fp32", "bf16"), rows("The recipes one by one"), strict=True):
         setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
         assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
     setup = example("zero3.json", model=model, ranks=2)
