@@ -71,7 +71,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
 
 
 def compatibility_notices(request: Request) -> list[str]:
-    """Lines to print about keys of the recipe that are allowed but ignored or unproven."""
+    """Lines to print about keys of the recipe that are allowed but ignored or untested."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
         if not recipe.deepspeed_only:

@@ -102,7 +102,7 @@ class Block:
     """An object in a recipe. Its fields are the keys that it may hold; all its mistakes are found together."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Keys that DeepSpeed knows and that are refused here, with the reason and the cure."""
+    """Keys that DeepSpeed knows and that are refused here, with the reason and what to do."""
     MISSING: ClassVar[Mapping[str, str]] = {}
     """What the message about a missing required key adds."""
 
