@@ -170,7 +170,7 @@ def test_run_folder_where_nobody_may_write(refused):
 def test_an_existing_run_is_not_touched_unasked(here, refused):
     assert train(command_line(here, save_every=0)) == 0
     assert refused() == [
-        "--checkpoint_path run: holds a run already (training_metrics.json): add --resume to go on with it, "
+        "--checkpoint_path run: holds a run already (training_metrics.json): add --resume to continue it, "
         "--overwrite to delete it, or name another folder"
     ]
     assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0

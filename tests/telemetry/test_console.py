@@ -54,7 +54,7 @@ def test_the_setting_ends_with_its_context(capsys):
     assert (package.level, package.propagate, list(package.handlers)) == before
 
 
-def test_a_line_that_the_disk_refuses_ends_nothing(tmp_path, capsys):
+def test_a_line_that_the_disk_refuses_does_not_end_the_run(tmp_path, capsys):
     with logging_to_console(speaks=True), LogFile() as log:
         log.open(tmp_path / "train.log")
         log._file = FileIO("/dev/full", "a")

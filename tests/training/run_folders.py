@@ -18,7 +18,7 @@ def record(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "training_metrics.json").read_text())
 
 
-def go_on(run_dir: Path, folder: Path, **changes: Any) -> int:
+def resume(run_dir: Path, folder: Path, **changes: Any) -> int:
     """Resume the run in ``run_dir``, which was started with the data and recipe in ``folder``."""
     return train(command_line(folder, **LONG | {"checkpoint_path": run_dir, "resume": True} | changes))
 

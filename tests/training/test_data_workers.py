@@ -1,5 +1,6 @@
 """The worker processes of data loaders end with the training, whatever ends it."""
 
+import gc
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from small_run import command_line, write_data, write_recipe
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.data.loader import WindowDataset
 from dsgpt.main import train
@@ -16,10 +18,10 @@ from dsgpt.training.saving import Saver
 
 @pytest.fixture(autouse=True)
 def workers_left() -> Iterator[None]:
-    """Kill workers that a failed test left: pytest would wait for them when it exits."""
+    """End the workers that a failed test left: pytest would wait for them when it exits."""
     yield
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    for loader in [each for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]:
+        loader._shutdown_workers()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import LONG, go_on, record, rewrite
+from run_folders import LONG, record, resume, rewrite
 from small_run import command_line
 from training_runs import finished, read_record, train, write_recipe
 
@@ -45,7 +45,7 @@ def test_the_peak_is_that_of_the_process_that_needed_most(resumed):
     assert found["summary"][RSS] == found["epochs"][0][RSS] == first[RSS]
 
 
-def test_each_process_tells_how_it_trained(resumed):
+def test_each_segment_records_how_its_process_trained(resumed):
     found = read_record(resumed)
     first, second = found["segments"]
     assert [(each["first_step"], each["last_step"]) for each in (first, second)] == [(1, 2), (3, 4)]
@@ -63,7 +63,7 @@ def test_times_of_the_processes_add_up(resumed):
         assert sum(each[name] for each in found["segments"]) == pytest.approx(total, rel=tolerance)
 
 
-def test_the_top_of_the_record_has_what_all_processes_agree_in(resumed):
+def test_the_top_of_the_record_has_what_all_segments_share(resumed):
     found = read_record(resumed)
     assert found["hardware"]["threads_per_device"] is None
     assert found["training_config"]["micro_batch_size_per_gpu"] is None
@@ -128,7 +128,7 @@ def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, pe
     """A process whose steps were lost is none of them, and took no part in their peak."""
     for needed in (9000, 2000):
         peak[0] = needed
-        assert go_on(started, finished_run) == 0
+        assert resume(started, finished_run) == 0
         found = record(started)
         assert spans(found) == [(1, 9, 5000), (10, 12, needed)]
         assert found["summary"][RSS] == max(5000, needed)
@@ -140,35 +140,35 @@ def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, pe
 def test_epochs_have_the_peak_of_those_that_took_part_in_them(started, finished_run, peak):
     """Epochs of 5 steps: the second process took the end of the second, and the third."""
     peak[0] = 2000
-    assert go_on(started, finished_run) == 0
+    assert resume(started, finished_run) == 0
     assert [epoch[RSS] for epoch in record(started)["epochs"]] == [5000, 5000, 2000]
 
 
 def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, peak):
-    assert go_on(started, finished_run) == 0
+    assert resume(started, finished_run) == 0
     (started / "RUN_COMPLETE.txt").unlink()
     peak[0] = 7000
-    assert go_on(started, finished_run, threads_per_device=2) == 0
+    assert resume(started, finished_run, threads_per_device=2) == 0
     found = record(started)
     assert spans(found) == [(1, 9, 5000), (10, 12, 5000), (13, 12, 7000)]
     assert found["segments"][2]["train_time_sec"] == 0
 
 
-def test_what_stays_known_of_an_old_checkpoint_may_never_change(finished_run):
+def test_fields_known_without_segments_can_never_change(finished_run):
     assert parse_manifest(finished_run / "run" / "step-00000009").fixed.keys() >= NEVER_CHANGES
     assert not NEVER_CHANGES & {name for names in CHANGEABLE.values() for name in names}
 
 
-def test_what_an_old_checkpoint_does_not_tell_is_unknown(started, finished_run, peak):
+def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak):
     """Never the smaller figure that is known; and it stays unknown when the run goes on once more."""
     file = started / "step-00000009" / "run_state.json"
     state = json.loads(file.read_text())
     del state["segments"]
     rewrite(started / "step-00000009", file, json.dumps(state).encode())
     peak[0] = 2000
-    assert go_on(started, finished_run) == 0
+    assert resume(started, finished_run) == 0
     (started / "RUN_COMPLETE.txt").unlink()
-    assert go_on(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
+    assert resume(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
     found = record(started)
     assert spans(found) == [(10, 12, 2000), (13, 14, 2000)]
     assert found["summary"][RSS] is None
@@ -206,7 +206,7 @@ GPU = {"hardware": {"device": "cuda"}}
         ([segment(1, 5, max_cuda_mem_allocated_bytes_rank0=8, **GPU), segment(6, 9, **GPU)], None, None),
     ],
 )
-def test_a_peak_is_known_where_every_process_told_its_own(segments, rss, allocated):
+def test_a_peak_is_known_if_every_segment_has_its_own(segments, rss, allocated):
     """On a CPU there is no GPU memory, which leaves the peak of the others known."""
     last = segments[-1].last_step if segments else 5
     found = highest_peaks(segments, first_step=1, last_step=last)

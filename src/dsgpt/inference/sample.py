@@ -97,11 +97,13 @@ def _encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Confi
     ids = ids or [tokenizer.eos_token_id]
     if max(ids) >= config.vocab_size:
         raise UserError(
-            f"--prompt {prompt!r}: the tokenizer encodes it with id {max(ids)}, but the model was trained with a "
-            f"vocabulary of {config.vocab_size}: use another prompt"
+            f"--prompt {prompt!r}: its largest id is {max(ids)}, but the model was trained with a vocabulary of "
+            f"{config.vocab_size}: use another prompt"
         )
     if len(ids) >= config.block_size:
-        raise UserError(f"--prompt has {len(ids)} tokens, and the model's context has {config.block_size}: shorten it")
+        raise UserError(
+            f"--prompt has {len(ids)} tokens, and the model reads at most {config.block_size - 1}: shorten it"
+        )
     return ids
 
 

@@ -96,7 +96,8 @@ def _missing_newest_line(run_dir: Path) -> list[str]:
     name = missing_newest(run_dir)
     if not name:
         return []
-    return [f"--resume: {run_dir / store.LATEST} names {name}, which does not exist; using the newest that does"]
+    latest = run_dir / store.LATEST
+    return [f"--resume: {latest} names {name}, which does not exist; resuming from the newest checkpoint that exists"]
 
 
 def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
@@ -176,7 +177,7 @@ def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]
             return checkpoint, refused
     if refused:
         raise UserError(
-            f"--resume: all checkpoints in {run_dir} are damaged: restore one, or start again with --overwrite",
+            f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
         )
     if damaged := store.marked_damaged(run_dir):
