@@ -56,7 +56,7 @@ def train(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _DISK_IS_FULL:
             raise
-        return _complain([f"{error}: make room, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
+        return _complain([f"{error}: free space, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
     except KeyboardInterrupt as error:
         return _interrupted(error, speaks=speaks)
     return EXIT_DONE

@@ -97,7 +97,7 @@ def _missing_newest_line(run_dir: Path) -> list[str]:
     if not name:
         return []
     latest = run_dir / store.LATEST
-    return [f"--resume: {latest} names {name}, which does not exist; resuming from the newest checkpoint that exists"]
+    return [f"--resume: {latest} names {name}, which does not exist; continuing from the newest one that does"]
 
 
 def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
