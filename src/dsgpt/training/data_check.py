@@ -81,7 +81,7 @@ def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | Non
         logger.info(f"{doubt}: hashed again; the sha256 is that of its sidecar")
     vocabulary = file.sidecar.vocab_size
     if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
-        problems.add(f"{file.path}: its largest id is {largest}, but its sidecar names a vocabulary of {vocabulary}")
+        problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
     return computed
 
 
