@@ -57,8 +57,8 @@ def test_lines_after_a_step_are_dropped_and_writing_continues(steps_file):
 
 def test_damaged_lines_are_left_out_and_counted(steps_file):
     lines = steps_file.read_bytes().splitlines(keepends=True)
-    spoiled = [lines[0], b"\0\0\0\n", b'{"step": \n', b"\xff\n", b"[1]\n", b'{"loss": 1}\n', *lines[1:]]
-    steps_file.write_bytes(b"".join(spoiled))
+    damaged_lines = [lines[0], b"\0\0\0\n", b'{"step": \n', b"\xff\n", b"[1]\n", b'{"loss": 1}\n', *lines[1:]]
+    steps_file.write_bytes(b"".join(damaged_lines))
     damaged: list[int] = []
     assert [line["step"] for line in read_steps(steps_file, damaged=damaged)] == [1, 2, 2, 3]
     assert damaged == [2, 3, 4, 5, 6]

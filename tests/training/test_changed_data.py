@@ -89,7 +89,7 @@ def test_a_copy_is_hashed_once(here, hashed, capsys):
     stat = (here / "train.bin").stat()
     assert (sidecar(here)["size"], sidecar(here)["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
     assert sidecar(here)["mixture"] == {"a": 0.5}, "keys of other tools stay"
-    assert (here / "train.json").stat().st_mode & 0o777 == 0o660, "whoever could read it still can"
+    assert (here / "train.json").stat().st_mode & 0o777 == 0o660, "its permissions stay"
     assert train(command_line(here)) == 0
     assert hashed == ["train.bin"]
     assert "hashed again" not in capsys.readouterr().out

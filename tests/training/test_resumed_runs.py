@@ -107,11 +107,11 @@ HARMS = [lose_a_file, cut_a_file, flip_a_bit, lose_the_manifest, lose_the_settin
 def test_the_checkpoint_before_a_damaged_one_is_resumed(stopped, finished_run, capsys, snapshot, harm):
     harm(stopped / "step-00000009")
     assert resume(stopped, finished_run) == 0
-    said = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in said if "is refused" in line]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "is refused" in line]
     assert "step-00000009" in line
     assert without_paths(line, stopped) == snapshot
-    assert f"resuming from {stopped / 'step-00000006'}" in said
+    assert f"resuming from {stopped / 'step-00000006'}" in lines
     assert record(stopped)["resumed_from"] == "step-00000006"
     assert (stopped / "step-00000009.damaged").is_dir()
     assert checkpoints(stopped) == [3, 6, 9, 12]

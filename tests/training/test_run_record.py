@@ -1,4 +1,4 @@
-"""What the record says while a run goes on, and after it ended early."""
+"""The record of a run while it trains, and after it ended early."""
 
 import json
 from collections.abc import Callable

@@ -160,7 +160,7 @@ def test_fields_known_without_segments_can_never_change(finished_run):
 
 
 def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak):
-    """Never the smaller figure that is known; and it stays unknown when the run goes on once more."""
+    """The smaller known figure is never used; after another resume it is still unknown."""
     file = started / "step-00000009" / "run_state.json"
     state = json.loads(file.read_text())
     del state["segments"]
@@ -185,9 +185,9 @@ def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak)
 
 
 def segment(first_step: int, last_step: int, **values: Any) -> Segment:
-    told = dict.fromkeys(Segment.__dataclass_fields__)
+    unknown = dict.fromkeys(Segment.__dataclass_fields__)
     return Segment(
-        **told | {"hardware": {"device": "cpu"}} | values | {"first_step": first_step, "last_step": last_step}
+        **unknown | {"hardware": {"device": "cpu"}} | values | {"first_step": first_step, "last_step": last_step}
     )
 
 
@@ -207,7 +207,7 @@ GPU = {"hardware": {"device": "cuda"}}
     ],
 )
 def test_a_peak_is_known_if_every_segment_has_its_own(segments, rss, allocated):
-    """On a CPU there is no GPU memory, which leaves the peak of the others known."""
+    """A segment on a CPU has no GPU memory; the peak of the other segments is known all the same."""
     last = segments[-1].last_step if segments else 5
     found = highest_peaks(segments, first_step=1, last_step=last)
     assert (found[RSS], found["max_cuda_mem_allocated_bytes_rank0"]) == (rss, allocated)

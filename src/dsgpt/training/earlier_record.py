@@ -44,7 +44,7 @@ def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
     """The record in the folder; None where there is none.
 
     Raises:
-        JsonError: the file is no record.
+        JsonError: the file is not a record.
     """
     path = run_dir / RECORD_FILE
     if not path.exists():

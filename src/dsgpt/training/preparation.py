@@ -50,7 +50,8 @@ class Prepared:
 def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     """Check what only one rank should read: the contents of the data, the run folder and its checkpoints.
 
-    Locks the run folder if a run was started in it before, and writes nothing else.
+    Locks the run folder if a run was started in it before, and renames back a checkpoint that was being replaced.
+    Nothing else is changed.
 
     Raises:
         UserError: with every mistake, a line each.

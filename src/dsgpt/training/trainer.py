@@ -62,7 +62,7 @@ class Trainer:
         Raises:
             NonFiniteError: the loss or gradient norm was NaN or infinite; that state was not saved.
             SaveError: a checkpoint could not be written.
-            Interrupted: on every rank, where the run was asked to stop; its last step was saved.
+            Interrupted: on every rank, where the run was asked to stop; every step that it took is saved.
         """
         with self._interruption.patience():
             try:
