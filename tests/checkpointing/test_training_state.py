@@ -1,4 +1,4 @@
-"""The state of training in files: whole tensors, in any order, and nothing that is not theirs is taken."""
+"""The state of training in files: whole tensors in any order; unexpected ones are refused."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def written(folder: Path, values: dict[str, ParamState]) -> Path:
 @pytest.mark.parametrize("moments", [("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()], ids=len)
 def test_what_was_written_is_read(tmp_path, moments):
     values = states(moments=moments)
-    folder = written(tmp_path / "step", dict(reversed(values.items())))  # a strategy's order is its own
+    folder = written(tmp_path / "step", dict(reversed(values.items())))  # each strategy has its own order
     reader = StateReader(folder)
     reader.require_shapes(SHAPES)
     assert reader.counters == COUNTERS
@@ -49,7 +49,7 @@ def test_what_was_written_is_read(tmp_path, moments):
         for ours, theirs in zip(reader.state(name), state, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or ours.equal(theirs)
-    assert load_file(folder / "model.safetensors").keys() == SHAPES.keys()  # the public reader takes it too
+    assert load_file(folder / "model.safetensors").keys() == SHAPES.keys()  # safetensors' own reader accepts it too
     assert (folder / "optimizer.safetensors").exists() == bool(moments)
 
 

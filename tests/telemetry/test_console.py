@@ -13,7 +13,7 @@ logger = logging.getLogger("dsgpt.tests")
 
 
 def test_lines_are_printed_and_copied_as_they_are(tmp_path, capsys):
-    """Those before the file is opened too, after what it holds; a percent sign or a level changes nothing."""
+    """Earlier lines are copied too, after the file's contents; percent signs and levels change nothing."""
     path = tmp_path / "train.log"
     path.write_text("before\n")
     sys.stdout.reconfigure(errors=PRINTABLE)  # as ``prepare_output`` does

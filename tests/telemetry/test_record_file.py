@@ -115,7 +115,7 @@ def test_latency_of_another_length_is_unknown_to_older_tools(tmp_path, inference
 
 
 def test_lines_that_a_full_disk_refused_are_written_later_and_whole(tmp_path):
-    """A limit on the size of files stands for the disk."""
+    """A limit on the size of files stands for a full disk."""
     log, path = StepLog(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
     log.write(LINES[:1])
     before = path.read_bytes()

@@ -33,7 +33,7 @@ def checkpoints(run_dir: Path) -> list[int]:
 
 
 def rewrite(checkpoint: Path, file: Path, data: bytes) -> None:
-    """Change a file of a checkpoint as if it had been saved so."""
+    """Replace a file of a checkpoint, and its size and hash in the manifest."""
     file.write_bytes(data)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -1,4 +1,4 @@
-"""Data that changed on disk, was copied, or came without its tokenizer: found at the start, before any work."""
+"""Data that changed on disk, was copied, or came without its tokenizer: noticed at the start, before any work."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def shuffle(path: Path, *, quietly: bool = False) -> None:
-    """Other contents in place, of the same size; ``quietly`` with the time of the last change set back."""
+    """Shuffle a file in place; with ``quietly``, set its modification time back."""
     before = path.stat()
     ids = np.random.default_rng(7).permutation(np.fromfile(path, dtype="<u2"))
     with path.open("r+b") as file:
@@ -49,12 +49,12 @@ def shuffle(path: Path, *, quietly: bool = False) -> None:
 
 
 def sidecar(folder: Path, **changes: Any) -> dict[str, Any]:
-    """What ``train.json`` says, after ``changes`` of it; None removes a key."""
+    """The contents of ``train.json``, after ``changes`` to it; ``...`` removes a key."""
     path = folder / "train.json"
-    said = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
+    values = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
     if changes:
-        path.write_text(json.dumps(said))
-    return said
+        path.write_text(json.dumps(values))
+    return values
 
 
 def test_data_as_it_was_prepared_is_not_hashed_again(here, hashed, capsys):

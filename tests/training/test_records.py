@@ -1,4 +1,4 @@
-"""The files of a run: what they hold, and that it is true."""
+"""The files of a run have every key, and their values are right."""
 
 import json
 import math
@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path, ranks):
 
 
 def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
-    """The loss of the step that is saved was measured before its update: only the weights show what the update did."""
+    """The loss of the saved step was computed before its update, so only the weights show what the update did."""
     infinite = {"type": "SGD", "params": {"lr": 1e38, "weight_decay": 1000.0}}
     recipe = write_recipe(tmp_path / "recipe.json", optimizer=infinite, clipping=0, scheduler=CONSTANT_AFTER_2)
     run = tmp_path / "run"

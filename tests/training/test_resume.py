@@ -1,4 +1,4 @@
-"""What was saved is continued exactly; what cannot be continued is refused."""
+"""A resume continues exactly from what was saved, or refuses."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a run may find in its folder, and who may write there."""
+"""What a run does with files that it finds in its folder, and the lock that keeps others out."""
 
 import fcntl
 import shutil

@@ -1,4 +1,4 @@
-"""The record of a run that several processes made: each with its own figures, and sums and peaks over all of them."""
+"""The record of a run that several processes trained: figures of each, and sums and peaks over all."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_the_charts_say_what_changed_and_when(resumed):
 
 @pytest.fixture
 def peak(monkeypatch) -> list[int]:
-    """What the next process needs at most, in bytes."""
+    """The peak memory of the next process, in bytes."""
     needed = [1]
     monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: needed[0])
     return needed
@@ -125,7 +125,7 @@ def started(finished_run, tmp_path, peak) -> Path:
 
 
 def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, peak):
-    """A process whose steps were lost is none of them, and took no part in their peak."""
+    """A process whose steps were lost has no segment, and its peak is left out."""
     for needed in (9000, 2000):
         peak[0] = needed
         assert resume(started, finished_run) == 0
@@ -138,7 +138,7 @@ def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, pe
 
 
 def test_epochs_have_the_peak_of_those_that_took_part_in_them(started, finished_run, peak):
-    """Epochs of 5 steps: the second process took the end of the second, and the third."""
+    """Epochs have 5 steps: the second process took the end of the second epoch, and the third."""
     peak[0] = 2000
     assert resume(started, finished_run) == 0
     assert [epoch[RSS] for epoch in record(started)["epochs"]] == [5000, 5000, 2000]
@@ -176,7 +176,7 @@ def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak)
     assert (found["host"], found["hardware"]["cpu_count"], found["env"]["torch_version"]) == (None, None, None)
     assert found["training_config"]["strategy"] is None
     assert found["training_config"]["seed"] == 1337  # which no process may change
-    assert found["training_config"]["precision"] == "fp32"  # nor this, though each process says it
+    assert found["training_config"]["precision"] == "fp32"  # no process may change this either
     assert found["training_config"]["quantized_weights"] is None
     assert found["summary"]["train_time_sec"] > 0  # from the lines of its steps
 

@@ -1,4 +1,4 @@
-"""What sinks receive of a run, and what their write errors do to it."""
+"""The events that sinks receive from a run, and how it handles their write errors."""
 
 import errno
 import os
