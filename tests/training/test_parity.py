@@ -1,4 +1,4 @@
-"""Whole runs of ``src/gpt2.py`` against the baseline's, where the parity suite (``tests/benchmarks/parity``) does not look.
+"""Whole runs of ``src/gpt2.py`` against the baseline's, where the parity suite (``benchmarks.parity``) does not look.
 
 It compares every strategy with plain PyTorch on several ranks, step by step, but starts its own processes and trains no
 run to its end; and its bounds for bf16 are those of several ranks.
