@@ -25,7 +25,7 @@ RECIPE: dict[str, Any] = {
 
 
 def write_tokens(path: Path, ids: np.ndarray, **changes: Any) -> Path:
-    """``ids`` as uint16 in ``path``, with a sidecar in which ``changes`` stand instead of the truth."""
+    """``ids`` as uint16 in ``path``, with a sidecar in which ``changes`` replace the true values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = np.asarray(ids).astype("<u2").tobytes()
     path.write_bytes(data)
@@ -92,7 +92,7 @@ def write_tokenizer(folder: Path, *, size: int = VOCABULARY) -> dict[str, str | 
     """A byte-level tokenizer of ``size`` ids without merges, its end-of-text id the last.
 
     Returns:
-        What a sidecar beside ``folder`` says of it.
+        The ``tokenizer`` entry of a sidecar for data of this tokenizer.
     """
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"unused{number}" for number in range(size - VOCABULARY))]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))

@@ -74,12 +74,12 @@ def train(
 
 
 def finished(done: subprocess.CompletedProcess[str]) -> None:
-    """Require that a training ended well, and show what it said if not."""
+    """Require that a training ended well, and show its output if not."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
-    """``training_metrics.json``; NaN and Infinity are no JSON and fail."""
+    """``training_metrics.json``; NaN and Infinity are not JSON and fail."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} in training_metrics.json")

@@ -33,7 +33,7 @@ WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
 """Launchers whose exit stops the run. A process started from a shell may outlive the shell."""
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
 PATIENCE_SEC = 10
-"""Seconds other ranks wait before they print the error themselves. The launcher usually ends them before."""
+"""Seconds other ranks wait before they print the error themselves. The launcher usually ends them first."""
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def train(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _DISK_IS_FULL:
             raise
-        return _complain([f"{error}: make room, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
+        return _complain([f"{error}: free space, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
     except KeyboardInterrupt as error:
         return _interrupted(error, speaks=speaks)
     return EXIT_DONE
@@ -68,7 +68,7 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         DifferentRunError: the run folder holds a run with other settings, and nothing else is wrong.
         UserError: something else is wrong.
-        OSError: the system refuses, perhaps only now.
+        OSError: the system refuses something, perhaps temporarily.
         KeyboardInterrupt: it was interrupted.
     """
     _find_tools_beside_interpreter()
@@ -91,7 +91,7 @@ def leave(code: int) -> NoReturn:
     """End this process at once, after its output is flushed.
 
     At an ordinary exit a thread of gloo may still run while C++ destroys its objects, which aborts the process: about
-    one in a hundred finished runs of two ranks then ended with signal 6.
+    one in a hundred finished runs of two ranks ended with signal 6.
     """
     for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(OSError):  # of a terminal that is gone
@@ -110,7 +110,8 @@ def _find_tools_beside_interpreter() -> None:
 def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
     """Print each line; returns ``code``.
 
-    All ranks usually fail with the same error: the others print it only if rank 0 did not end the run before.
+    All ranks usually fail with the same error. Rank 0 prints it at once; another rank, only if it still runs after
+    ``PATIENCE_SEC``.
     """
     if not speaks:
         time.sleep(PATIENCE_SEC)

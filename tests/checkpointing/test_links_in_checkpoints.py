@@ -1,4 +1,4 @@
-"""Inside a run folder or a checkpoint no link is followed; a path that the user names may be one."""
+"""No link inside a run folder or a checkpoint is followed; a path that the user names may be a link."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def saved(run_dir: Path, step: int) -> Path:
     return published(run_dir, begun(run_dir, step), step)
 
 
-def test_a_manifest_names_no_link_and_of_a_tokenizer_only_what_is_known(tmp_path):
+def test_a_manifest_names_no_links_and_only_known_files_of_a_tokenizer(tmp_path):
     folder = begun(tmp_path, 5)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -47,7 +47,7 @@ def test_a_manifest_names_no_link_and_of_a_tokenizer_only_what_is_known(tmp_path
 
 
 @pytest.mark.parametrize("name", ["deep/weights.bin", "deep"])
-def test_a_link_in_the_place_of_a_file_is_damage(tmp_path, name):
+def test_a_link_instead_of_a_file_is_damage(tmp_path, name):
     checkpoint = saved(tmp_path, 5)
     (checkpoint / name).rename(tmp_path / "moved")
     (checkpoint / name).symlink_to(tmp_path / "moved")
@@ -55,7 +55,7 @@ def test_a_link_in_the_place_of_a_file_is_damage(tmp_path, name):
         read_manifest(checkpoint)
 
 
-def test_a_manifest_that_is_a_link_is_none(tmp_path):
+def test_a_linked_manifest_is_refused(tmp_path):
     checkpoint = saved(tmp_path, 5)
     (checkpoint / "manifest.json").rename(tmp_path / "moved")
     (checkpoint / "manifest.json").symlink_to(tmp_path / "moved")
@@ -64,14 +64,14 @@ def test_a_manifest_that_is_a_link_is_none(tmp_path):
     assert store.checkpoints(tmp_path) == []
 
 
-def test_a_checkpoint_that_is_a_link_is_followed_only_where_it_is_named(tmp_path):
+def test_a_linked_checkpoint_is_followed_only_if_it_is_named(tmp_path):
     run_dir = tmp_path / "run"
     saved(run_dir, 4)
     moved = Path(shutil.move(saved(run_dir, 5), tmp_path / "moved"))
     link = run_dir / "step-00000005"
     link.symlink_to(moved)
     assert [path.name for path in store.candidates(run_dir)] == ["step-00000004"]
-    with pytest.raises(UserError, match=r"step-00000005 is a link.*name it itself"):
+    with pytest.raises(UserError, match=r"step-00000005 is a link.*name the link itself"):
         find_checkpoint(run_dir, flag="--checkpoint")
     assert find_checkpoint(link, flag="--checkpoint") == link
     read_manifest(link)
@@ -89,13 +89,13 @@ def test_best_is_not_read_through_a_link(tmp_path):
         find_checkpoint(tmp_path, which="best", flag="--checkpoint")
 
 
-def test_what_was_to_be_replaced_is_not_put_back_as_a_link(tmp_path):
+def test_a_link_is_not_renamed_back(tmp_path):
     (tmp_path / ".partial-step-00000005.replaced").symlink_to(tmp_path)
     store.put_back(tmp_path)
     assert not os.path.lexists(tmp_path / "step-00000005")
 
 
-def test_latest_is_replaced_and_not_written_through(tmp_path):
+def test_a_linked_latest_is_replaced_and_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "latest").symlink_to(tmp_path / "precious")
     saved(tmp_path, 5)

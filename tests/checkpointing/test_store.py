@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent."""
+"""A checkpoint is complete or absent."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     read_manifest(checkpoint)
 
 
-def test_an_unfinished_save_is_no_checkpoint_and_no_hindrance(tmp_path):
+def test_an_unfinished_save_is_not_a_checkpoint_and_does_not_stop_the_next(tmp_path):
     saved(tmp_path, 5)
     (store.begin(tmp_path, 6) / "half").write_bytes(b"...")
     (tmp_path / "step-00000007").mkdir()  # no manifest
@@ -85,15 +85,15 @@ def test_damage_is_named(tmp_path, harm):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"files": []}', '{"files": {}}', '{"files": {"a": 5}}', '{"files": {"a": {}}}']
 )
-def test_manifests_that_are_none(tmp_path, text):
+def test_unreadable_manifests_are_refused(tmp_path, text):
     checkpoint = saved(tmp_path, 5)
     (checkpoint / "manifest.json").write_text(text)
     (checkpoint / "a").write_text("")
-    with pytest.raises(UserError, match=r"manifest\.json: is no readable manifest"):
+    with pytest.raises(UserError, match=r"manifest\.json: is not a readable manifest"):
         read_manifest(checkpoint)
 
 
-def test_random_streams_go_on(tmp_path):
+def test_random_streams_continue(tmp_path):
     torch.manual_seed(3)
     save_random_state(tmp_path, rank=2, device=torch.device("cpu"))
     drawn = torch.rand(5)
@@ -107,7 +107,7 @@ def test_the_manifest_is_plain_json(tmp_path):
     assert json.loads(text)["files"]["deep/weights.bin"]["size"] == 7
 
 
-def test_files_that_may_only_be_read_are_saved(tmp_path, monkeypatch):
+def test_read_only_files_are_saved(tmp_path, monkeypatch):
     """Root may write what is read-only, so opening for writing is refused here."""
     original = Path.open
 
@@ -120,7 +120,7 @@ def test_files_that_may_only_be_read_are_saved(tmp_path, monkeypatch):
     assert saved(tmp_path, 5).is_dir()
 
 
-def test_folders_inside_are_durable(tmp_path, monkeypatch):
+def test_subfolders_are_durable(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(store, "sync_directory", synced.append)
     saved(tmp_path, 5)
@@ -128,7 +128,7 @@ def test_folders_inside_are_durable(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "deep/../../outside"])
-def test_a_manifest_that_reaches_outside_is_none(tmp_path, name):
+def test_a_manifest_that_names_files_outside_is_refused(tmp_path, name):
     checkpoint = saved(tmp_path, 5)
     (tmp_path / "outside").write_bytes(b"")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -147,7 +147,7 @@ def test_retention_follows_no_link(tmp_path):
     read_manifest(outside)
 
 
-def test_a_kill_while_removing_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+def test_a_kill_while_removing_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     saved(tmp_path, 5)
 
     def killed(path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_kill_while_a_step_is_saved_again_loses_neither(tmp_path, monkeypatch)
     read_manifest(tmp_path / "step-00000005")
 
 
-def test_a_step_that_cannot_be_saved_again_is_as_it_was(tmp_path, monkeypatch):
+def test_a_failed_second_save_of_a_step_keeps_the_first(tmp_path, monkeypatch):
     saved(tmp_path, 5)
     rename, refusals = Path.rename, [OSError(5, "Input/output error")]
 
@@ -193,8 +193,8 @@ def test_a_step_that_cannot_be_saved_again_is_as_it_was(tmp_path, monkeypatch):
     assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
 
 
-def test_what_was_removed_does_not_come_back(tmp_path):
-    """A run that is overwritten is taken out of the way first; a kill then must not leave it to go on with."""
+def test_a_removed_checkpoint_is_not_renamed_back(tmp_path):
+    """``--overwrite`` renames a run's checkpoints before it removes them; a kill in between must not leave them."""
     store.set_aside(saved(tmp_path, 5))
     store.put_back(tmp_path)
     assert store.candidates(tmp_path) == []
@@ -207,7 +207,7 @@ def test_steps_of_any_number_are_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("loss", ['"low"', "[1]", "{}"])
-def test_a_loss_that_is_none_makes_no_best_checkpoint(tmp_path, loss):
+def test_a_loss_that_is_not_a_number_makes_no_best_checkpoint(tmp_path, loss):
     checkpoint = saved(tmp_path, 5)
     text = (checkpoint / "manifest.json").read_text()
     (checkpoint / "manifest.json").write_text(text.replace('"val_loss": null', f'"val_loss": {loss}'))
@@ -215,8 +215,8 @@ def test_a_loss_that_is_none_makes_no_best_checkpoint(tmp_path, loss):
     assert store.name_newest_and_best(tmp_path) is None
 
 
-def test_old_checkpoints_go_also_when_the_newest_cannot_be_named(tmp_path, monkeypatch):
-    """Of a full disk they hold the room that is wanting."""
+def test_old_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path, monkeypatch):
+    """On a full disk they take the space that is needed."""
     saved(tmp_path, 5)
 
     def full(*_: Any) -> None:
@@ -245,7 +245,7 @@ def test_losses_on_other_validation_data_are_not_compared(tmp_path):
     assert (tmp_path / "best").read_text() == "step-00000002\n"
 
 
-def test_the_newest_says_what_is_validated_on_also_without_a_loss_of_its_own(tmp_path):
+def test_without_a_loss_on_the_newest_validation_set_there_is_no_best(tmp_path):
     validated(tmp_path, 1, 0.5, on="old")
     assert (tmp_path / "best").read_text() == "step-00000001\n"
     validated(tmp_path, 2, None, on="new", keep=1)

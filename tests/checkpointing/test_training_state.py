@@ -1,4 +1,4 @@
-"""The state of training in files: whole tensors, in any order, and nothing that is not theirs is taken."""
+"""The state of training in files: whole tensors in any order; unexpected ones are refused."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def written(folder: Path, values: dict[str, ParamState]) -> Path:
 @pytest.mark.parametrize("moments", [("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()], ids=len)
 def test_what_was_written_is_read(tmp_path, moments):
     values = states(moments=moments)
-    folder = written(tmp_path / "step", dict(reversed(values.items())))  # a strategy's order is its own
+    folder = written(tmp_path / "step", dict(reversed(values.items())))  # each strategy has its own order
     reader = StateReader(folder)
     reader.require_shapes(SHAPES)
     assert reader.counters == COUNTERS
@@ -49,7 +49,7 @@ def test_what_was_written_is_read(tmp_path, moments):
         for ours, theirs in zip(reader.state(name), state, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or ours.equal(theirs)
-    assert load_file(folder / "model.safetensors").keys() == SHAPES.keys()  # the public reader takes it too
+    assert load_file(folder / "model.safetensors").keys() == SHAPES.keys()  # safetensors' own reader accepts it too
     assert (folder / "optimizer.safetensors").exists() == bool(moments)
 
 
@@ -85,14 +85,14 @@ def test_a_change_of_every_tensor_keeps_them_apart():
         assert all(value.equal(2 * state.moments[key]) for key, value in doubled.moments.items())
 
 
-def test_a_spoiled_weight_is_named(tmp_path):
+def test_a_weight_that_is_not_finite_is_named(tmp_path):
     values = states()
     values["wpe.weight"].weight[1, 2] = float("nan")
     assert write_training_state(tmp_path, iter(values.items()), COUNTERS, shapes=SHAPES, writes=True) == ["wpe.weight"]
 
 
 def test_a_rank_that_cannot_write_takes_part_to_the_end(tmp_path):
-    """The others gather each tensor with it, and would wait for it."""
+    """The others gather each tensor together with it, and would otherwise wait for ever."""
     gathered = []
 
     def gather() -> Iterator[tuple[str, ParamState]]:
@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_write_takes_part_to_the_end(tmp_path):
     assert gathered == list(SHAPES)
 
 
-def test_a_tensor_that_never_came_is_an_error(tmp_path):
+def test_a_missing_tensor_is_an_error(tmp_path):
     missing = states()
     del missing["ln_f.bias"]
     with pytest.raises(ValueError, match=r"ln_f\.bias"):
@@ -137,7 +137,7 @@ def test_counters_of_another_version_are_refused(tmp_path, text):
         (folder / "training_state.json").unlink()
     else:
         (folder / "training_state.json").write_text(text)
-    with pytest.raises(UserError, match="no training state of this version"):
+    with pytest.raises(UserError, match="not a training state of this version"):
         StateReader(folder)
 
 

@@ -1,4 +1,4 @@
-"""An exported folder goes to others: no code, no request for code and no link's contents go with it."""
+"""An exported folder contains no code, no request for code, and no contents of links."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("form", ["hf", "portable", "deepspeed"])
-def test_code_goes_nowhere(checkpoint, tmp_path, form):
+def test_code_is_not_exported(checkpoint, tmp_path, form):
     bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
     said = converted("--from", checkpoint, "--to", form, tmp_path / "out")
@@ -25,7 +25,7 @@ def test_code_goes_nowhere(checkpoint, tmp_path, form):
 
 
 @pytest.mark.parametrize("form", ["hf", "portable"])
-def test_only_known_files_go_along(checkpoint, tmp_path, form):
+def test_only_known_files_are_exported(checkpoint, tmp_path, form):
     (checkpoint / "tokenizer" / "helper.py").write_text("")
     (checkpoint / "tokenizer" / "notes.txt").write_text("")
     seal(checkpoint)
@@ -42,7 +42,7 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("harm", ["code", "link"])
-def test_a_published_folder_gives_no_such_tokenizer_on(tmp_path, harm):
+def test_the_harmful_tokenizer_of_a_published_folder_is_left_out(tmp_path, harm):
     folder = tmp_path / "published"
     publish(folder, vocab_size=VOCABULARY)
     write_tokenizer(tmp_path / "tokenizer")

@@ -82,8 +82,8 @@ def test_top_k_draws_from_the_likeliest():
 
 
 @pytest.mark.parametrize(("prompt", "new_tokens"), [(torch.tensor([], dtype=torch.long), 1), (PROMPT, 20)])
-def test_what_does_not_fit_is_refused(prompt, new_tokens):
-    with pytest.raises(ValueError, match="do not fit 24 positions"):
+def test_more_tokens_than_positions_are_refused(prompt, new_tokens):
+    with pytest.raises(ValueError, match="do not fit into 24 positions"):
         list(generate(MODEL, prompt, new_tokens=new_tokens))
 
 

@@ -1,4 +1,4 @@
-"""``src/generate.py``: text from a real run, and every way in which it is refused."""
+"""``src/generate.py`` generates text from a real run, or refuses with the reason."""
 
 import hashlib
 import json
@@ -95,30 +95,28 @@ def test_a_checkpoint_may_be_named_itself(run_dir):
     assert texts(older)
 
 
-def test_a_prompt_longer_than_the_context(run_dir):
-    assert refusal(run_dir, prompt="x" * 16) == ["--prompt is 16 tokens long, and the model reads 16: shorten it"]
+def test_a_prompt_longer_than_the_context(run_dir, snapshot):
+    assert refusal(run_dir, prompt="x" * 16) == snapshot
 
 
-def test_a_prompt_that_is_no_text(run_dir):
+def test_a_prompt_that_is_not_text(run_dir):
     """What Python makes of bytes on the command line that are not UTF-8."""
     assert refusal(run_dir, prompt="def \udcff") == ["--prompt is not valid UTF-8 text"]
     assert texts(run_dir, prompt="é 日")
 
 
-def test_a_prompt_outside_the_models_vocabulary(tmp_path):
+def test_a_prompt_outside_the_models_vocabulary(tmp_path, snapshot):
     folder = write_data(tmp_path)
     write_recipe(folder / "recipe.json")
     tokenizer = write_tokenizer(folder / "tokenizer")
     for name in ("train.bin", "val.bin"):
         write_tokens(folder / name, random_ids(TOKENS, below=60), tokenizer=tokenizer)
     assert train(command_line(folder, vocab_size=60)) == 0
-    (line,) = refusal(folder / "run", prompt="~")
-    assert line.startswith("--prompt '~': the tokenizer makes id 93 of it, but the model was trained with a vocabulary")
-    (line,) = refusal(folder / "run", prompt="")
-    assert line.startswith("--prompt '': the tokenizer makes id 256 of it")
+    assert refusal(folder / "run", prompt="~") == snapshot
+    assert refusal(folder / "run", prompt="") == snapshot
 
 
-def test_a_tokenizer_without_an_end_of_text(run_dir, tmp_path):
+def test_a_tokenizer_without_an_end_of_text(run_dir, tmp_path, snapshot):
     copy = tmp_path / "step-00000001"
     shutil.copytree(run_dir / "step-00000001", copy)
     settings = copy / "tokenizer" / "tokenizer_config.json"
@@ -128,8 +126,7 @@ def test_a_tokenizer_without_an_end_of_text(run_dir, tmp_path):
     facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest["files"]["tokenizer/tokenizer_config.json"] = facts
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    (line,) = refusal(copy, prompt="")
-    assert line.startswith("--prompt is empty, and this tokenizer has no end-of-text token")
+    assert refusal(copy, prompt="") == snapshot
     assert texts(copy, prompt="def")
 
 
@@ -146,11 +143,11 @@ def test_a_tokenizer_without_an_end_of_text(run_dir, tmp_path):
         ({"seed": 2**64}, f"--seed must be a whole number from 0 to 2^63 - 1, not {2**64}"),
     ],
 )
-def test_numbers_that_make_no_sense(run_dir, changes, line):
+def test_numbers_out_of_range(run_dir, changes, line):
     assert refusal(run_dir, **changes) == [line]
 
 
-def test_mistakes_are_told_together(run_dir):
+def test_mistakes_are_reported_together(run_dir):
     assert len(refusal(run_dir, samples=0, top_k=0, temperature=-1.0, seed=-1)) == 4
 
 
@@ -166,34 +163,33 @@ def test_no_checkpoint_there(tmp_path):
     assert refusal(tmp_path / "file") == [line]
 
 
-def test_no_tokenizer(run_dir, tmp_path):
+def test_no_tokenizer(run_dir, tmp_path, snapshot):
     copy = tmp_path / "step-00000001"
     shutil.copytree(run_dir / "step-00000001", copy)
     shutil.rmtree(copy / "tokenizer")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("tokenizer/")}
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    (line,) = refusal(copy)
-    assert line.startswith("RUN: has no tokenizer, because its training data came without one")
+    assert refusal(copy) == snapshot
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
-def test_a_damaged_checkpoint_is_named(run_dir, tmp_path, name):
+def test_a_damaged_file_is_named(run_dir, tmp_path, snapshot, name):
     copy = tmp_path / "step-00000001"
     shutil.copytree(run_dir / "step-00000001", copy)
     data = bytearray((copy / name).read_bytes())
     data[-3] ^= 1
     (copy / name).write_bytes(data)
-    assert refusal(copy) == [f"RUN/{name}: is damaged: its contents are not those that manifest.json says"]
+    assert refusal(copy) == snapshot
 
 
-def test_a_manifest_that_is_no_manifest(run_dir, tmp_path):
+def test_an_unreadable_manifest_is_refused(run_dir, tmp_path):
     copy = tmp_path / "step-00000001"
     shutil.copytree(run_dir / "step-00000001", copy)
     for text in ("{", "[]", "{}", '{"files": 5}'):
         (copy / "manifest.json").write_text(text)
         (line,) = refusal(copy)
-        assert line.startswith("RUN/manifest.json: is no readable manifest (")
+        assert line.startswith("RUN/manifest.json: is not a readable manifest (")
 
 
 def test_errors_of_the_command(run_dir, tmp_path):

@@ -1,4 +1,4 @@
-"""A checkpoint whose tokenizer brings code, or is no tokenizer: one line, and nothing of it runs."""
+"""A checkpoint whose tokenizer brings code or is damaged is refused in one line, and its code never runs."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def refusal(checkpoint: Path) -> str:
     return line
 
 
-def test_code_is_refused_whatever_is_answered(checkpoint, tmp_path):
+def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path):
     marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
     script = REPOSITORY / "src" / "generate.py"

@@ -110,7 +110,7 @@ def test_options_that_move_gradients_otherwise(setup):
 
 
 def test_zero_plus_plus_has_no_formula(setup):
-    with pytest.raises(ValueError, match="no formula for Zero"):
+    with pytest.raises(ValueError, match="no formula predicts Zero"):
         setup("zeropp")
 
 

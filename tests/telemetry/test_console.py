@@ -13,7 +13,7 @@ logger = logging.getLogger("dsgpt.tests")
 
 
 def test_lines_are_printed_and_copied_as_they_are(tmp_path, capsys):
-    """Those before the file is opened too, after what it holds; a percent sign or a level changes nothing."""
+    """Earlier lines are copied too, after the file's contents; percent signs and levels change nothing."""
     path = tmp_path / "train.log"
     path.write_text("before\n")
     sys.stdout.reconfigure(errors=PRINTABLE)  # as ``prepare_output`` does
@@ -54,7 +54,7 @@ def test_the_setting_ends_with_its_context(capsys):
     assert (package.level, package.propagate, list(package.handlers)) == before
 
 
-def test_a_line_that_the_disk_refuses_ends_nothing(tmp_path, capsys):
+def test_a_line_that_the_disk_refuses_does_not_end_the_run(tmp_path, capsys):
     with logging_to_console(speaks=True), LogFile() as log:
         log.open(tmp_path / "train.log")
         log._file = FileIO("/dev/full", "a")

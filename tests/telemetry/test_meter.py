@@ -1,4 +1,4 @@
-"""What is made of the times and losses of steps."""
+"""Lines and figures from the times and losses of steps."""
 
 import time
 from typing import Any
@@ -88,8 +88,8 @@ def test_lost_steps_make_sums_unknown_and_counts_stay():
     assert line["wall_time_sec"] >= 70
 
 
-def test_what_the_device_has_not_finished_waits(monkeypatch):
-    """The stand-in is a GPU that got no further than step 1."""
+def test_steps_that_the_device_has_not_finished_wait(monkeypatch):
+    """A stand-in for a GPU that has finished only step 1."""
     meter = StepMeter(CPU, tokens_per_step=100)
     for step in (1, 2):
         meter.stop(meter.start(), step=step, epoch=0, result=result(1.0), dataload_sec=0.0)
@@ -113,9 +113,9 @@ def test_waiting_for_data_is_timed_and_counted_once():
 
 
 @pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"loss": float("inf")}, {"grad_norm": float("nan")}])
-def test_what_is_not_finite_stops_the_run(bad):
+def test_a_value_that_is_not_finite_stops_the_run(bad):
     good = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "skipped": False}
-    require_finite([good, good | {"skipped": True, "grad_norm": float("inf")}])  # fp16 loss scaling at work
+    require_finite([good, good | {"skipped": True, "grad_norm": float("inf")}])  # fp16 loss scaling skips such steps
     with pytest.raises(NonFiniteError, match=r"step 7: loss .*: training stopped, and this state is not saved"):
         require_finite([good, good | {"step": 7} | bad])
 

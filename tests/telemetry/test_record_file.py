@@ -45,7 +45,7 @@ def test_a_torn_last_line_is_left_out(steps_file):
         assert len(list(read_steps(steps_file))) == 3
 
 
-def test_lines_past_a_step_are_dropped_and_writing_goes_on(steps_file):
+def test_lines_after_a_step_are_dropped_and_writing_continues(steps_file):
     steps_file.write_bytes(steps_file.read_bytes() + b'{"step": 4, "lo')
     drop_steps_after(steps_file, 2)
     log = StepLog(steps_file)
@@ -57,8 +57,8 @@ def test_lines_past_a_step_are_dropped_and_writing_goes_on(steps_file):
 
 def test_damaged_lines_are_left_out_and_counted(steps_file):
     lines = steps_file.read_bytes().splitlines(keepends=True)
-    spoiled = [lines[0], b"\0\0\0\n", b'{"step": \n', b"\xff\n", b"[1]\n", b'{"loss": 1}\n', *lines[1:]]
-    steps_file.write_bytes(b"".join(spoiled))
+    damaged_lines = [lines[0], b"\0\0\0\n", b'{"step": \n', b"\xff\n", b"[1]\n", b'{"loss": 1}\n', *lines[1:]]
+    steps_file.write_bytes(b"".join(damaged_lines))
     damaged: list[int] = []
     assert [line["step"] for line in read_steps(steps_file, damaged=damaged)] == [1, 2, 2, 3]
     assert damaged == [2, 3, 4, 5, 6]
@@ -71,7 +71,7 @@ def test_dropping_from_a_missing_file_makes_an_empty_one(tmp_path):
     assert list(read_steps(tmp_path / "metrics.jsonl")) == []
 
 
-def test_what_is_not_finite_is_unknown():
+def test_a_value_that_is_not_finite_is_unknown():
     value = {"a": [float("nan"), 1.0, (float("-inf"),)], "b": {"c": float("inf")}, "d": "nan", "e": 0, "f": None}
     assert finite(value) == {"a": [None, 1.0, [None]], "b": {"c": None}, "d": "nan", "e": 0, "f": None}
 
@@ -83,7 +83,7 @@ def test_percentile_by_nearest_rank(fraction, value):
     assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], fraction) == value
 
 
-def test_nothing_has_no_mean():
+def test_an_empty_list_has_no_mean():
     assert mean([]) is None
     assert percentile([], 0.5) is None
     assert mean([1.0, 2.0]) == 1.5
@@ -114,8 +114,8 @@ def test_latency_of_another_length_is_unknown_to_older_tools(tmp_path, inference
     assert (found["inference_latency"], found["inference_throughput"]) == (None, None)
 
 
-def test_what_a_full_disk_refuses_comes_later_and_whole(tmp_path):
-    """A limit on the size of files stands for the disk."""
+def test_lines_that_a_full_disk_refused_are_written_later_and_whole(tmp_path):
+    """A limit on the size of files stands for a full disk."""
     log, path = StepLog(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
     log.write(LINES[:1])
     before = path.read_bytes()

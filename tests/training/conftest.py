@@ -12,7 +12,7 @@ from dsgpt.main import train
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, a recipe, and a finished run in ``run``; nobody changes it."""
+    """A folder with data, a recipe, and a finished run in ``run``; tests only read it."""
     folder = write_data(tmp_path_factory.mktemp("finished"))
     write_recipe(folder / "recipe.json")
     assert train(command_line(folder, **LONG)) == 0

@@ -18,7 +18,7 @@ def record(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "training_metrics.json").read_text())
 
 
-def go_on(run_dir: Path, folder: Path, **changes: Any) -> int:
+def resume(run_dir: Path, folder: Path, **changes: Any) -> int:
     """Resume the run in ``run_dir``, which was started with the data and recipe in ``folder``."""
     return train(command_line(folder, **LONG | {"checkpoint_path": run_dir, "resume": True} | changes))
 
@@ -33,7 +33,7 @@ def checkpoints(run_dir: Path) -> list[int]:
 
 
 def rewrite(checkpoint: Path, file: Path, data: bytes) -> None:
-    """Change a file of a checkpoint as if it had been saved so."""
+    """Replace a file of a checkpoint, and its size and hash in the manifest."""
     file.write_bytes(data)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     facts = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

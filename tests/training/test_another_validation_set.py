@@ -1,4 +1,4 @@
-"""After ``--allow_changed data`` the best begins anew: losses on different validation sets cannot be compared."""
+"""After ``--allow_changed data`` the best starts anew: losses on different validation sets cannot be compared."""
 
 import json
 import shutil
@@ -43,9 +43,9 @@ def run_dir(easy: Path, tmp_path: Path) -> Path:
 
 
 def harder(easy: Path, run_dir: Path, **changes: Any) -> list[str]:
-    """The command that goes on with the run and validates on ``hard.bin``."""
-    goes_on = {"resume": True, "val_data_path": easy / "hard.bin", "checkpoint_path": run_dir}
-    return command_line(easy, **FLAGS | goes_on | {"allow_changed": "data"} | changes)
+    """The command that resumes the run and validates on ``hard.bin``."""
+    resumes = {"resume": True, "val_data_path": easy / "hard.bin", "checkpoint_path": run_dir}
+    return command_line(easy, **FLAGS | resumes | {"allow_changed": "data"} | changes)
 
 
 def validations(run_dir: Path) -> list[tuple[int, float]]:
@@ -53,7 +53,7 @@ def validations(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
 
 
-def test_the_best_is_of_the_new_set(easy, run_dir, capsys):
+def test_the_best_is_chosen_on_the_new_set(easy, run_dir, capsys):
     old = [loss for step, loss in validations(run_dir) if step <= 6]
     assert train(harder(easy, run_dir, keep_checkpoints=2)) == 0
     new = validations(run_dir)[len(old) :]
@@ -68,11 +68,11 @@ def test_the_best_is_of_the_new_set(easy, run_dir, capsys):
     assert find_checkpoint(run_dir, which="best", flag="--from").name == f"step-{best:08d}"
     assert checkpoints(run_dir) == sorted({best, 10, 12}), "a loss of the old set keeps no checkpoint"
     assert read_run_state(run_dir / "step-00000012").best_val_loss == min(losses.values())
-    assert "the best validation loss begins anew" in capsys.readouterr().out
+    assert "the best validation loss starts anew" in capsys.readouterr().out
 
 
 def test_before_the_first_validation_nothing_is_the_best(easy, run_dir, monkeypatch):
-    """Nor is the last loss of the old set the last one of the run, also after one more resume."""
+    """The last loss on the old set is not the run's last one either, even after another resume."""
     monkeypatch.setattr(Journal, "validated", Killed.now)
     for changes in ({"allow_changed": "data"}, {"allow_changed": None}):
         with pytest.raises(Killed):
@@ -95,8 +95,8 @@ def test_a_best_that_an_earlier_version_named_across_sets_is_refused(easy, run_d
         find_checkpoint(run_dir, which="best", flag="--from")
 
 
-def test_back_on_the_first_set_the_best_begins_anew_once_more(easy, run_dir, monkeypatch):
-    """Checkpoints and the record agree: losses of before the other set count in neither."""
+def test_the_best_starts_anew_again_back_on_the_first_set(easy, run_dir, monkeypatch):
+    """Checkpoints and the record agree: earlier losses on the first set count in neither."""
     validated = Journal.validated
 
     def killed_after_step_8(journal: Journal, **values: Any) -> None:
@@ -106,8 +106,8 @@ def test_back_on_the_first_set_the_best_begins_anew_once_more(easy, run_dir, mon
     with pytest.raises(Killed):
         train(harder(easy, run_dir))
     monkeypatch.undo()
-    spoiled = run_dir / "step-00000002" / "manifest.json"
-    spoiled.write_text(json.dumps(json.loads(spoiled.read_text()) | {"val_loss": 1e-3}))
+    lowest = run_dir / "step-00000002" / "manifest.json"
+    lowest.write_text(json.dumps(json.loads(lowest.read_text()) | {"val_loss": 1e-3}))
     assert train(harder(easy, run_dir, val_data_path=easy / "val.bin")) == 0
     best = find_checkpoint(run_dir, which="best", flag="--from")
     assert best.name in {"step-00000010", "step-00000012"}
@@ -115,7 +115,7 @@ def test_back_on_the_first_set_the_best_begins_anew_once_more(easy, run_dir, mon
     assert record(run_dir)["summary"]["best_val_loss"] <= parse_manifest(best).val_loss
 
 
-def test_the_same_set_goes_on_with_its_best(easy, run_dir):
+def test_the_same_set_keeps_its_best(easy, run_dir):
     before = dict(validations(run_dir))
     assert set(store.VALIDATED_ON) <= parse_manifest(run_dir / "step-00000006").fixed.keys()
     assert train(harder(easy, run_dir, val_data_path=easy / "val.bin", allow_changed="recipe")) == 0

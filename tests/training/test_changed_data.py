@@ -1,4 +1,4 @@
-"""Data that changed on disk, was copied, or came without its tokenizer: found at the start, before any work."""
+"""Data that changed on disk, was copied, or came without its tokenizer: noticed at the start, before any work."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_folders import errors, go_on
+from messages import without_paths
+from run_folders import errors, resume
 from small_run import command_line, random_ids, write_tokenizer, write_tokens
 
 from dsgpt.data import sidecar as sidecars
@@ -26,7 +27,7 @@ def here(finished_run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that were hashed from here on."""
+    """The names of the files that are hashed during the test."""
     names, hash_file = [], TokenFile.computed_sha256
 
     def note(self: TokenFile, *args: Any) -> str:
@@ -38,7 +39,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def shuffle(path: Path, *, quietly: bool = False) -> None:
-    """Other contents in place, of the same size; ``quietly`` with the time of the last change set back."""
+    """Shuffle a file in place; with ``quietly``, set its modification time back."""
     before = path.stat()
     ids = np.random.default_rng(7).permutation(np.fromfile(path, dtype="<u2"))
     with path.open("r+b") as file:
@@ -48,12 +49,12 @@ def shuffle(path: Path, *, quietly: bool = False) -> None:
 
 
 def sidecar(folder: Path, **changes: Any) -> dict[str, Any]:
-    """What ``train.json`` says, after ``changes`` of it; None removes a key."""
+    """The contents of ``train.json``, after ``changes`` to it; ``...`` removes a key."""
     path = folder / "train.json"
-    said = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
+    values = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
     if changes:
-        path.write_text(json.dumps(said))
-    return said
+        path.write_text(json.dumps(values))
+    return values
 
 
 def test_data_as_it_was_prepared_is_not_hashed_again(here, hashed, capsys):
@@ -71,9 +72,9 @@ def test_shuffled_in_place_is_refused(here, capsys):
     assert not (here / "run").exists()
 
 
-def test_shuffled_in_place_is_refused_when_a_run_goes_on(stopped, here, capsys):
+def test_shuffled_in_place_is_refused_at_a_resume(stopped, here, capsys):
     shuffle(here / "val.bin")
-    assert go_on(stopped, here) == 2
+    assert resume(stopped, here) == 2
     (line,) = errors(capsys)
     assert line.startswith(f"error: {here / 'val.bin'}: its sha256 is ")
     assert line.endswith("or make it again with `python data_prep/preprocess.py --overwrite`")
@@ -84,11 +85,11 @@ def test_a_copy_is_hashed_once(here, hashed, capsys):
     sidecar(here, mixture={"a": 0.5})
     (here / "train.json").chmod(0o660)
     assert train(command_line(here, dry_run=True)) == 0
-    assert f"{CHANGED}: hashed again, its contents are the sidecar's" in capsys.readouterr().out
+    assert f"{CHANGED}: hashed again; the sha256 is that of its sidecar" in capsys.readouterr().out
     stat = (here / "train.bin").stat()
     assert (sidecar(here)["size"], sidecar(here)["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
     assert sidecar(here)["mixture"] == {"a": 0.5}, "keys of other tools stay"
-    assert (here / "train.json").stat().st_mode & 0o777 == 0o660, "whoever could read it still can"
+    assert (here / "train.json").stat().st_mode & 0o777 == 0o660, "its permissions stay"
     assert train(command_line(here)) == 0
     assert hashed == ["train.bin"]
     assert "hashed again" not in capsys.readouterr().out
@@ -98,13 +99,13 @@ def test_a_sidecar_that_does_not_know_the_file_is_completed(here, hashed, capsys
     """As earlier versions and other tools write it."""
     sidecar(here, size=..., mtime_ns=...)
     assert train(command_line(here, dry_run=True)) == 0
-    assert "train.json does not say when train.bin was written: hashed again, its contents" in capsys.readouterr().out
+    assert "train.json does not say when train.bin was written: hashed again; the sha256 is" in capsys.readouterr().out
     assert train(command_line(here, dry_run=True)) == 0
     assert hashed == ["train.bin"]
 
 
 @pytest.mark.parametrize("keeps", ["full", "link", "read-only"])
-def test_where_the_sidecar_cannot_be_written_the_run_goes_on(here, hashed, monkeypatch, capsys, keeps):
+def test_a_sidecar_that_cannot_be_written_does_not_stop_the_run(here, hashed, monkeypatch, capsys, keeps):
     os.utime(here / "train.bin")
     if keeps == "link":
         (here / "train.json").rename(here / "elsewhere.json")
@@ -124,7 +125,7 @@ def test_where_the_sidecar_cannot_be_written_the_run_goes_on(here, hashed, monke
     assert (here / "train.json").is_symlink() == (keeps == "link")
 
 
-def test_a_time_set_back_hides_a_change_from_all_but_verify_data(here, hashed, capsys):
+def test_only_verify_data_finds_a_change_with_the_old_file_time(here, hashed, capsys):
     shuffle(here / "train.bin", quietly=True)
     assert train(command_line(here, dry_run=True)) == 0
     assert hashed == []
@@ -133,8 +134,8 @@ def test_a_time_set_back_hides_a_change_from_all_but_verify_data(here, hashed, c
     assert line.endswith("or make it again with `python data_prep/preprocess.py --overwrite`")
 
 
-def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, capsys):
-    """Its hash belongs to no state of the file, and must not be noted as one's."""
+def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, capsys, snapshot):
+    """Its hash belongs to no version of the file, and must not be written into the sidecar."""
     os.utime(here / "train.bin")
     before, hash_file = sidecar(here), TokenFile.computed_sha256
 
@@ -146,15 +147,13 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, ca
 
     monkeypatch.setattr(TokenFile, "computed_sha256", changing)
     assert train(command_line(here)) == 2
-    assert errors(capsys) == [
-        f"error: {here / 'train.bin'}: was changed while it was hashed: start again when nothing writes to it"
-    ]
+    assert [without_paths(line, here) for line in errors(capsys)] == snapshot
     assert sidecar(here) == before
 
 
 @pytest.mark.parametrize("lack", ["folder", "vocabulary", "all", "other"])
-def test_a_tokenizer_that_is_missing_or_another_is_refused(here, hashed, capsys, lack):
-    """A run of days would leave a model that nobody can ask for text."""
+def test_a_missing_or_different_tokenizer_is_refused(here, hashed, capsys, snapshot, lack):
+    """Otherwise a run of days would end with a model that cannot read or write text."""
     about = write_tokenizer(here / "tokenizer")
     write_tokens(here / "train.bin", random_ids(641), tokenizer=about)
     os.utime(here / "train.bin")
@@ -169,14 +168,7 @@ def test_a_tokenizer_that_is_missing_or_another_is_refused(here, hashed, capsys,
             sidecar(here, tokenizer=about | {"sha256": None})
     assert train(command_line(here)) == 2
     (line,) = errors(capsys)
-    what = {
-        "folder": "tokenizer: is missing, ",
-        "vocabulary": "tokenizer/tokenizer.json: is missing, ",
-        "all": "tokenizer: is empty, ",
-        "other": "tokenizer/tokenizer.json: is not the tokenizer that made train.bin, ",
-    }[lack]
-    assert line.startswith(f"error: {here}/{what}so nobody could ask the trained model for text: copy ")
-    assert 'or set "tokenizer" to null in train.json to train without one' in line
+    assert without_paths(line, here) == snapshot
     assert hashed == [], "refused before any work"
     assert not (here / "run").exists()
     sidecar(here, tokenizer=None)

@@ -32,7 +32,7 @@ def test_data_workers_do_not_change_the_training(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
-def test_a_mistake_is_said_once(corpus, tmp_path, name):
+def test_a_mistake_is_printed_once(corpus, tmp_path, name):
     command = [*launcher_command(name, 2), SCRIPT, "--run_type", "optimized", *data_flags(corpus), "--epochs", "0"]
     command += ["--deepspeed_config", str(tmp_path / "missing.json"), "--checkpoint_path", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

@@ -79,7 +79,7 @@ def test_the_scale_moves_as_deepspeeds_does(hysteresis, consecutive, monkeypatch
     """Against DeepSpeed's own scaler, over a seeded sequence of overflows."""
     from deepspeed.runtime.fp16 import loss_scaler
 
-    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it asks only to decide who logs
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it only decides which rank logs
     scaling = LossScaling(
         initial_scale_power=8, loss_scale_window=3, hysteresis=hysteresis, consecutive_hysteresis=consecutive
     )

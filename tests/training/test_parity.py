@@ -1,4 +1,4 @@
-"""Whole runs of ``src/gpt2.py`` against the baseline's, where the parity suite (``tests/parity``) does not look.
+"""Whole runs of ``src/gpt2.py`` against the baseline's, where the parity suite (``benchmarks.parity``) does not look.
 
 It compares every strategy with plain PyTorch on several ranks, step by step, but starts its own processes and trains no
 run to its end; and its bounds for bf16 are those of several ranks.
@@ -37,7 +37,7 @@ def test_bf16_means_the_same(corpus, tmp_path, tmp_path_factory, stage):
 
 
 def test_offload_without_a_compiler_equals_the_baseline(corpus, tmp_path):
-    """With torch's AdamW in the place of DeepSpeed's, on two ranks."""
+    """With torch's AdamW instead of DeepSpeed's, on two ranks."""
     adamw = {"type": "AdamW", "params": {**ADAMW["params"], "torch_adam": True}}
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     recipe = write_recipe(tmp_path / "recipe.json", optimizer=adamw, zero_optimization=offload)

@@ -1,4 +1,4 @@
-"""The files of a run: what they hold, and that it is true."""
+"""The files of a run have every key, and their values are right."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_the_figures_agree_with_the_steps(run):
     assert lines[-1]["tokens"] == len(lines) * 64 * 64
 
 
-def test_unknown_is_null(run):
+def test_unknown_values_are_null(run):
     record = read_record(run)
     assert record["epochs"][0]["max_cuda_mem_allocated_bytes_rank0"] is None
     assert record["hardware"]["gpu_name"] is None
@@ -125,7 +125,7 @@ def test_config_repeats_the_run(run):
     assert config["options"]["global_batch_size"] == 64
 
 
-def test_the_log_holds_what_the_console_said(run):
+def test_the_log_has_the_lines_of_the_console(run):
     log = (run / "train.log").read_text(encoding="utf-8")
     for word in ("strategy    baseline", "batch       64 sequences", "validation loss", "finished"):
         assert word in log
@@ -152,8 +152,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path, ranks):
     assert all(line["loss"] is None or math.isfinite(line["loss"]) for line in written)
 
 
-def test_spoiled_weights_are_not_saved(corpus, tmp_path):
-    """The loss of the step that is saved was measured before its update: only the weights show what the update did."""
+def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
+    """The loss of the saved step was computed before its update, so only the weights show what the update did."""
     infinite = {"type": "SGD", "params": {"lr": 1e38, "weight_decay": 1000.0}}
     recipe = write_recipe(tmp_path / "recipe.json", optimizer=infinite, clipping=0, scheduler=CONSTANT_AFTER_2)
     run = tmp_path / "run"

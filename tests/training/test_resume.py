@@ -1,4 +1,4 @@
-"""What was saved is continued exactly; what cannot be continued is refused."""
+"""A resume continues exactly from what was saved, or refuses."""
 
 import json
 import shutil
@@ -97,7 +97,7 @@ def test_resume_of_a_finished_run_does_nothing(undisturbed, corpus):
     assert (run / "training_metrics.json").read_bytes() == before
 
 
-def test_an_existing_run_is_not_touched_without_being_told(undisturbed, corpus):
+def test_an_existing_run_is_not_changed_without_a_flag(undisturbed, corpus):
     run, recipe = undisturbed
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     done = train(run, corpus, recipe, *STEPS)

@@ -1,4 +1,4 @@
-"""What a run may find in its folder, and who may write there."""
+"""What a run does with files that it finds in its folder, and the lock that keeps others out."""
 
 import fcntl
 import shutil
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import Killed, errors, go_on
+from messages import without_paths
+from run_folders import Killed, errors, resume
 from small_run import command_line, write_inputs
 
 from dsgpt.main import train
@@ -26,7 +27,7 @@ def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name
     flags = {flag: True} if flag else {}
     assert train(command_line(finished_run, checkpoint_path=folder, **flags)) == 2
     (line,) = errors(capsys)
-    assert f"holds a {name} that no run here wrote: name another folder" in line
+    assert f"holds a {name} that this program did not write: name another folder" in line
     assert [path.name for path in folder.iterdir()] == [name]
 
 
@@ -47,27 +48,27 @@ def test_links_are_removed_and_never_followed(finished_run, copied_run, tmp_path
     (copy / "step-00000003").symlink_to(outside)
     (copy / "step-00000099").symlink_to(tmp_path / "nowhere")
     before = tree(outside)
-    assert go_on(copy, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
+    assert resume(copy, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
     assert [path.name for path in copy.glob("step-*")] == ["step-00000001"]
     assert tree(outside) == before
 
 
-def test_a_lock_file_alone_is_no_run(finished_run, tmp_path):
+def test_a_lock_file_alone_is_not_a_run(finished_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     assert train(command_line(finished_run, checkpoint_path=tmp_path / "run", max_train_steps=1)) == 0
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite"])
-def test_one_writer(finished_run, copied_run, monkeypatch, capsys, flag):
+def test_a_second_process_is_refused(finished_run, copied_run, monkeypatch, capsys, snapshot, flag):
     copy = copied_run
     monkeypatch.setattr(run, "PATIENCE_SEC", 0.1)
     before = tree(copy)
     with (copy / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert go_on(copy, finished_run, **{"resume": None, flag: True}) == 2
+        assert resume(copy, finished_run, **{"resume": None, flag: True}) == 2
     (line,) = errors(capsys)
-    assert line.startswith(f"error: --checkpoint_path {copy}: another process is training in this folder")
+    assert without_paths(line, copy) == snapshot
     assert tree(copy) == before
 
 
@@ -81,18 +82,18 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
     assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
 
 
-def test_a_kill_while_overwriting_is_no_run_to_go_on_with(finished_run, copied_run, monkeypatch, capsys):
+def test_a_run_that_was_killed_while_overwriting_is_not_resumed(finished_run, copied_run, monkeypatch, capsys):
     copy = copied_run
     shutil.copytree(copy / "step-00000009", copy / "step-00000008.damaged")
     monkeypatch.setattr(shutil, "rmtree", Killed.now)
     with pytest.raises(Killed):
-        go_on(copy, finished_run, resume=None, overwrite=True)
+        resume(copy, finished_run, resume=None, overwrite=True)
     monkeypatch.undo()
     assert not (copy / "RUN_COMPLETE.txt").exists()
     assert not list(copy.glob("step-*"))
     capsys.readouterr()
-    assert go_on(copy, finished_run) == 0
-    assert "was cut off; starting fresh" in capsys.readouterr().out
+    assert resume(copy, finished_run) == 0
+    assert "did not finish; starting fresh" in capsys.readouterr().out
 
 
 def test_nothing_is_written_before_the_strategy_accepts(finished_run, tmp_path, monkeypatch):

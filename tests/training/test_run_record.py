@@ -1,4 +1,4 @@
-"""What the record says while a run goes on, and after it ended early."""
+"""The record of a run while it trains, and after it ended early."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def test_a_killed_run_leaves_its_record(finished_run, tmp_path, monkeypatch, whe
         monkeypatch.setattr(Trainer, "fit", Killed.now)
     else:
         monkeypatch.setattr(checkpoint_module, "try_to_write", Killed.now)
-    monkeypatch.setattr(Journal, "end_early", lambda self, status: None)  # a kill gives no time for it
+    monkeypatch.setattr(Journal, "end_early", lambda self, status: None)  # as after a kill
     with pytest.raises(Killed):
         train(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run"))
     found = record(tmp_path / "run")
@@ -63,7 +63,7 @@ def test_an_interrupt_keeps_the_steps(finished_run, tmp_path, monkeypatch):
 
 
 def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
-    """The counter stands in for a save and a generation that take more than training."""
+    """A stand-in for the memory counter: a save and a generation need more than training."""
     peak = [1000]
     monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: peak[0])
     monkeypatch.setattr(saving, "write_checkpoint", lambda *args: peak.__setitem__(0, 9000))

@@ -1,4 +1,4 @@
-"""The record of a run that several processes made: each with its own figures, and sums and peaks over all of them."""
+"""The record of a run that several processes trained: figures of each, and sums and peaks over all."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import LONG, go_on, record, rewrite
+from run_folders import LONG, record, resume, rewrite
 from small_run import command_line
 from training_runs import finished, read_record, train, write_recipe
 
@@ -45,7 +45,7 @@ def test_the_peak_is_that_of_the_process_that_needed_most(resumed):
     assert found["summary"][RSS] == found["epochs"][0][RSS] == first[RSS]
 
 
-def test_each_process_tells_how_it_trained(resumed):
+def test_each_segment_records_how_its_process_trained(resumed):
     found = read_record(resumed)
     first, second = found["segments"]
     assert [(each["first_step"], each["last_step"]) for each in (first, second)] == [(1, 2), (3, 4)]
@@ -63,7 +63,7 @@ def test_times_of_the_processes_add_up(resumed):
         assert sum(each[name] for each in found["segments"]) == pytest.approx(total, rel=tolerance)
 
 
-def test_the_top_of_the_record_has_what_all_processes_agree_in(resumed):
+def test_the_top_of_the_record_has_what_all_segments_share(resumed):
     found = read_record(resumed)
     assert found["hardware"]["threads_per_device"] is None
     assert found["training_config"]["micro_batch_size_per_gpu"] is None
@@ -98,7 +98,7 @@ def test_the_charts_say_what_changed_and_when(resumed):
 
 @pytest.fixture
 def peak(monkeypatch) -> list[int]:
-    """What the next process needs at most, in bytes."""
+    """The peak memory of the next process, in bytes."""
     needed = [1]
     monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: needed[0])
     return needed
@@ -125,10 +125,10 @@ def started(finished_run, tmp_path, peak) -> Path:
 
 
 def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, peak):
-    """A process whose steps were lost is none of them, and took no part in their peak."""
+    """A process whose steps were lost has no segment, and its peak is left out."""
     for needed in (9000, 2000):
         peak[0] = needed
-        assert go_on(started, finished_run) == 0
+        assert resume(started, finished_run) == 0
         found = record(started)
         assert spans(found) == [(1, 9, 5000), (10, 12, needed)]
         assert found["summary"][RSS] == max(5000, needed)
@@ -138,37 +138,37 @@ def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, pe
 
 
 def test_epochs_have_the_peak_of_those_that_took_part_in_them(started, finished_run, peak):
-    """Epochs of 5 steps: the second process took the end of the second, and the third."""
+    """Epochs have 5 steps: the second process took the end of the second epoch, and the third."""
     peak[0] = 2000
-    assert go_on(started, finished_run) == 0
+    assert resume(started, finished_run) == 0
     assert [epoch[RSS] for epoch in record(started)["epochs"]] == [5000, 5000, 2000]
 
 
 def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, peak):
-    assert go_on(started, finished_run) == 0
+    assert resume(started, finished_run) == 0
     (started / "RUN_COMPLETE.txt").unlink()
     peak[0] = 7000
-    assert go_on(started, finished_run, threads_per_device=2) == 0
+    assert resume(started, finished_run, threads_per_device=2) == 0
     found = record(started)
     assert spans(found) == [(1, 9, 5000), (10, 12, 5000), (13, 12, 7000)]
     assert found["segments"][2]["train_time_sec"] == 0
 
 
-def test_what_stays_known_of_an_old_checkpoint_may_never_change(finished_run):
+def test_fields_known_without_segments_can_never_change(finished_run):
     assert parse_manifest(finished_run / "run" / "step-00000009").fixed.keys() >= NEVER_CHANGES
     assert not NEVER_CHANGES & {name for names in CHANGEABLE.values() for name in names}
 
 
-def test_what_an_old_checkpoint_does_not_tell_is_unknown(started, finished_run, peak):
-    """Never the smaller figure that is known; and it stays unknown when the run goes on once more."""
+def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak):
+    """The smaller known figure is never used; after another resume it is still unknown."""
     file = started / "step-00000009" / "run_state.json"
     state = json.loads(file.read_text())
     del state["segments"]
     rewrite(started / "step-00000009", file, json.dumps(state).encode())
     peak[0] = 2000
-    assert go_on(started, finished_run) == 0
+    assert resume(started, finished_run) == 0
     (started / "RUN_COMPLETE.txt").unlink()
-    assert go_on(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
+    assert resume(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
     found = record(started)
     assert spans(found) == [(10, 12, 2000), (13, 14, 2000)]
     assert found["summary"][RSS] is None
@@ -176,7 +176,7 @@ def test_what_an_old_checkpoint_does_not_tell_is_unknown(started, finished_run, 
     assert (found["host"], found["hardware"]["cpu_count"], found["env"]["torch_version"]) == (None, None, None)
     assert found["training_config"]["strategy"] is None
     assert found["training_config"]["seed"] == 1337  # which no process may change
-    assert found["training_config"]["precision"] == "fp32"  # nor this, though each process says it
+    assert found["training_config"]["precision"] == "fp32"  # no process may change this either
     assert found["training_config"]["quantized_weights"] is None
     assert found["summary"]["train_time_sec"] > 0  # from the lines of its steps
 
@@ -185,9 +185,9 @@ def test_what_an_old_checkpoint_does_not_tell_is_unknown(started, finished_run, 
 
 
 def segment(first_step: int, last_step: int, **values: Any) -> Segment:
-    told = dict.fromkeys(Segment.__dataclass_fields__)
+    unknown = dict.fromkeys(Segment.__dataclass_fields__)
     return Segment(
-        **told | {"hardware": {"device": "cpu"}} | values | {"first_step": first_step, "last_step": last_step}
+        **unknown | {"hardware": {"device": "cpu"}} | values | {"first_step": first_step, "last_step": last_step}
     )
 
 
@@ -206,8 +206,8 @@ GPU = {"hardware": {"device": "cuda"}}
         ([segment(1, 5, max_cuda_mem_allocated_bytes_rank0=8, **GPU), segment(6, 9, **GPU)], None, None),
     ],
 )
-def test_a_peak_is_known_where_every_process_told_its_own(segments, rss, allocated):
-    """On a CPU there is no GPU memory, which leaves the peak of the others known."""
+def test_a_peak_is_known_if_every_segment_has_its_own(segments, rss, allocated):
+    """A segment on a CPU has no GPU memory; the peak of the other segments is known all the same."""
     last = segments[-1].last_step if segments else 5
     found = highest_peaks(segments, first_step=1, last_step=last)
     assert (found[RSS], found["max_cuda_mem_allocated_bytes_rank0"]) == (rss, allocated)

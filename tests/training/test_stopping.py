@@ -1,4 +1,4 @@
-"""Requests to stop a run that nobody listens to any more. What signals do otherwise: ``tests/faults``."""
+"""Requests to stop a run whose output nobody reads. Other tests of signals: ``tests/benchmarks/faults``."""
 
 import signal
 import subprocess
@@ -15,8 +15,8 @@ from dsgpt.runtime.launcher import launcher_command
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_run_whose_reader_is_gone_saves_all_the_same(finished_run, tmp_path, number):
-    """As under ``| tee log``, when Ctrl-C ends tee first, or in a terminal that was closed."""
+def test_a_run_whose_output_is_closed_still_saves(finished_run, tmp_path, number):
+    """For example, Ctrl-C ends ``tee`` first in ``... | tee log``, or the terminal was closed."""
     endless = LONG | {"max_train_steps": 100_000, "save_every": 0, "eval_every": 0, "steps_per_print": 1}
     words = command_line(finished_run, **endless, checkpoint_path=tmp_path / "run")
     command = [*launcher_command("python", 1), SCRIPT, *words]

@@ -1,6 +1,6 @@
 """``manifest.json``: the settings that made a checkpoint, and the size and sha256 of every file in it.
 
-A file of a checkpoint is read only after it was compared with the manifest. Files that the manifest does not name are
+A file of a checkpoint is verified against the manifest before it is read. Files that the manifest does not name are
 never read.
 """
 
@@ -16,7 +16,7 @@ from dsgpt.common.files import link_between, sha256_of
 from dsgpt.common.json_files import Count, Finite, JsonError, Positive, Sha256, clipped, read_as
 
 MANIFEST = "manifest.json"
-_A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without)"
+_A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without links)"
 
 _LONGEST_NAME = 255
 """Bytes: the limit of file systems for one name; no path in a checkpoint is as long."""
@@ -25,7 +25,7 @@ _LONGEST_NAME = 255
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
     if "\0" in name or not path.parts:
-        raise ValueError(f"{name!r} is no name of a file")
+        raise ValueError(f"{name!r} is not the name of a file")
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name} is outside of the checkpoint")
     if len(name.encode()) > _LONGEST_NAME:
@@ -75,10 +75,10 @@ class Manifest:
 
 
 def parse_manifest(checkpoint: Path) -> Manifest:
-    """The manifest; no file is compared with it.
+    """The manifest; no file is verified.
 
     Raises:
-        UserError: it cannot be read, or is no manifest.
+        UserError: it cannot be read, or is not a manifest.
     """
     path = checkpoint / MANIFEST
     try:
@@ -88,7 +88,7 @@ def parse_manifest(checkpoint: Path) -> Manifest:
             raise UserError(f"{path}: is missing: the checkpoint is incomplete")
         return read_as(path, Manifest, unknown_keys=True)
     except JsonError as error:
-        raise UserError(f"{path}: is no readable manifest ({error})") from error
+        raise UserError(f"{path}: is not a readable manifest ({error})") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -99,11 +99,11 @@ def read_manifest(
     only: Callable[[str], bool] = lambda _: True,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """The manifest, after size and hash of every file in it were compared.
+    """The manifest, after the size and hash of every file that it names were verified.
 
     Args:
         checkpoint: the folder.
-        only: whether to compare a file, by its name in the manifest.
+        only: whether to verify a file, by its name in the manifest.
         progress: called with the bytes read since its last call.
 
     Raises:
@@ -122,7 +122,7 @@ def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[i
         if link := link_between(checkpoint, file):
             raise UserError(f"{link}: is damaged: it {_A_LINK}")
         if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
-            raise UserError(f"{file}: is damaged: it is no file")
+            raise UserError(f"{file}: is damaged: it is not a file")
         size = file.stat().st_size
         same = size == facts.size and sha256_of(file, progress) == facts.sha256
     except FileNotFoundError as error:
@@ -132,30 +132,29 @@ def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[i
     if size != facts.size:
         raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts.size:,}")
     if not same:
-        raise UserError(f"{file}: is damaged: its contents are not those that {MANIFEST} says")
+        raise UserError(f"{file}: is damaged: its sha256 differs from that in {MANIFEST}")
 
 
 def require_files(checkpoint: Path, manifest: Manifest, names: Collection[str]) -> None:
     """Check that the manifest names all of ``names``.
 
     Raises:
-        UserError: it does not, so that they cannot be verified.
+        UserError: it lacks some, which therefore cannot be verified.
     """
     missing = [name for name in names if name not in manifest.files]
     if missing:
-        raise UserError(f"{checkpoint / MANIFEST}: names no {' and no '.join(missing)}: the checkpoint is incomplete")
+        raise UserError(f"{checkpoint / MANIFEST}: does not name {' and '.join(missing)}: the checkpoint is incomplete")
 
 
 def require_resumable(checkpoint: Path, manifest: Manifest) -> None:
     """Check that the manifest has the settings that made the checkpoint.
 
     Raises:
-        UserError: it does not; that of weights alone has none.
+        UserError: it lacks some; the manifest of weights alone has none.
     """
     wanted = ("fixed", "strategy", "topology", "step")
     missing = [name for name in wanted if getattr(manifest, name) in ({}, None)]
     if missing:
         raise UserError(
-            f"{checkpoint / MANIFEST}: is no readable manifest (it does not say what made the checkpoint: it lacks "
-            f"{', '.join(missing)})"
+            f"{checkpoint / MANIFEST}: does not say what made the checkpoint (it lacks {', '.join(missing)})"
         )

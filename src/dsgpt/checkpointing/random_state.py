@@ -1,4 +1,4 @@
-"""The random state of every rank, so that a resumed run draws the dropout masks of an uninterrupted one."""
+"""The random state of every rank, so that a resumed run draws the same dropout masks as an uninterrupted one."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -37,7 +37,7 @@ def check_random_states(folder: Path, *, named: Collection[str], ranks: int, dev
     Args:
         folder: of the checkpoint.
         named: the files that its manifest names.
-        ranks: processes.
+        ranks: how many.
         device: ``cpu`` or ``cuda``.
 
     Raises:
@@ -47,7 +47,7 @@ def check_random_states(folder: Path, *, named: Collection[str], ranks: int, dev
     for rank in range(ranks):
         file = _file(folder, rank)
         if file.name not in named:
-            raise UserError(f"{folder}: its manifest names no {file.name}: the checkpoint is incomplete")
+            raise UserError(f"{folder}: its manifest does not name {file.name}: the checkpoint is incomplete")
         found = open_safetensors(file)
         for name, shape in wanted.items():
             value = found[name].read() if name in found else torch.empty(0)

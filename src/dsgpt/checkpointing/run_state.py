@@ -14,7 +14,7 @@ STATE_FILE = "run_state.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """A finished epoch, or the part of it that the run saw, as in the record's ``epochs``. None where unknown."""
+    """A finished epoch, or the part of it that the run trained, as in the record's ``epochs``. None where unknown."""
 
     epoch_idx: Count
     epoch_wall_time_sec: Seconds
@@ -94,10 +94,10 @@ def read_run_state(checkpoint: Path) -> RunState:
     """The progress of the run at a checkpoint.
 
     Raises:
-        UserError: the file is not one of this version of the program.
+        UserError: the file is not a run state of this version of the program.
     """
     path = checkpoint / STATE_FILE
     try:
         return read_as(path, RunState)
     except JsonError as error:
-        raise UserError(f"{path}: is no run state of this version ({error})") from error
+        raise UserError(f"{path}: is not a run state of this version ({error})") from error

@@ -83,7 +83,7 @@ def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:
 def highest_peaks(segments: list[Segment], *, first_step: int, last_step: int) -> dict[str, Any]:
     """The highest ``PEAKS`` of the segments that executed the steps from ``first_step`` to ``last_step``, by name.
 
-    None where a segment's figure is unknown, or where no segment has a step: another process may have needed more.
+    None if a segment's figure is unknown, or if a step is in no segment: its process may have needed more.
     """
     known = covers(segments, first_step=first_step, last_step=last_step)
     taking_part = [segment for segment in segments if segment.last_step >= first_step or segment is segments[-1]]

@@ -1,4 +1,4 @@
-"""The checkpoint of a run that a flag names, and the files of it that make its model."""
+"""Finds the checkpoint that a flag names, and opens the files of its model."""
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:
     if (path / MANIFEST).exists():
         if which == "best":
             raise UserError(
-                f"{flag} {path}: is one checkpoint, and --which best chooses among those of a run: name its run folder"
+                f"{flag} {path}: is one checkpoint; --which best chooses among those of a run: name the run folder"
             )
         return path
     found = store.checkpoints(path) if path.is_dir() else []
     if links := store.linked(path):
         raise UserError(
             f"{flag} {path}: {links[-1].name} is a link, and links inside a run folder are not followed: "
-            f"name it itself ({flag} {links[-1]}), or remove it"
+            f"name the link itself ({flag} {links[-1]}), or remove it"
         )
     if not found:
         raise UserError(f"{flag} {path}: holds no checkpoint; name a run folder such as checkpoint/demo-zero1")
@@ -51,22 +51,22 @@ def _best(run_dir: Path, found: list[Path]) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--which best: {run_dir} does not say which of its checkpoints is the best, because none was saved after "
-            "a validation: take --which latest"
+            "a validation: use --which latest"
         ) from error
     named = next((checkpoint for checkpoint in found if checkpoint.name == name), None)
     if named is None:
-        raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which is not there: take --which latest")
+        raise UserError(f"--which best: {run_dir / store.BEST} names {name}, which does not exist: use --which latest")
     if named not in store.comparable(found):
         raise UserError(
             f"--which best: {run_dir / store.BEST} names {name}, which was validated on other data than the newest "
-            "checkpoint, or before a change of them: take --which latest"
+            "checkpoint, or before the data last changed: use --which latest"
         )
     return named
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """The files of a checkpoint that make its model, verified."""
+    """The verified files of a checkpoint's model."""
 
     checkpoint: Path
     manifest: Manifest
@@ -81,7 +81,7 @@ class ModelFiles:
 
 
 def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lambda _: None) -> ModelFiles:
-    """Compare weights, shape and tokenizer with the manifest; files that only a resume needs are not read.
+    """Verify weights, shape and tokenizer; files that only a resume needs are not read.
 
     Args:
         checkpoint: the folder.
@@ -95,7 +95,7 @@ def open_model_files(checkpoint: Path, *, progress: Callable[[int], None] = lamb
     try:
         config = read_as(checkpoint / store.MODEL, GPT2Config)
     except JsonError as error:
-        raise UserError(f"{checkpoint / store.MODEL}: is no shape of a model ({error})") from error
+        raise UserError(f"{checkpoint / store.MODEL}: is not the shape of a model ({error})") from error
     tokenizer = _tokenizer(checkpoint, manifest.files)
     return ModelFiles(checkpoint=checkpoint, manifest=manifest, config=config, tokenizer=tokenizer)
 

@@ -51,7 +51,7 @@ PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced|\.overwritten)
 step replaces (``.replaced``), or that is removed with its whole run (``.overwritten``)."""
 REMOVED, REPLACED, OVERWRITTEN, DAMAGED = ".old", ".replaced", ".overwritten", ".damaged"
 DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
-"""A checkpoint that a resume refused; kept so that a user can find out why."""
+"""A checkpoint that a resume refused; kept so that a user can examine it."""
 
 
 def folder_name(step: int) -> str:
@@ -98,7 +98,7 @@ def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, An
 
 
 def put_back(run_dir: Path) -> None:
-    """Give a checkpoint that was to be replaced its name again, if its successor was never published."""
+    """Rename a checkpoint back, if the one that was to replace it was never published."""
     for old in replaced(run_dir):
         final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
         if not final.exists() and not old.is_symlink():
@@ -111,7 +111,7 @@ def replaced(run_dir: Path) -> list[Path]:
 
 
 def was_overwritten(run_dir: Path) -> bool:
-    """Whether ``--overwrite`` was killed while it removed the run here, whose rest must not be resumed."""
+    """Whether ``--overwrite`` was killed while it removed this run; what is left of it must not be resumed."""
     return any(run_dir.glob(f".partial-step-*{OVERWRITTEN}"))
 
 
@@ -125,7 +125,7 @@ def keep_newest(run_dir: Path, *, count: int) -> None:
     best = _best(found)
     for link in linked(run_dir):
         remove(link)
-    for old in found[count:]:  # first, because what follows may need the room
+    for old in found[count:]:  # first, because what follows may need the space
         if old != best:
             discard(old)
     for old in replaced(run_dir):
@@ -170,10 +170,10 @@ def _best(found: list[Path]) -> Path | None:
 
 
 def comparable(found: list[Path]) -> dict[Path, Manifest]:
-    """Those of ``found``, newest first, back to where the validation set last changed.
+    """Those of ``found``, newest first, since the validation set last changed.
 
-    Where a run returned to an earlier validation set, checkpoints from before the change do not count, as they do not
-    in ``best_val_loss``. Damaged ones are left out.
+    If a run returned to an earlier validation set, checkpoints from before the change do not count, as in
+    ``best_val_loss``. Damaged ones are left out.
     """
     manifests = {}
     for checkpoint in found:
@@ -192,7 +192,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
-    """Rename a checkpoint out of the run in one step, and return what is left to remove; a link is removed here."""
+    """Rename a checkpoint out of the run, and return the folder that is left to remove; a link is removed here."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         remove(checkpoint)
         return None

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of training, in one form for every strategy: whole tensors in fp32, by canonical name.
+"""The state of training in a checkpoint, in one form for every strategy: whole tensors in fp32, by canonical name.
 
     model.safetensors        every weight
     optimizer.safetensors    every moment, as ``NAME.exp_avg``; absent before the first step, and where there are none
-    training_state.json      what is no tensor: ``Counters``
+    training_state.json      what is not a tensor: ``Counters``
 
 A strategy gathers every tensor whole before it is written, and copies its own part when it loads, so that any strategy
 resumes from any other's checkpoint. Tensors are handled one at a time: memory use stays near the largest of them.
@@ -42,7 +42,7 @@ class ParamState(NamedTuple):
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Those of ``STATE_NAMES`` that there are."""
+        """Those of ``STATE_NAMES`` that are not None."""
         return {name: value for name in STATE_NAMES if (value := getattr(self, name)) is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "ParamState":
@@ -52,7 +52,7 @@ class ParamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """Where the dynamic loss scale of fp16 stands; see ``strategies.loss_scale``."""
+    """The state of fp16's dynamic loss scale; see ``strategies.loss_scale``."""
 
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     step: int
@@ -62,7 +62,7 @@ class LossScaleState:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What an optimizer knows besides tensors."""
+    """The state of an optimizer that is not tensors."""
 
     optimizer_steps: Count
     """Steps that changed the weights; fewer than the run's where fp16 gradients overflowed."""
@@ -122,7 +122,7 @@ class KeptState:
         self._states: dict[str, ParamState] = {}
 
     def keep(self, states: Iterator[tuple[str, ParamState]], *, keeps: bool) -> None:
-        """Copy what ``states`` gathers where this rank ``keeps`` it, and only take part elsewhere; collective."""
+        """Copy what ``states`` gathers if this rank ``keeps`` it, else only take part; collective."""
         states = _gathered(states)
         try:
             for name, state in states:
@@ -137,7 +137,7 @@ class KeptState:
 
 
 def _copied(state: ParamState, *, into: ParamState | None) -> ParamState:
-    """A copy of ``state`` in host memory: that of ``into`` where it has the same moments, else new memory."""
+    """A copy of ``state`` in host memory: in that of ``into`` if it has the same moments, else in new memory."""
     if into is None or into.moments.keys() != state.moments.keys():
         into = state.mapped(lambda value: torch.empty(value.shape, dtype=value.dtype))
     into.weight.copy_(state.weight)
@@ -167,28 +167,28 @@ def write_training_state(
         Where this rank ``writes``, the names of weights that hold a NaN or infinity.
 
     Raises:
-        OSError: the file system refuses; this rank has taken part to the end, and no other waits for it.
+        OSError: the file system refuses. This rank has still taken part to the end, so no other rank waits for it.
         GatheringError: a parameter could not be gathered.
     """
-    spoiled, states = [], _gathered(states)
+    non_finite, states = [], _gathered(states)
     try:
         if writes:
             with StateWriter(folder, shapes, counters) as writer:
                 for name, state in states:
                     writer.put(name, state)
                     if not torch.isfinite(state.weight).all():
-                        spoiled.append(name)
+                        non_finite.append(name)
     finally:
         _take_part(states)
-    return spoiled
+    return non_finite
 
 
 class GatheringError(RuntimeError):
-    """A parameter could not be gathered: other ranks may wait in any collective, so that none can continue."""
+    """A parameter could not be gathered. Other ranks may wait in any collective, so no rank can continue."""
 
 
 def _gathered(states: Iterator[tuple[str, ParamState]]) -> Iterator[tuple[str, ParamState]]:
-    """``states``, whose own errors become a ``GatheringError``, unlike those of the code that consumes them."""
+    """``states``, with its own errors as ``GatheringError``; errors of the code that consumes it stay as they are."""
     try:
         yield from states
     except Exception as error:
@@ -196,7 +196,7 @@ def _gathered(states: Iterator[tuple[str, ParamState]]) -> Iterator[tuple[str, P
 
 
 def _take_part(states: Iterator[tuple[str, ParamState]]) -> None:
-    """Gather with the other ranks to the end, also after an error in this rank's own work."""
+    """Gather with the other ranks to the end, even after an error on this rank."""
     for _ in states:
         pass
 
@@ -226,11 +226,11 @@ class StateReader:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the optimizer had stepped, and has moments."""
+        """Whether there are moments: the optimizer has stepped, and keeps some."""
         return bool(self._keys)
 
     def stored_moments(self) -> dict[str, dict[str, StoredTensor]]:
-        """Every moment as ``exp_avg`` and its like, then canonical name; none read yet."""
+        """Every moment, by its name such as ``exp_avg``, then by canonical name; none is read yet."""
         return {key: {name: self._moments[_moment(name, key)] for name in self._weights} for key in self._keys}
 
     def require_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -259,4 +259,4 @@ def _read_counters(path: Path) -> Counters:
     try:
         return read_as(path, Counters)
     except JsonError as error:
-        raise UserError(f"{path}: is no training state of this version ({error})") from error
+        raise UserError(f"{path}: is not a training state of this version ({error})") from error

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written so that every failure is an ``OSError`` that names the reason and the file."""
+"""Writes files of a checkpoint. Every failure is an ``OSError`` that names the reason and the file."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def save_pickled(value: Any, path: Path) -> None:
 
 
 def _as_os_error(error: Exception, path: Path) -> Exception:
-    """The ``OSError`` that caused ``error``; ``error`` itself where none did."""
+    """The ``OSError`` that caused ``error``; ``error`` itself if none did."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

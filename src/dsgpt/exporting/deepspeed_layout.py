@@ -5,7 +5,7 @@
     global_step200/zero_pp_rank_0_mp_rank_00_optim_states.pt    master weights and moments, each group one flat tensor
 
 Keys are those of ``DeepSpeedEngine`` and ``DeepSpeedZeroOptimizer`` in ``LAYOUT_VERSION``; DeepSpeed is not imported.
-Its files are pickles: this module writes them, and nothing here reads them.
+Its files are pickles: this module writes them, and no code here reads them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,14 +33,14 @@ _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 ``shared_params``, but then its script gives both names the same memory, which ``--safe_serialization`` refuses."""
 
 Moments = Mapping[str, Mapping[str, StoredTensor]]
-"""``exp_avg`` and its like, then canonical name."""
+"""By the name of the moment, such as ``exp_avg``, then by canonical name."""
 
 
 def open_moments(checkpoint: Path | None) -> tuple[Moments, int | None]:
     """The moments of a checkpoint, none read yet, and the number of steps that changed the weights; None if unknown.
 
     Args:
-        checkpoint: verified but for the two files that hold these; without one, or with weights alone, there are none.
+        checkpoint: verified except for the two files that hold these; None or weights alone give no moments.
 
     Raises:
         UserError: one of the two files is missing or damaged.
@@ -56,7 +56,7 @@ def bytes_needed(tensors: Mapping[str, StoredTensor], moments: Moments) -> tuple
     """Bytes that ``write_deepspeed`` reads, and bytes that it needs on the drive while it writes."""
     weights = sum(tensor.bytes for tensor in tensors.values())
     read = weights + sum(tensor.bytes for values in moments.values() for tensor in values.values())
-    # The weights are in both files and the embedding once more; flat copies of everything exist for a while.
+    # Both files hold the weights, and one the embedding twice. Flat copies of everything exist for a while.
     return read, weights + tensors[_EMBEDDING].bytes + 2 * read
 
 
@@ -103,9 +103,9 @@ def write_deepspeed(
 
 
 def _flattened(scratch: Path, tensors: Iterable[StoredTensor], progress: Callable[[int], None]) -> Tensor:
-    """All ``tensors`` end to end, flat, mapped from a deleted file: memory holds one of them at most.
+    """All ``tensors`` flat and end to end, mapped from a deleted file: at most one of them is in memory at a time.
 
-    The system frees the file's space with the tensor.
+    The system frees the file's space when the tensor is freed.
     """
     with scratch.open("xb") as file:
         for stored in tensors:

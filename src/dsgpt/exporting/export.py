@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a folder that others can use: Hugging Face's layout, DeepSpeed's, or this project's own.
+"""Exports a model to a folder that other tools can use: Hugging Face's layout, DeepSpeed's, or this project's own.
 
 Tensors are copied from file to file one at a time, on the CPU, without a network. The folder appears complete or not
 at all.
@@ -66,7 +66,7 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
     """Write the model of ``source`` into the new folder ``out``.
 
     Args:
-        source: a run folder, a checkpoint, an exported folder of either form, or a Hugging Face folder of a GPT-2.
+        source: a run folder, a checkpoint, an exported ``portable`` folder, or a Hugging Face folder of a GPT-2.
         out: must not exist, or be empty.
         form: one of ``options.EXPORT_FORMS``.
         dtype: ``fp32``, ``bf16`` or ``fp16``.
@@ -74,7 +74,7 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
         console: shows what is read and written.
 
     Raises:
-        UserError: there is no usable model or no place for it, or the dtype cannot hold its values.
+        UserError: the model is unusable, there is no place for ``out``, or the dtype cannot hold the values.
     """
     problems = Problems()
     if form == "deepspeed" and dtype != "fp32":
@@ -119,7 +119,7 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
     """
     if _is_hugging_face(source):
         if which == "best":
-            raise UserError(f"--from {source}: is a Hugging Face folder, --which best chooses among those of a run")
+            raise UserError(f"--from {source}: is a Hugging Face folder; --which best needs a run folder")
         return _open_hugging_face(source)
     checkpoint = find_checkpoint(source, which=which, flag="--from")
     named = parse_manifest(checkpoint).files
@@ -142,7 +142,7 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
 
 
 def _tokenizer_of(folder: Path, *, named: bool) -> tuple[list[Path], str]:
-    """The files of the tokenizer in ``folder``, or none and why: a tokenizer that could harm its users is left out."""
+    """The tokenizer's files in ``folder``, or none and the reason: one that could harm its users is left out."""
     fault = fault_of(folder, named=named)
     return ([], f"{folder}: {fault}") if fault else (tokenizer_files(folder), "")
 
@@ -184,9 +184,9 @@ def _converted(name: str, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     if not torch.isfinite(converted).all():
         if torch.isfinite(value).all():
             raise UserError(
-                f"{_name(dtype)} cannot hold {name}, which reaches {value.abs().max():.3g}: take --dtype fp32"
+                f"{_name(dtype)} cannot hold {name}, which reaches {value.abs().max():.3g}: use --dtype fp32"
             )
-        raise UserError(f"{name} holds values that are NaN or infinite: these weights are of no use")
+        raise UserError(f"{name} holds values that are NaN or infinite: these weights are unusable")
     return converted
 
 
@@ -201,7 +201,7 @@ def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Cal
     if end_of_text is not None and end_of_text >= model.config.vocab_size:
         end_of_text = None
     settings = folder / SETTINGS
-    if settings.is_file():  # the model's length, which users of both need
+    if settings.is_file():  # users of the tokenizer need the model's context length
         write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
     tensors = {hugging_face_name(name): _laid_out(name, tensor, model.config) for name, tensor in model.tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
@@ -254,7 +254,7 @@ def _usage_line(model: Model, out: Path, *, form: str) -> str:
     if model.left_out:
         return f"tokenizer   left out: {model.left_out}"
     if not model.tokenizer:
-        return "tokenizer   none: the training data came without one, so that only ids go in and come out"
+        return "tokenizer   none, because the training data had none: the model reads and writes only ids"
     if form == "hf":
         return f'use it      AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")'
     return f"use it      python src/generate.py --checkpoint {out} --prompt ..."

@@ -21,7 +21,7 @@ def check_out(out: Path) -> None:
         if any(out.iterdir()):
             raise UserError(f"{out}: is not empty: name a folder that does not exist yet")
     elif os.path.lexists(out):
-        raise UserError(f"{out}: exists and is no folder: name one that does not exist yet")
+        raise UserError(f"{out}: exists and is not a folder: name one that does not exist yet")
     place = out.absolute().parent
     while not place.exists():
         place = place.parent

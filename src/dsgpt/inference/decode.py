@@ -53,7 +53,9 @@ def generate(
     """
     positions = model.config.block_size
     if prompt.numel() == 0 or prompt.numel() + new_tokens > positions:
-        raise ValueError(f"a prompt of {prompt.numel()} ids and {new_tokens} new ones do not fit {positions} positions")
+        raise ValueError(
+            f"a prompt of {prompt.numel()} ids and {new_tokens} new ones do not fit into {positions} positions"
+        )
     weight = model.wte.weight
     cache = Cache(model.config, batch_size=1, dtype=weight.dtype, device=weight.device)
     ids = prompt[None]  # (1, T)

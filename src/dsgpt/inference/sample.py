@@ -40,7 +40,7 @@ def sample(
         prompt: the start of every text; empty for the start of a document.
         samples: texts.
         new_tokens: the most tokens to add; the model's positions may end earlier.
-        temperature: 0 takes the likeliest token always.
+        temperature: 0 always takes the likeliest token.
         top_k: the number of likeliest tokens to sample from.
         seed: of the random stream that all samples share.
         device_kind: ``auto``, ``cpu`` or ``cuda``.
@@ -78,7 +78,7 @@ def _open(path: Path, *, which: str) -> tuple[ModelFiles, "PreTrainedTokenizerBa
     checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
     files = open_model_files(checkpoint)
     if files.tokenizer is None:
-        raise UserError(f"{checkpoint}: has no tokenizer, because its training data came without one; cannot read text")
+        raise UserError(f"{checkpoint}: has no tokenizer, because its training data had none: cannot read text")
     return files, open_tokenizer(files.tokenizer, what=str(files.tokenizer))
 
 
@@ -90,18 +90,20 @@ def _encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Confi
         raise UserError("--prompt is not valid UTF-8 text") from error
     try:
         ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    except Exception as error:  # the tokenizers library raises nothing more special
+    except Exception as error:  # the tokenizers library raises nothing more specific
         raise UserError(f"--prompt {prompt!r}: the tokenizer cannot encode it ({reason_of(error)})") from error
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("--prompt is empty, and this tokenizer has no end-of-text token to start from: give a prompt")
     ids = ids or [tokenizer.eos_token_id]
     if max(ids) >= config.vocab_size:
         raise UserError(
-            f"--prompt {prompt!r}: the tokenizer makes id {max(ids)} of it, but the model was trained with a "
-            f"vocabulary of {config.vocab_size}: take another prompt"
+            f"--prompt {prompt!r}: its largest id is {max(ids)}, but the model was trained with a vocabulary of "
+            f"{config.vocab_size}: use another prompt"
         )
     if len(ids) >= config.block_size:
-        raise UserError(f"--prompt is {len(ids)} tokens long, and the model reads {config.block_size}: shorten it")
+        raise UserError(
+            f"--prompt has {len(ids)} tokens, and the model reads at most {config.block_size - 1}: shorten it"
+        )
     return ids
 
 

@@ -30,12 +30,12 @@ class Traffic:
 
     @property
     def ring_bytes(self) -> int:
-        """What the rank sends, if the collectives are rings."""
+        """Bytes that the rank sends if the collectives are rings."""
         return round(self.payload_bytes * ring_factor(self.operation, self.group_size))
 
 
 def step_traffic(setup: Setup, *, rank: int = 0) -> list[Traffic]:
-    """What ``rank`` sends in one optimizer step. A group of one sends nothing and is left out."""
+    """What ``rank`` sends in one optimizer step. Groups of one rank send nothing and are left out."""
     if setup.run_type == "baseline":
         found = []
     elif setup.run_type == "ddp":

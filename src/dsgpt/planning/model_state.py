@@ -90,7 +90,7 @@ def _whole(setup: Setup) -> ModelState:
 
 
 def _fsdp(setup: Setup) -> ModelState:
-    """FSDP: 4, 4 and 4m bytes for P/N elements, each parameter padded to as many rows on every rank.
+    """FSDP: 4, 4 and 4m bytes for P/N elements, each parameter padded to the same number of rows on every rank.
 
     The shards are fp32 in every precision: they are parameters and master copy in one.
     """
@@ -107,7 +107,7 @@ def _fsdp(setup: Setup) -> ModelState:
 
 
 def _zero0(setup: Setup, held: list[ParameterSize]) -> ModelState:
-    """ZeRO-0: as DDP in fp32. Else DeepSpeed keeps the low gradients beside those in fp32: wP + 4P of them."""
+    """ZeRO-0: as DDP in fp32. In bf16 and fp16 DeepSpeed keeps the low gradients beside fp32 ones: wP + 4P."""
     elements, mixed = total(held), setup.precision != "fp32"
     return ModelState(
         parameters=setup.low * elements,
@@ -153,16 +153,16 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     """About 2 x 4P/N in fp32: the reduced gradients, and the flat copy that the optimizer steps on.
 
     They are kept in one buffer of whole parameters: one that lies on the border of two ranks counts on both. The
-    optimizer steps on one group after the other, and the flat copy is of one group alone; a part within a single
-    parameter needs none. Without ``contiguous_gradients`` the group's own gradients are freed before its step. In bf16
-    and fp16 the reduced gradients are a flat fp32 buffer at once: 4P/N.
+    optimizer steps on one group after the other, and makes a flat copy only of that group. A part within a single
+    parameter needs no copy. Without ``contiguous_gradients`` the group's own gradients are freed before its step. In
+    bf16 and fp16 the reduced gradients are a flat fp32 buffer at once: 4P/N.
     """
     if setup.precision != "fp32":
         return FULL * parts(groups)
     if setup.recipe.zero_optimization.contiguous_gradients:
         copies = (0 if group.is_one_piece(rank) else group.part for group in groups)
         return FULL * (sum(group.touched(rank) for group in groups) + max(copies))
-    most = waiting = 0  # from the last group to the first: what waits for a group's step are those behind it
+    most = waiting = 0  # while a group steps, the gradients of the groups after it wait
     for group in reversed(groups):
         most = max(most, waiting + (group.touched(rank) if group.is_one_piece(rank) else group.part))
         waiting += group.touched(rank)
@@ -170,7 +170,7 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
 
 
 def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
-    """4P/N in host memory; at stage 2 their sum beside it: in fp32 with several micro batches, of whole parameters.
+    """4P/N in host memory, and at stage 2 their sum: in fp32 with several micro batches, of whole parameters.
 
     Stage 1 adds up whole gradients on the device: in fp32 those are freed before the step, in bf16 and fp16 nearly all
     of them (but for the last buckets') wait for its end.
@@ -189,7 +189,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
     """ZeRO-3: wP/N of parameters, and whole those that persist; 4mP/N, 4P/N; gradients twice, up to 8P/N.
 
     The second copy of the gradients is what the optimizer steps on: one sub-group's at a time, or with offload all.
-    With offload to nvme what is large enough to be swapped lies in files, where no measurement of memory sees it.
+    With offload to NVMe, tensors that are large enough to be swapped are in files, which no measurement of memory sees.
     """
     shards = Shards.of(setup, held)
     ranks = setup.zero_ranks

@@ -41,7 +41,7 @@ class Setup:
             ValueError: Zero++, which runs on GPUs alone and was never measured.
         """
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
-            raise ValueError(f"{self.recipe.path}: there is no formula for Zero++: plan with ds_configs/zero3.json")
+            raise ValueError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -50,7 +50,7 @@ class Setup:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of them, that read different data."""
+        """Ranks, or groups of ranks with one copy of the model, that read different data."""
         return self.world_size // self.sizes.ranks_per_copy
 
     @property

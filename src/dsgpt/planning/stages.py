@@ -11,7 +11,7 @@ from dsgpt.planning.parameters import EMBEDDING, ParameterSize, model_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of the sequence that is cut into stages."""
+    """One layer of the sequence that is split into stages."""
 
     kind: str
     """The name that patterns of ``pipeline.partition`` are matched with."""

@@ -28,7 +28,7 @@ class _Operator(NamedTuple):
     """Whether the payload is that argument once for every rank of the group."""
 
 
-# The payload is what a rank gets of an all-gather, gives to a reduce-scatter or all-to-all, and the tensor of the rest.
+# The payload is as ``ring_factor`` defines it.
 _C10D = {
     "allreduce_": _Operator("all_reduce", "tensors"),
     "allreduce_coalesced_": _Operator("all_reduce", "tensors"),
@@ -91,7 +91,7 @@ class Traffic:
 
 
 class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """A context that counts what this rank communicates inside, and changes nothing of it."""
+    """A context that counts what this rank communicates inside it. No operation is changed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
@@ -101,7 +101,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Run compiled code as it is; otherwise it would run eagerly inside, and round differently."""
+        """Run compiled code as it is; otherwise it would run eagerly, and round differently."""
         return True
 
     @property
@@ -116,7 +116,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Count ``func`` and run it. DTensor and its like first turn an operator into others, which are counted."""
+        """Count ``func`` and run it. DTensor and other subclasses first split it into operators, which are counted."""
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor for kind in types):
             return NotImplemented
         if isinstance(func, OpOverload) and func.namespace in _OPERATORS:

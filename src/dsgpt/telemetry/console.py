@@ -1,8 +1,7 @@
 """Where the lines of a run go: standard output and ``train.log``.
 
 Every module logs to ``logging.getLogger(__name__)``, below the logger ``dsgpt``. Rank 0 adds handlers to it; the other
-ranks disable it. A line has no prefix: its level says who may filter it, not how it looks. Progress bars are shown on a
-terminal alone.
+ranks disable it. Lines have no prefix; their level only serves filters. Progress bars are shown only on a terminal.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ def duration(seconds: float) -> str:
 def print_line(line: str = "") -> None:
     """Print one line to standard output, above a progress bar if one is shown.
 
-    The line is lost if the terminal is closed, its reader has ended or the disk is full: none of these ends a run.
+    If the terminal is closed, the reader has ended or the disk is full, the line is lost and the run continues.
     """
     with contextlib.suppress(OSError):
         tqdm.write(line, file=sys.stdout)
@@ -87,7 +86,7 @@ class LogFile(logging.Handler):
         Raises:
             OSError: the file system refuses.
         """
-        self._file = append_to(path)  # unbuffered: a line that a full disk refuses must not come again
+        self._file = append_to(path)  # unbuffered: a line that a full disk refused must not be written later
         self._file.write("".join(f"{line}\n" for line in self._early).encode(errors=PRINTABLE))
         self._early.clear()
 
@@ -144,7 +143,7 @@ class Progress:
         self._bar.update(count)
 
     def time_left(self) -> str:
-        """The time to completion at the speed so far, evaluation and saving included."""
+        """The time to completion at the speed so far, validation and saving included."""
         done = self._done - self._first
         if done == 0:
             return "unknown"
@@ -171,5 +170,5 @@ class Console:
             print_line(line)
 
     def progress(self, *, total: int, what: str, unit: str) -> Progress:
-        """A progress bar, on a terminal alone."""
+        """A progress bar; shown only on a terminal."""
         return Progress(total=total, what=what, unit=unit, shown=self._speaks and sys.stderr.isatty())

@@ -8,7 +8,7 @@ import torch
 def peak_rss_bytes() -> int | None:
     """Largest resident set of this process so far.
 
-    From ``/proc/self/status`` (VmHWM): ``getrusage`` also counts what the launcher held before it became this process.
+    From ``/proc/self/status`` (VmHWM): ``getrusage`` also counts the launcher's memory from before the ``exec``.
     """
     status = Path("/proc/self/status")
     if not status.exists():
@@ -30,7 +30,7 @@ class TrainingPeaks:
     """Peak memory of training steps and validations, without that of saves and generation as far as possible.
 
     The GPU's counters are reset after each save. The peak of the resident set cannot be reset: from the next ``note``
-    on it includes a save's share. It never includes that of the last save, nor that of measuring inference.
+    on it includes what a save used. It never includes what the last save or measuring inference used.
     """
 
     def __init__(self, device: torch.device) -> None:

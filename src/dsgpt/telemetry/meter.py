@@ -14,7 +14,7 @@ from dsgpt.data.loader import Batch
 from dsgpt.telemetry.record import mean, percentile
 
 WARM_UP_STEPS = 3
-"""The first steps of a process, which compile, allocate and tune: throughput and step times do not count them."""
+"""The first steps of a process, which compile, allocate and tune: throughput and step times leave them out."""
 
 
 class StepValues(Protocol):
@@ -56,7 +56,7 @@ _COUNTED = {"loss", "step_time_sec", "dataload_time_sec", "warm_up"}
 """The keys that a line must have to be counted as a step."""
 
 Mark = float | torch.cuda.Event
-"""An instant in the device's own time: seconds on CPU, an event on a GPU, which runs behind Python."""
+"""An instant in the device's own time: seconds on CPU, an event on a GPU, which runs asynchronously."""
 
 
 class _Clock:
@@ -124,7 +124,7 @@ class Figures:
             self.dataload_secs.append(line["dataload_time_sec"])
 
     def expect(self, steps: range, counted: list[int]) -> None:
-        """Make the sums unknown unless exactly ``steps``, which were taken, are ``counted``, each once."""
+        """Make the sums unknown unless ``counted`` has each of the taken ``steps`` once, and no other."""
         if counted != list(steps):
             self.steps, self.loss_sum, self.train_sec = len(steps), None, None
 
@@ -199,7 +199,7 @@ class StepMeter:
     ) -> None:
         """Mark the end of a step; its values stay on the device until ``flush``.
 
-        A step whose traffic was measured (``watched``) took longer for it: it is left out like the warm-up.
+        Measuring traffic makes a step slower, so such a step (``watched``) is left out like the warm-up.
         """
         self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec, watched))
 
@@ -207,7 +207,7 @@ class StepMeter:
         """The steps since the last call as lines of ``metrics.jsonl``.
 
         Args:
-            wait: for the device; otherwise steps that it has not finished are left to a later call.
+            wait: for the device; otherwise the steps that it has not finished are returned by a later call.
         """
         pending, self._pending = self._pending, []
         lines = []
@@ -247,7 +247,7 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
     """Check the loss and gradient norm of every step.
 
     Raises:
-        NonFiniteError: one is NaN or infinite; the norm may be where fp16 loss scaling skipped the step.
+        NonFiniteError: one is NaN or infinite. The norm of a step that fp16 loss scaling skipped may be.
     """
     for line in lines:
         norm_counts = not line["skipped"]
@@ -255,7 +255,7 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
             values = f"loss {line['loss']:g}, gradient norm {line['grad_norm']:g}"
             raise NonFiniteError(
                 f"step {line['step']}: {values}: training stopped, and this state is not saved; lower the learning "
-                "rate, lengthen the warm-up, or take bf16 or fp32"
+                "rate, lengthen the warm-up, or use bf16 or fp32"
             )
 
 

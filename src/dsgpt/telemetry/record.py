@@ -23,7 +23,7 @@ GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens; null where the context is shorter."""
 
 _LONGEST_LINE = 1 << 16
-"""Bytes; ours have about 400."""
+"""Bytes; the lines of this program have about 400."""
 _FLAGS = {"skipped", "warm_up"}
 _NUMBERS = {
     *("loss", "lr", "grad_norm", "val_loss", "val_tokens", "tokens", "tokens_per_sec", "step_time_sec"),
@@ -45,7 +45,7 @@ def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict
             begins, whole = whole, line.endswith(b"\n")
             number += begins
             if not whole and len(line) < _LONGEST_LINE:
-                return  # torn
+                return  # cut off by a kill
             entry = _entry(line) if begins and whole else None
             if entry is not None:
                 yield entry
@@ -98,14 +98,14 @@ def finite(value: Any) -> Any:
 
 
 def mean(values: list[float]) -> float | None:
-    """The mean; None of an empty list."""
+    """The mean; None for an empty list."""
     return sum(values) / len(values) if values else None
 
 
 def percentile(values: list[float], fraction: float) -> float | None:
     """The smallest value that at least ``fraction`` of ``values`` do not exceed (nearest rank).
 
-    None of an empty list.
+    None for an empty list.
     """
     if not values:
         return None
@@ -124,7 +124,7 @@ class StepLog:
         """Append ``entries``, a line each, and hand them to the operating system.
 
         Raises:
-            OSError: the system refuses; the lines are kept for the next call, and no partial line is left.
+            OSError: the system refuses. The lines are kept for the next call, and the file ends with a whole line.
         """
         self._waiting += "".join(_line(entry) for entry in entries).encode()
         end = self._file.seek(0, os.SEEK_END)
@@ -162,7 +162,7 @@ class RunRecord:
     """The contents of ``training_metrics.json``, which grow with the run."""
 
     description: dict[str, Any]
-    """What does not change while a process trains; see ``training.run_description``."""
+    """The settings of the run, which do not change while a process trains; see ``training.run_description``."""
     status: str = "running"
     segments: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)

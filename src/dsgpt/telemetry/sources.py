@@ -14,7 +14,7 @@ from dsgpt.common.json_files import JsonError, read_as
 
 SOURCES_FILE = "SOURCES.json"
 CHANGED_MEANWHILE = "changed while the record was made"
-"""Stands for the hash of such a file, and equals none: the record is of no one version of it."""
+"""Replaces the hash of such a file. It equals no hash, because the record belongs to no single version of the file."""
 
 Hashes = dict[str, str]
 """Paths below the repository, with ``/``, to sha256 as lower-case hex."""
@@ -57,7 +57,7 @@ def changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def require_sources_file(folder: Path) -> None:
-    """Refuse a ``SOURCES.json`` in ``folder`` that ``note_sources`` could not extend; there may be none.
+    """Refuse a ``SOURCES.json`` in ``folder`` that ``note_sources`` could not extend. It need not exist.
 
     Raises:
         UserError: it cannot be read.
@@ -77,9 +77,9 @@ def note_sources(folder: Path, record: Path, *, git_commit: str | None, sources:
 
 
 def made_from(record: Path) -> MadeFrom | None:
-    """What ``SOURCES.json`` says of ``record``, from the record's folder or the one above it (a run has its own).
+    """The entry of ``record`` in the ``SOURCES.json`` of its folder, or of the folder above (for the record of a run).
 
-    None where there is no entry, or where it is the entry of another record that was at the same path.
+    None if there is no entry, or only that of an earlier record at the same path.
 
     Raises:
         UserError: a ``SOURCES.json`` cannot be read.

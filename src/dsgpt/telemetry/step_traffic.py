@@ -20,11 +20,11 @@ MODEL_STATE = ("parameters", "gradients", "optimizer", "master")
 
 
 class TrafficMeter:
-    """Measures one step of this process on every rank, and leaves all others alone.
+    """Measures one step of this process on every rank; other steps run unchanged.
 
-    It measures the last of the warm-up steps, or the last step of a shorter run: the first steps allocate and trace,
-    and the time of later ones counts. A step that fp16 overflow skipped has no gradients to measure: the next step is
-    then measured too.
+    It measures the last warm-up step, or the last step of a shorter run: the first steps allocate and trace, and the
+    times of later ones are reported. A step that fp16 overflow skipped has no gradients to measure, so the next step is
+    measured too.
 
     Args:
         state_tensors: returns this rank's model state at the moment, by category, with ``gradients`` among them.
@@ -45,11 +45,11 @@ class TrafficMeter:
         self._steps_seen = 0
         self._done = False
         self.watched = False
-        """Whether the latest step was measured, which takes time."""
+        """Whether the latest step was measured, which made it slower."""
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Measure the optimizer step ``step``, which is executed inside, if it is its turn; collective."""
+        """A context for optimizer step ``step``: measures it if it is the one to measure; collective."""
         self._steps_seen += 1
         self.watched = not self._done and (self._steps_seen >= WARM_UP_STEPS or step == self._last_step)
         if not self.watched:
@@ -87,7 +87,7 @@ class _GradientWatch:
 
 
 def traffic_line(measured: dict[str, Any]) -> str:
-    """The ``cost`` block in a few words."""
+    """The ``cost`` block in one line."""
     state, traffic = measured["model_state_bytes_per_rank"], measured["communication_per_step"]
     parts = ", ".join(f"{name} {_size(state[name])}" for name in MODEL_STATE if state[name] != 0)
     sent = "unknown" if traffic is None else _size(traffic["ring_bytes_per_rank"])
@@ -112,7 +112,7 @@ RankTraffic = tuple[KnownStateBytes, list[Traffic], set[str]]
 
 
 def traffic_record(step: int, ranks: list[RankTraffic]) -> dict[str, Any]:
-    """The ``cost`` block of the record: the rank with the most model state, the one that sends most, and all totals."""
+    """The ``cost`` block of the record: every rank's totals, and details of the ranks that hold and send most."""
     unknown = sorted({operator for _, _, unknown in ranks for operator in unknown})
     return {
         "measured_step": step,

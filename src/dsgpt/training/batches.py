@@ -1,15 +1,41 @@
 """The micro batches of a run, for training and for validation."""
 
 from collections.abc import Iterator
+from typing import Self
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
 
 
-def training_batches(config: RunConfig, *, first_step: int) -> Iterator[Batch]:
+class Batches:
+    """The micro batches of a loader, and its worker processes from the start until ``close``.
+
+    Workers must end before Python exits: they ignore SIGTERM (``leave_to_the_rank``), and Python's exit handler, which
+    sends it to every child, would then wait for ever. Without ``close`` the traceback of an error keeps them alive.
+    """
+
+    def __init__(self, loader: DataLoader[Batch]) -> None:
+        self._batches: Iterator[Batch] = iter(loader)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the worker processes; no more batches can be read."""
+        if isinstance(self._batches, _MultiProcessingDataLoaderIter):
+            self._batches._shutdown_workers()
+
+
+def training_batches(config: RunConfig, *, first_step: int) -> Batches:
     """This rank's micro batches from optimizer step ``first_step`` (the first is 0) to the end of the run."""
     dataset = WindowDataset(config.train, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
-    return iter(
+    return Batches(
         training_loader(
             dataset,
             config.order,
@@ -22,10 +48,10 @@ def training_batches(config: RunConfig, *, first_step: int) -> Iterator[Batch]:
     )
 
 
-def validation_batches(config: RunConfig) -> Iterator[Batch]:
+def validation_batches(config: RunConfig) -> Batches:
     """This rank's micro batches of one validation."""
     dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
-    return iter(
+    return Batches(
         validation_loader(
             dataset,
             config.val_windows,

@@ -1,7 +1,7 @@
 """Writes one checkpoint of a run: the state of training, the random states and the tokenizer.
 
-After each part the ranks exchange whether they succeeded. A failure of one rank becomes a failure of all, with its
-reason, and no rank waits for one that has given up.
+After each part the ranks exchange whether they succeeded. If one fails, all fail with its reason, and no rank waits
+for a failed one.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Contents:
     """The folder it is written in before it is published."""
     state: RunState
     about: dict[str, Any]
-    """What the manifest says of the run; see ``about_run``."""
+    """The manifest's fields about the run; see ``about_run``."""
     counters: Counters
 
     def complete(self) -> int:
@@ -61,12 +61,12 @@ class Contents:
         try:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
         except OSError as error:
-            logger.warning(f"{final.name} is saved, but the older ones could not be cleared up: {reason_of(error)}")
+            logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason_of(error)}")
         return parse_manifest(final).size
 
 
 def about_run(config: RunConfig, *, settings: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest of every checkpoint says of the run.
+    """The fields of every checkpoint's manifest about the run.
 
     Args:
         config: the run.
@@ -132,7 +132,7 @@ def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
     """Write the state of training tensor by tensor, and publish; collective.
 
     Returns:
-        The bytes of the checkpoint; 0 on other ranks than the main one.
+        The bytes of the checkpoint; 0 on all ranks but the main one.
 
     Raises:
         SaveError: on every rank, where the main rank could not write; the attempt is removed.
@@ -145,8 +145,8 @@ def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
         return write_training_state(contents.folder, states, contents.counters, shapes=shapes, writes=writes)
 
     with _removed_after_failure(contents):
-        spoiled: list[str] = from_main(_together(write))
-        _refuse_non_finite(spoiled, step=contents.state.step)
+        non_finite: list[str] = from_main(_together(write))
+        _refuse_non_finite(non_finite, step=contents.state.step)
         return _together(lambda: contents.complete() if writes else 0)
 
 
@@ -173,10 +173,10 @@ def write_kept(contents: Contents, kept: KeptState) -> int:
     shapes = parameter_shapes(contents.config.model)
     with _removed_after_failure(contents):
         try:
-            spoiled = write_training_state(
+            non_finite = write_training_state(
                 contents.folder, kept.states(), contents.counters, shapes=shapes, writes=True
             )
-            _refuse_non_finite(spoiled, step=contents.state.step)
+            _refuse_non_finite(non_finite, step=contents.state.step)
             return contents.complete()
         except NonFiniteError:
             raise
@@ -201,7 +201,7 @@ def _together(action: Callable[[], T]) -> T:
         raise
     except OSError as error:
         reason = reason_of(error)
-    except Exception as error:  # noqa: BLE001 - the others must learn of it, or they would wait for this rank
+    except Exception as error:  # noqa: BLE001 - otherwise the other ranks would wait for this one
         print_traceback()
         reason = f"{type(error).__name__}: {error}"
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
@@ -216,9 +216,8 @@ def _removed_after_failure(contents: Contents) -> Iterator[None]:
         yield
     except (SaveError, NonFiniteError):
         if contents.config.topology.is_main:
-            with contextlib.suppress(
-                OSError
-            ):  # whatever prevented the save may prevent this; the next start removes it
+            # What prevented the save may prevent this too; then the next start removes the folder.
+            with contextlib.suppress(OSError):
                 remove(contents.folder)
         raise
 
@@ -230,11 +229,11 @@ def _require_room_for_another(run_dir: Path) -> None:
         require_room(run_dir, parse_manifest(found[0]).size if found else 0)
 
 
-def _refuse_non_finite(spoiled: list[str], *, step: int) -> None:
-    """The last update may have made weights infinite, with which no loss was computed yet."""
-    if spoiled:
+def _refuse_non_finite(non_finite: list[str], *, step: int) -> None:
+    """Refuse weights that the last update made NaN or infinite: no loss was computed with them yet."""
+    if non_finite:
         raise NonFiniteError(
-            f"step {step}: {', '.join(spoiled[:3])} became NaN or infinite: training stopped, and this state is not "
+            f"step {step}: {', '.join(non_finite[:3])} became NaN or infinite: training stopped, and this state is not "
             "saved; lower the learning rate or lengthen the warm-up"
         )
 

@@ -81,7 +81,7 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
     write_atomic(config.run_dir / COMPLETE_FILE, f"{line}\n".encode())
     seconds, speed = summary["train_time_sec"], summary["mean_tokens_per_sec_global"]
     logger.info(
-        f"{line}, training {'of unknown time' if seconds is None else duration(seconds)}"
+        f"{line}, training time {'unknown' if seconds is None else duration(seconds)}"
         + (f", {speed:,.0f} tokens/s" if speed else "")
     )
     logger.info(f"the record is {config.run_dir / RECORD_FILE}")

@@ -24,7 +24,8 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
     """The folder of the tokenizer that made ``file``, None where the sidecar names none.
 
     Returns:
-        The folder, and why the file must not be trained on, if the tokenizer that the sidecar names is not there.
+        The folder, and an empty message. If the tokenizer that the sidecar names is missing or another one: None, and a
+        message why the file must not be trained on.
     """
     folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
     if facts is None:
@@ -37,7 +38,7 @@ def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
         return folder, ""
     sidecar = sidecar_path(file.path).name
     return None, (
-        f"{fault}, so nobody could ask the trained model for text: copy the folder {TOKENIZER_FOLDER}/ that was made "
+        f"{fault}; the trained model could not read or write text: copy the folder {TOKENIZER_FOLDER}/ that was made "
         f'with {file.path.name} to {file.path.parent}, or set "tokenizer" to null in {sidecar} to train without one'
     )
 
@@ -64,7 +65,7 @@ def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | Non
     Args:
         file: the token file.
         verify: read the whole file in any case, and compare its largest id with the sidecar too.
-        problems: receives what does not agree; None is returned then.
+        problems: receives what differs from the sidecar; None is returned then.
     """
     doubt = file.doubt()
     if file.sidecar.sha256 and not doubt and not verify:
@@ -77,7 +78,7 @@ def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | Non
     finally:
         progress.close()
     if doubt and computed:
-        logger.info(f"{doubt}: hashed again, its contents are the sidecar's")
+        logger.info(f"{doubt}: hashed again; the sha256 is that of its sidecar")
     vocabulary = file.sidecar.vocab_size
     if verify and vocabulary is not None and (largest := file.largest_id()) >= vocabulary:
         problems.add(f"{file.path}: its largest id is {largest}, but its sidecar says a vocabulary of {vocabulary}")
@@ -98,7 +99,7 @@ def initial_weights_hash(config: RunConfig) -> str | None:
 
 
 def check_tokenizer(config: RunConfig, problems: Problems) -> str:
-    """Compare the data's tokenizer with that of the published weights, which have learned what each id means.
+    """Compare the data's tokenizer with that of the published weights: each id must mean the same in both.
 
     Args:
         config: the run.
@@ -118,8 +119,8 @@ def check_tokenizer(config: RunConfig, problems: Problems) -> str:
         problems.add(*error.problems)
         return ""
     if theirs is None or ours is None:
-        silent = source.given if theirs is None else config.train.path
-        return f"--init_from: {silent} comes without a tokenizer, so nobody can tell whether ids mean the same to both"
+        lacking = source.given if theirs is None else config.train.path
+        return f"--init_from: {lacking} has no tokenizer: not checked whether an id means the same to weights and data"
     different = next((text for text, number in ours.items() if theirs.get(text) != number), None)
     if different is not None:
         problems.add(

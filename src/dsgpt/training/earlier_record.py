@@ -9,7 +9,7 @@ from dsgpt.common.json_files import Count, JsonError, Seconds, clipped_text, rea
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 
 MAX_RECORD_BYTES = 64 << 20
-"""The record has an entry for every save: that of a very long run may be large."""
+"""The record has an entry for every save, so that of a very long run may be large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class EarlierRecord:
     """The keys of ``training_metrics.json`` that a resume needs; all others are computed again."""
 
     saves: list[Save] | None = None
-    """None in records of older versions, which did not have them."""
+    """None in records of older versions, which lack the key."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)
 
 
@@ -44,7 +44,7 @@ def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
     """The record in the folder; None where there is none.
 
     Raises:
-        JsonError: the file is no record.
+        JsonError: the file is not a record.
     """
     path = run_dir / RECORD_FILE
     if not path.exists():
@@ -53,15 +53,15 @@ def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
 
 
 def why_nothing_was_saved(run_dir: Path) -> str:
-    """A message that a run folder without checkpoints may be started anew: the run was killed before its first one.
+    """The message that a folder without checkpoints may be started fresh: its run was killed before the first save.
 
     Raises:
-        UserError: there were checkpoints, or nothing says that there were none. They may have been moved, or their disk
-            is not mounted; a fresh start would remove the rest of the run.
+        UserError: there were checkpoints, or no file shows that there were none. They may have been moved, or their
+            disk is not mounted; a fresh start would remove the rest of the run.
     """
     for name in (store.LATEST, store.BEST):
         if named := named_by(run_dir / name):
-            raise UserError(_lost(run_dir, f"{name} names {named}, which is not there"))
+            raise UserError(_lost(run_dir, f"{name} names {named}, which does not exist"))
     try:
         record = read_earlier_record(run_dir)
     except JsonError as error:
@@ -69,9 +69,9 @@ def why_nothing_was_saved(run_dir: Path) -> str:
     if record is None:
         lines = run_dir / STEPS_FILE
         if lines.is_file() and lines.stat().st_size:
-            raise UserError(_lost(run_dir, f"it has {STEPS_FILE}, and no {RECORD_FILE} says whether any was saved"))
+            raise UserError(_lost(run_dir, f"it has {STEPS_FILE} but no {RECORD_FILE} that lists what was saved"))
     elif record.saves is None:
-        raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not say whether any was saved"))
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not list what was saved"))
     elif record.saves:
         steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
         raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {_was(record.saves)} saved"))
@@ -92,15 +92,15 @@ def named_by(path: Path) -> str:
     """The first line of the file ``latest`` or ``best``; empty where there is no such file."""
     try:
         with path.open("rb") as file:
-            return clipped_text(file.read(200).decode("utf-8", errors="replace")) or "nothing"
+            return clipped_text(file.read(200).decode("utf-8", errors="replace")) or "(nothing)"
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return f"what cannot be read ({error.strerror})"
+        return f"(unreadable: {error.strerror})"
 
 
 def _lost(run_dir: Path, why: str) -> str:
     return (
         f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or is "
-        "their disk not mounted?), or start anew with --overwrite"
+        "their disk not mounted?), or start again with --overwrite"
     )

@@ -1,4 +1,4 @@
-"""What happens in a run: its figures, the state for a checkpoint, the record. Sends the news to sinks."""
+"""The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks."""
 
 import contextlib
 import logging
@@ -204,15 +204,15 @@ class Journal:
         self._sinks.send(lambda sink: sink.sync())
 
     def after_save(self) -> None:
-        """Leave what a save allocated out of the figures of training."""
+        """Exclude what a save allocated from the figures of training."""
         self._peaks.reset()
 
     def write(self, status: str = "running") -> None:
         """Send the record to the sinks.
 
         Args:
-            status: of the run. A write error while it is ``running`` is handled as ``--on_save_failure`` says; that of
-                a run that has ended is raised.
+            status: of the run. While it is ``running``, a write error is handled as ``--on_save_failure`` says;
+                afterwards it is raised.
 
         Raises:
             OSError: the file system refuses.
@@ -225,14 +225,14 @@ class Journal:
             self._sinks.send(lambda sink: sink.record(self.record))
 
     def write_saves(self) -> None:
-        """Write the record after a save, so that a run that is killed now does not look as if it had saved nothing."""
+        """Write the record after a save, so that after a kill it lists every save."""
         self._update_record(peaks=False)
         self._sinks.try_to_send("record", lambda sink: sink.record(self.record))
 
     def _update_record(self, status: str = "running", *, peaks: bool = True) -> None:
         """Compute the figures of the record.
 
-        Its memory figures are of training: after a save or the end, without ``peaks``, they stay as they were.
+        Its memory figures are of training: after a save or the end (``peaks`` false) they stay as they were.
         """
         run = self._meter.run
         self._note_segment(peaks=peaks)

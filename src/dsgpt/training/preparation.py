@@ -42,7 +42,7 @@ class Prepared:
     found: list[str]
     """What the run folder held."""
     earlier: EarlierRecord
-    """That of the run to resume."""
+    """The record of the run to resume."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -50,7 +50,8 @@ class Prepared:
 def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     """Check what only one rank should read: the contents of the data, the run folder and its checkpoints.
 
-    A folder in which a run was started before is locked from here on. Nothing else is written.
+    Locks the run folder if a run was started in it before, and renames back a checkpoint that was being replaced.
+    Nothing else is changed.
 
     Raises:
         UserError: with every mistake, a line each.
@@ -98,7 +99,7 @@ def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
     try:
         return read_earlier_record(run_dir) or EarlierRecord(), ""
     except JsonError as error:
-        return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): what earlier saves cost is lost"
+        return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
 
 
 def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log: LogFile) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def _open(config: RunConfig, prepared: Prepared, lock: RunLock, log: LogFile) ->
     make_run_folder(run_dir)
     lock.take()
     if contents(run_dir) != prepared.found:
-        raise UserError(f"--checkpoint_path {run_dir}: another process changed it meanwhile: start again")
+        raise UserError(f"--checkpoint_path {run_dir}: another process changed it: repeat the command")
     clear_run_folder(run_dir, start)
     description = describe_run(
         config,
@@ -143,7 +144,7 @@ def _open(config: RunConfig, prepared: Prepared, lock: RunLock, log: LogFile) ->
         changes=start.changes,
         run_id=start.run_id,
     )
-    if not holds_own_config(run_dir):  # that of a resumed run stays
+    if not holds_own_config(run_dir):  # a resumed run keeps its own
         _write_config(config, description)
     log.open(run_dir / LOG_FILE)
     return description

@@ -1,4 +1,4 @@
-"""Which checkpoint ``--resume`` continues from: the newest one that is whole, if this run matches its settings."""
+"""Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,15 +29,15 @@ class Start:
     refused: tuple[Path, ...] = ()
     """Newer checkpoints that are damaged."""
     messages: tuple[str, ...] = ()
-    """Lines that say all this to the user; none for an ordinary fresh start."""
+    """Lines for the user; none for an ordinary fresh start."""
     changes: tuple[dict[str, Any], ...] = ()
     """What changed at this resume and at earlier ones, as in ``RunState``."""
     run_id: str | None = None
-    """That of the resumed run."""
+    """The id of the resumed run."""
     validates_anew: bool = False
     """The validation set changed: earlier validation losses cannot be compared with later ones."""
     same_ranks: bool = True
-    """Every rank does the work of the rank of its number in the checkpoint's run, and continues its random stream."""
+    """Each rank does what the rank of the same number did in the checkpoint's run, and continues its random stream."""
 
 
 def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start:
@@ -49,10 +49,10 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         problems: receives those that do not match.
 
     Raises:
-        UserError: there are checkpoints, but none is whole; or there were some, and they are missing.
+        UserError: all checkpoints are damaged, or there were checkpoints and all are missing.
     """
     if store.was_overwritten(config.run_dir):
-        return Start(messages=(f"--resume: an --overwrite of {config.run_dir} was cut off; starting fresh",))
+        return Start(messages=(f"--resume: an --overwrite of {config.run_dir} did not finish; starting fresh",))
     if (config.run_dir / COMPLETE_FILE).exists():
         finished = _plan_finished(config, settings=settings, problems=problems)
         if finished is not None:
@@ -65,8 +65,8 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
     if state.step > config.total_steps:
         problems.add(
-            f"--resume: {checkpoint} is {state.step} steps on, and this run ends after {config.total_steps}: give "
-            "more --max_train_steps or --epochs",
+            f"--resume: {checkpoint} is at step {state.step}, but this run ends after step {config.total_steps}: "
+            "raise --max_train_steps or --epochs",
             differs=True,
         )
     validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
@@ -88,19 +88,20 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
 
 def _change_lines(changes: list[dict[str, Any]], *, validates_anew: bool) -> list[str]:
     lines = [f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes]
-    return [*lines, *(["validation changed: the best validation loss begins anew"] if validates_anew else [])]
+    return [*lines, *(["validation set changed: the best validation loss starts anew"] if validates_anew else [])]
 
 
 def _missing_newest_line(run_dir: Path) -> list[str]:
-    """A warning if the newest checkpoint is missing, so that its steps are taken again."""
+    """A warning if the newest checkpoint is missing: the run repeats its steps."""
     name = missing_newest(run_dir)
     if not name:
         return []
-    return [f"--resume: {run_dir / store.LATEST} names {name}, which is not there; the newest that is there is taken"]
+    latest = run_dir / store.LATEST
+    return [f"--resume: {latest} names {name}, which does not exist; continuing from the newest one that does"]
 
 
 def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
-    """Whether every rank of this run does the work of the rank of its number in the checkpoint's run."""
+    """Whether each rank does what the rank of the same number did in the checkpoint's run."""
     if manifest.topology is None:
         return False
     same_split = manifest.topology.sizes == asdict(config.topology.sizes)
@@ -109,7 +110,7 @@ def _has_same_ranks(config: RunConfig, manifest: Manifest) -> bool:
 
 
 def _execution_change(config: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """The change of strategy or ranks, if there is one: the figures of the run are then those of both."""
+    """The change of strategy or ranks, if there is one. The figures of the run then come from both."""
     assert manifest.strategy is not None and manifest.topology is not None  # by ``require_resumable``
     before = _strategy_on_ranks(manifest.strategy, manifest.topology.world_size)
     after = _strategy_on_ranks(config.strategy_name, config.topology.world_size)
@@ -117,12 +118,12 @@ def _execution_change(config: RunConfig, manifest: Manifest) -> list[dict[str, A
 
 
 def _resuming_line(config: RunConfig, checkpoint: Path, moved: list[dict[str, Any]], *, same_ranks: bool) -> str:
-    """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, shorter where neither changed."""
+    """``resuming from run/step-00000200 (zero2 on 4 ranks) as ddp on 2 ranks``, shorter if neither changed."""
     line = f"resuming from {checkpoint}"
     for change in moved:
         line += f" ({change['before']}) as {change['after']}"
     if not same_ranks and config.model.dropout > 0:
-        line += "; dropout draws other masks than it would have there"
+        line += "; dropout masks differ from those of an uninterrupted run"
     return line
 
 
@@ -131,9 +132,9 @@ def _strategy_on_ranks(strategy: str, ranks: int) -> str:
 
 
 def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start | None:
-    """The start of a run that has finished; None where this run may be longer, or the checkpoints are missing.
+    """The start of a run that has finished; None if this run may be longer, or the checkpoints are missing.
 
-    The files of the checkpoint are not verified, because nothing will be loaded.
+    The files of the checkpoint are not verified, because none will be loaded.
     """
     available = [path for path in store.checkpoints(config.run_dir) if _is_readable(path)]
     if not available:
@@ -151,7 +152,7 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
 
 
 def _is_readable(checkpoint: Path) -> bool:
-    """Whether the manifest says what made the checkpoint."""
+    """Whether the manifest can be read and has all that a resume needs."""
     try:
         require_resumable(checkpoint, parse_manifest(checkpoint))
     except UserError:
@@ -160,10 +161,10 @@ def _is_readable(checkpoint: Path) -> bool:
 
 
 def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint whose files are all undamaged, and the newer ones with what is wrong with each.
+    """The newest undamaged checkpoint, and the newer ones with what is wrong with each.
 
     Raises:
-        UserError: there are checkpoints, and none is whole.
+        UserError: there are checkpoints, and all are damaged.
     """
     refused: list[tuple[Path, str]] = []
     run_dir = config.run_dir
@@ -176,13 +177,13 @@ def _newest_whole(config: RunConfig) -> tuple[Path | None, list[tuple[Path, str]
             return checkpoint, refused
     if refused:
         raise UserError(
-            f"--resume: none of the checkpoints in {run_dir} is whole: bring one back, or start again with --overwrite",
+            f"--resume: no checkpoint in {run_dir} is intact: restore one, or start again with --overwrite",
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
         )
     if damaged := store.marked_damaged(run_dir):
         raise UserError(
-            f"--resume: {run_dir} holds no checkpoint but {', '.join(path.name for path in damaged)}, refused before: "
-            "bring one back, or start again with --overwrite"
+            f"--resume: {run_dir} holds only damaged checkpoints ({', '.join(path.name for path in damaged)}): "
+            "restore one, or start again with --overwrite"
         )
     return None, refused
 
@@ -200,7 +201,8 @@ def _require_whole(checkpoint: Path, config: RunConfig) -> None:
     state = read_run_state(checkpoint)
     if (checkpoint.name, manifest.step) != (store.folder_name(state.step), state.step):
         raise UserError(
-            f"{checkpoint}: is of step {state.step}, and its manifest says {manifest.step}: one was renamed"
+            f"{checkpoint}: its {STATE_FILE} is of step {state.step} and its manifest of step {manifest.step}: a "
+            "file or the folder was renamed"
         )
     StateReader(checkpoint)
     if _has_same_ranks(config, manifest):
@@ -210,7 +212,7 @@ def _require_whole(checkpoint: Path, config: RunConfig) -> None:
 def _compare(
     config: RunConfig, saved: dict[str, Any], settings: dict[str, Any], *, made: str, problems: Problems
 ) -> list[dict[str, Any]]:
-    """The settings that differ with leave of ``--allow_changed``; the others that differ go to ``problems``."""
+    """The settings that differ and that ``--allow_changed`` allows; others that differ go to ``problems``."""
     changes = []
     for name, value in settings.items():
         before = saved.get(name)
@@ -220,7 +222,7 @@ def _compare(
             changes.append({"name": name, "before": before, "after": value})
             continue
         group = next((group for group, names in CHANGEABLE.items() if name in names), None)
-        way_out = f"add --allow_changed {group} to go on all the same, " if group else ""
+        way_out = f"add --allow_changed {group} to continue with the change, " if group else ""
         now, then = clipped(value, width=400), clipped(before, width=400)
         problems.add(
             f"--resume: {name} is {now} but {made} in {config.run_dir} was made with {then}: {way_out}repeat the "

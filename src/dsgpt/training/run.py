@@ -88,26 +88,28 @@ def _log_lines(lines: Iterable[str]) -> None:
 
 
 def _build(config: RunConfig, start: Start, *, device: torch.device) -> Strategy:
-    """The strategy, which may still refuse the recipe: nothing is written before."""
+    """The strategy. Building it may still refuse the recipe, so this comes before the first file of the run."""
     torch.manual_seed(dropout_seed(config))
-    # A checkpoint has all that a run needs to continue: the source of its initial weights may be gone.
+    # A resume needs only the checkpoint: the source of the initial weights may no longer exist.
     return build_strategy(replace(config, init_from=None) if start.checkpoint else config, device)
 
 
 def dropout_seed(config: RunConfig, *, step: int = 0) -> int:
-    """Ranks that compute different activations draw different masks; tensor peers, which share them, draw the same.
+    """The seed of this rank's dropout masks.
+
+    Ranks that compute different activations draw different masks. Tensor peers share activations and masks.
 
     Args:
         config: the run.
-        step: of the checkpoint whose random streams cannot be continued: the streams of the first step must not be
-            repeated after it.
+        step: of the checkpoint, if its random streams cannot be continued: a resumed run must not repeat the masks of
+            the first steps.
     """
     stream = config.topology.rank // config.topology.sizes.tensor
     return (config.options.seed * 1_000_003 + step * 1_000_000_007 + stream) % 2**63  # what torch takes for a seed
 
 
 def _load_checkpoint(config: RunConfig, start: Start, strategy: Strategy, *, device: torch.device) -> RunState | None:
-    """Load the checkpoint into ``strategy`` and the random streams; returns the state of the run, None without one."""
+    """Load the checkpoint, if any, into ``strategy`` and the random streams; returns the state of the run."""
     if start.checkpoint is None:
         return None
     state = read_run_state(start.checkpoint)
@@ -134,9 +136,7 @@ def _open_journal(
     done = state.step if state else 0
     if state is not None:
         if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
-            logger.warning(
-                f"{steps_file}: {len(damaged)} damaged lines were dropped, the first of them line {damaged[0]}"
-            )
+            logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}")
         barrier()
     sinks = open_sinks(config, done=done)
     journal = Journal(config, device=device, description=description, sinks=sinks, done=done)

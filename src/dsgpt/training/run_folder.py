@@ -1,4 +1,4 @@
-"""The run folder: whether it holds a run, whose files these are, and what a start removes from it."""
+"""The run folder: whether it holds a run of this program, and what a start removes from it."""
 
 import os
 import re
@@ -25,7 +25,7 @@ _FILES = (
     RECORD_FILE,
     CONFIG_FILE,
 )
-"""Files that a run writes beside its checkpoints, in the order of removal: those that prove that it is a run go last.
+"""Files that a run writes beside its checkpoints, in the order of removal: those that identify a run go last.
 
 A kill in between leaves no ``latest``, and no lines without a record; ``earlier_record.why_nothing_was_saved`` says why
 this matters."""
@@ -34,7 +34,7 @@ _OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"
 
 
 def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
-    """Whether the folder holds a run that ``--resume`` is to continue; changes nothing.
+    """Whether the folder holds a run for ``--resume`` to continue; changes nothing.
 
     Args:
         config: the run.
@@ -46,7 +46,9 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
         return False
     found = _existing(run_dir)
     if foreign := _foreign(run_dir, found):
-        problems.add(f"--checkpoint_path {run_dir}: holds a {foreign.name} that no run here wrote: name another folder")
+        problems.add(
+            f"--checkpoint_path {run_dir}: holds a {foreign.name} that this program did not write: name another folder"
+        )
         return False
     if not found or options.overwrite:
         return False
@@ -54,15 +56,15 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
         proof = _proof(run_dir)
         assert proof is not None  # else what was found is foreign
         problems.add(
-            f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): add --resume to go on with "
+            f"--checkpoint_path {run_dir}: holds a run already ({proof.name}): add --resume to continue "
             "it, --overwrite to delete it, or name another folder"
         )
         return False
     links = [path.name for path in found if path.is_symlink()]
     for name in links:
         problems.add(
-            f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: put what it points "
-            "to in its place (cp -rL), or remove it"
+            f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: replace it "
+            "by a copy of its target (cp -rL), or remove it"
         )
     return not links
 
@@ -89,8 +91,8 @@ def make_run_folder(run_dir: Path) -> None:
 def clear_run_folder(run_dir: Path, start: Start) -> None:
     """Remove what an earlier process left: before a fresh start its run, before a resume its incomplete checkpoints.
 
-    A resume also marks the checkpoints that it refused as damaged. In an overwritten run, the checkpoints are renamed
-    first and removed last: after a kill in between, ``--resume`` starts fresh.
+    A resume also marks the checkpoints that it refused as damaged. An overwrite renames the checkpoints first and
+    removes them last: after a kill in between, ``--resume`` starts fresh.
     """
     remove(run_dir / COMPLETE_FILE)
     if start.checkpoint is None:
@@ -113,13 +115,13 @@ def holds_own_config(run_dir: Path) -> bool:
 
 
 def _existing(run_dir: Path) -> list[Path]:
-    """Everything in ``run_dir`` with the name of something that a run writes, links included."""
+    """Everything in ``run_dir`` that is named like a file or folder of a run, links included."""
     files = [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
     return files + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
-    """Folders with such a name, and links in their place, newest first."""
+    """Folders and links whose whole name matches ``name``, newest first."""
     found = (path for path in run_dir.iterdir() if name.fullmatch(path.name))
     return sorted((path for path in found if path.is_dir() or path.is_symlink()), reverse=True)
 

@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 PATIENCE_SEC = 60
-"""Seconds that ``--resume`` waits: longer than ranks that lost their launcher may continue."""
+"""Seconds that ``--resume`` waits: longer than ranks may continue after their launcher ended."""
 _POLL_SEC = 0.5
 
 
 class RunLock:
-    """The right to write in ``run_dir``. A context: it releases at its end a lock that was taken inside.
+    """The lock of ``run_dir``. A context: at its end it releases the lock if it was taken.
 
     Args:
         run_dir: the folder.
-        patience_sec: seconds to wait for another process to release it.
+        patience_sec: seconds to wait while another process holds it.
     """
 
     def __init__(self, run_dir: Path, *, patience_sec: float = 0) -> None:
@@ -42,7 +42,7 @@ class RunLock:
     def take(self) -> None:
         """Lock the folder, which must exist, unless this process has locked it before.
 
-        The lock file is never removed: two processes could then hold two files of the same name.
+        The lock file is never removed: otherwise two processes could lock two files of the same name.
 
         Raises:
             UserError: another process holds it, or the lock file cannot be made.
@@ -54,13 +54,13 @@ class RunLock:
             self._lock = Lock.of_file(path)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise UserError(f"{path}: is a link, and nothing is written through one: remove it") from error
+                raise UserError(f"{path}: is a link, and lock files are not opened through links: remove it") from error
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
         if not (self._take(self._lock) or self._wait(self._lock)):
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
             raise UserError(
                 f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
-                "or name another"
+                "or name another folder"
             )
 
     def _wait(self, lock: Lock) -> bool:
@@ -82,8 +82,8 @@ class RunLock:
             return lock.take()
         except NoLocksError as error:
             logger.warning(
-                f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing keeps a second "
-                "process from training in this folder; see that none does"
+                f"warning: the file system of {self._run_dir} has no locks ({error.strerror}): nothing prevents a "
+                "second process from training in this folder; make sure that none does"
             )
             return True
 

@@ -1,4 +1,4 @@
-"""When a run saves, what a save that fails does to the run, and the lines about it."""
+"""Saves a run's checkpoints, handles failed saves, and logs both."""
 
 import logging
 import time
@@ -19,10 +19,12 @@ from dsgpt.training.sinks import place
 
 logger = logging.getLogger(__name__)
 
+_CONTINUES = "the run continues (--on_save_failure continue)"
+
 
 @dataclass(kw_only=True)
 class _Begun:
-    """A save that the main rank writes in the background. Times are those of ``perf_counter``."""
+    """A save in the background. Times are those of ``perf_counter``."""
 
     step: int
     started: float
@@ -38,7 +40,7 @@ class Saver:
         config: the run.
         device: of this rank.
         strategy: has the state of training.
-        journal: has the state of the run, and notes what a save took.
+        journal: has the state of the run, and records each save.
         about: what the manifests say of the run; read on the main rank alone.
         ranks: all ranks.
     """
@@ -65,11 +67,11 @@ class Saver:
 
         Args:
             step: the last one taken.
-            needed: the run ends with this checkpoint: it is written before this returns.
+            needed: the run ends with this checkpoint, so it is written before this returns.
 
         Raises:
-            SaveError: on every rank, where this checkpoint or the one in the background could not be written, and the
-                run needs it or ``--on_save_failure`` is ``stop``.
+            SaveError: on every rank, if this checkpoint or the one in the background could not be written, and the run
+                needs it or ``--on_save_failure`` is ``stop``.
             NonFiniteError: a weight is NaN or infinite.
         """
         started = time.perf_counter()
@@ -92,7 +94,7 @@ class Saver:
                 seconds = time.perf_counter() - started
                 self._note(step, mode="sync", stall_sec=seconds, total_sec=seconds, size=size)
         except SaveError as error:
-            self._failed(step, error, stops=needed or self._stops, then="going on (--on_save_failure continue)")
+            self._failed(step, error, stops=needed or self._stops, then=_CONTINUES)
         self._journal.after_save()
         self._journal.write_saves()
 
@@ -110,7 +112,7 @@ class Saver:
         begun.stall_sec = time.perf_counter() - started
 
     def poll(self) -> None:
-        """Note a save in the background that has ended; after every step, collective.
+        """Record the save in the background if it has ended; called after every step, collective.
 
         Raises:
             SaveError: as ``save``.
@@ -130,7 +132,7 @@ class Saver:
         try:
             size = self._background.wait()
         except SaveError as error:
-            then = "the present step is saved now" if superseded else "going on (--on_save_failure continue)"
+            then = "the current step is saved now" if superseded else _CONTINUES
             self._failed(begun.step, error, stops=self._stops and not superseded, then=then)
         else:
             self._note_begun(begun, size=size)
@@ -149,7 +151,7 @@ class Saver:
         self._journal.save_failed()
         line = self._not_saved(step, error)
         if stops:
-            raise SaveError(f"{line}: make room or mend the folder, then continue with --resume") from error
+            raise SaveError(f"{line}: free space or repair the folder, then continue with --resume") from error
         logger.warning(f"{line}; {then}")
 
     def _not_saved(self, step: int, error: BaseException) -> str:
@@ -159,9 +161,9 @@ class Saver:
         return place(step, self._config.total_steps)
 
     def close(self) -> None:
-        """Let a save in the background be completed when an error ends the run; not collective.
+        """Wait for a save in the background when an error ends the run; not collective.
 
-        That checkpoint is a good one. A failure of the save is reported, and does not hide the error.
+        Its checkpoint is from before the error. A failure of the save is logged, and does not hide the error.
         """
         busy, error, size = self._background.end()
         if not busy or self._begun is None:

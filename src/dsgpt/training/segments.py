@@ -1,4 +1,4 @@
-"""The segments of a run, one for each process that trained a part of it: what the record says of each and of all."""
+"""The segments of a run, one for each process that trained a part of it, and the description that all of them share."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -8,7 +8,7 @@ from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.telemetry.meter import StepMeter, throughput
 
 NEVER_CHANGES = frozenset({"precision"})
-"""Fields of a segment that no resume may change (``settings_to_match``), so that unrecorded segments have the same."""
+"""Fields of a segment that no resume may change (``settings_to_match``): unrecorded segments had the same values."""
 
 
 class Segments:
@@ -27,7 +27,7 @@ class Segments:
         """As of the last ``note``."""
 
     def resume(self, state: RunState) -> None:
-        """Continue the segments of a checkpoint; old checkpoints have none, and those steps stay unknown."""
+        """Continue the segments of a checkpoint. Old checkpoints have none: segments of their steps stay unknown."""
         if state.segments and state.segments[-1].last_step == state.step:
             self._earlier = list(state.segments)
 

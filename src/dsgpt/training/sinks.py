@@ -36,7 +36,7 @@ class Sink:
         """The figures of steps, oldest first.
 
         Args:
-            lines: may be empty; those that the sink refused in an earlier call do not come again.
+            lines: may be empty; lines at which an earlier call failed are not repeated.
             due: whether the last of them is to be shown to the user, as ``--steps_per_print`` says.
         """
 
@@ -53,7 +53,7 @@ class Sink:
         """A checkpoint follows: make durable what was received."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """No event follows."""
 
 
 class LineSink(Sink):
@@ -168,7 +168,9 @@ class Sinks:
                 if self._stops:
                     raise
                 if (what, sink) not in self._refusing:
-                    logger.warning(f"{reason_of(error)}; going on (--on_save_failure continue), and trying again")
+                    logger.warning(
+                        f"{reason_of(error)}; the run continues and tries again (--on_save_failure continue)"
+                    )
                 self._refusing.add((what, sink))
             else:
                 self._refusing.discard((what, sink))
@@ -190,7 +192,7 @@ def open_sinks(config: RunConfig, *, done: int) -> Sinks:
     if not config.topology.is_main:
         return Sinks()
     sinks = (
-        LineSink(config.run_dir / STEPS_FILE),  # first: a line that is shown has been written
+        LineSink(config.run_dir / STEPS_FILE),  # first, so that a line is in the file before it is shown
         ConsoleSink(total_steps=config.total_steps, done=done),
         RecordSink(config.run_dir / RECORD_FILE),
     )

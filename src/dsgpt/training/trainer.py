@@ -1,5 +1,6 @@
 """The training loop, and what it needs. It knows no strategy, device or launcher."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains one run from its first step, or the one after its checkpoint, to its record. Every rank has one.
+    """Trains a run, from its first step or the step after its checkpoint, until its record is complete; one per rank.
 
     Args:
         config: the run.
@@ -56,12 +57,12 @@ class Trainer:
         self._done = done
 
     def run(self) -> None:
-        """Train, measure inference and complete the record; collective. Whatever ends it, the record says so.
+        """Train, measure inference and complete the record; collective. After an error the record's ``status`` says so.
 
         Raises:
-            NonFiniteError: the loss or gradient norm was NaN or infinite; no state of it was saved.
+            NonFiniteError: the loss or gradient norm was NaN or infinite; that state was not saved.
             SaveError: a checkpoint could not be written.
-            Interrupted: the run was asked to stop, and saved what it had; on every rank together.
+            Interrupted: on every rank, where the run was asked to stop; every step that it took is saved.
         """
         with self._interruption.patience():
             try:
@@ -77,10 +78,13 @@ class Trainer:
 
     def fit(self) -> None:
         """Take the remaining steps; validate and save when they are due."""
+        if self._stopping.agreed():
+            raise self._stopping.stop("before it took a step")
+        with contextlib.closing(training_batches(self._config, first_step=self._done)) as batches:
+            self._take_steps(TimedBatches(batches))
+
+    def _take_steps(self, batches: TimedBatches) -> None:
         config, journal, stopping = self._config, self._journal, self._stopping
-        if stopping.agreed():
-            raise stopping.stop("before it took a step")
-        batches = TimedBatches(training_batches(config, first_step=self._done))
         traffic = TrafficMeter(
             lambda: self._strategy.state_tensors()._asdict(),
             last_step=config.total_steps,
@@ -98,7 +102,7 @@ class Trainer:
 
             stop = stopping.agreed() or not self._after_step(step)
             last = step == config.total_steps
-            if not (stop or last):  # else ``save`` collects the save before it
+            if not (stop or last):  # else ``save`` below waits for the background save
                 self._saver.poll()
             if stop or last or _due(step, config.options.save_every):
                 journal.flush()
@@ -107,7 +111,7 @@ class Trainer:
                 raise stopping.stop(f"after step {step}, which is saved")
 
     def _catch_up(self) -> None:
-        """Do what the checkpoint's step calls for, where the run was stopped before it could."""
+        """Validate and end the epoch at the checkpoint's step, if the run was stopped before it did."""
         step, validated = self._done, self._journal.last_val_step
         if not self._after_step(step):
             raise self._stopping.stop(f"after step {step}, which is saved")
@@ -115,10 +119,10 @@ class Trainer:
             self._saver.save(step, needed=True)  # the last checkpoint may be the best
 
     def _after_step(self, step: int) -> bool:
-        """Do what ``step``, the last one taken, calls for: a validation, the end of an epoch.
+        """Validate and end the epoch, where they are due after ``step``, the last one taken.
 
         Returns:
-            Whether it is done; a request to stop ends a validation, which the resumed run repeats.
+            False if a request to stop ended the validation; the resumed run repeats it.
         """
         config, journal = self._config, self._journal
         epoch_ends = step == config.total_steps or step % config.order.steps_per_epoch == 0
@@ -155,33 +159,31 @@ class Trainer:
         self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         if isinstance(error, Interrupted) and error.together:
             logger.info(f"{error}; continue with --resume")
-            barrier()  # when one rank leaves, the launcher ends the others, and the main rank had files to write
+            barrier()  # the launcher ends all ranks when one exits, but the main rank may still be writing files
 
 
 def validation_loss(
     config: RunConfig, strategy: Strategy, *, stop: Callable[[], bool] = lambda: False
 ) -> tuple[float, int] | None:
-    """The mean loss over the validation windows, the same ones in the same order on every strategy; collective.
+    """The mean loss over the validation windows, which are the same, in the same order, for every strategy; collective.
 
     Args:
         config: the run.
         strategy: computes the losses.
-        stop: asked before each batch; it must answer alike on every rank.
+        stop: called before each batch; returns the same on every rank.
 
     Returns:
         Nats per token and the number of targets; None where ``stop`` ended it.
     """
     steps = -(-config.val_windows // config.batch.global_batch_size)
-    batches = validation_batches(config)
     progress = Progress(total=steps, what="validating", unit="batch")
     sums = []
-    for _ in range(steps):
-        if stop():
-            progress.close()
-            return None
-        sums.append(torch.stack(strategy.eval_step(batches)))
-        progress.advance()
-    progress.close()
+    with contextlib.closing(progress), contextlib.closing(validation_batches(config)) as batches:
+        for _ in range(steps):
+            if stop():
+                return None
+            sums.append(torch.stack(strategy.eval_step(batches)))
+            progress.advance()
     loss_sum, tokens = torch.stack(sums).sum(dim=0).tolist()
     return loss_sum / tokens, int(tokens)
 

@@ -67,7 +67,7 @@ class Damage:
 BEFORE = NEWEST - SAVE_EVERY
 DAMAGES = (
     Damage(name="truncated shard", harm=_truncate, resumed_from=BEFORE, words=f"{MOMENTS}: is damaged: it has"),
-    Damage(name="flipped bit", harm=_flip, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: its contents"),
+    Damage(name="flipped bit", harm=_flip, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: its sha256"),
     Damage(
         name="deleted shard", harm=_delete, resumed_from=BEFORE, words=f"{store.WEIGHTS}: is damaged: it is missing"
     ),

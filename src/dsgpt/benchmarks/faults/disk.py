@@ -137,7 +137,7 @@ def _wrong_lines(plan: DiskFault, lines: list[str]) -> list[tuple[bool, str]]:
     return [
         (not any(plan.words in line for line in lines), f"it did not say: {plan.words}"),
         (any(plan.not_words in line for line in lines), f"it said: {plan.not_words}"),
-        (plan.policy == "continue" and not any("going on" in line for line in lines), "it did not continue"),
+        (plan.policy == "continue" and not any("the run continues" in line for line in lines), "it did not continue"),
     ]
 
 

@@ -1,0 +1,52 @@
+"""The worker processes of data loaders end with the training, whatever ends it."""
+
+import gc
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import command_line, write_data, write_recipe
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from dsgpt.data.loader import WindowDataset
+from dsgpt.main import train
+from dsgpt.strategies.pytorch.baseline import Baseline
+from dsgpt.training.saving import Saver
+
+
+@pytest.fixture(autouse=True)
+def workers_left() -> Iterator[None]:
+    """End the workers that a failed test left: pytest would wait for them when it exits."""
+    yield
+    for loader in [each for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]:
+        loader._shutdown_workers()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    write_recipe(tmp_path / "recipe.json")
+    return write_data(tmp_path)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Saver, "save"), (Baseline, "train_step"), (Baseline, "eval_step"), (WindowDataset, "__getitems__")],
+    ids=["save", "step", "validation", "worker"],
+)
+def test_no_worker_outlives_an_error(here, monkeypatch, owner, method):
+    """``caught`` keeps the frames of the training, and in them its loaders, as an error on its way to the exit does."""
+    monkeypatch.setattr(owner, method, fail)
+    with pytest.raises(RuntimeError, match="a defect") as caught:
+        train(command_line(here, num_workers=2, save_every=1))
+    assert multiprocessing.active_children() == [], caught
+
+
+def test_no_worker_outlives_a_run(here):
+    assert train(command_line(here, num_workers=2, eval_every=1)) == 0
+    assert multiprocessing.active_children() == []
