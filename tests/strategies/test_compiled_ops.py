@@ -104,7 +104,7 @@ def test_what_is_complete_is_loaded_where_nothing_can_be_written(compilation, co
 
 def test_what_is_missing_where_nothing_can_be_written_is_told(compilation):
     (compilation.folder / ".dsgpt-lock").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"compiled code cannot be kept there \(Is a directory\)"):
+    with pytest.raises(UserError, match=r"compiled code cannot be stored there \(Is a directory\)"):
         load_ops("PartBuilder")
 
 
@@ -125,7 +125,7 @@ def test_what_another_process_completed_meanwhile_is_not_built_again(compilation
 def test_a_folder_that_cannot_be_written_is_told(compilation, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"compiled code cannot be kept there \(Not a directory\): name another folder"):
+    with pytest.raises(UserError, match=r"compiled code cannot be stored there \(Not a directory\): name another folder"):
         load_ops("PartBuilder")
 
 
