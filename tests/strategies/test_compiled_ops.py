@@ -17,7 +17,7 @@ from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 
 LOAD_AND_LOOK = """
 import ctypes
-from dsgpt.strategies import compiled_ops
+from dsgpt.strategies.deepspeed import compiled_ops
 
 compiled_ops.load_ops("AsyncIOBuilder")
 assert ctypes.CDLL(None).deepspeed_pin_tensor_mgr_holder
@@ -125,7 +125,7 @@ def test_what_another_process_completed_meanwhile_is_not_built_again(compilation
 def test_a_folder_that_cannot_be_written_is_told(compilation, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"compiled code cannot be stored there \(Not a directory\): name another folder"):
+    with pytest.raises(UserError, match=r"code cannot be stored there \(Not a directory\): name another folder"):
         load_ops("PartBuilder")
 
 

@@ -21,9 +21,9 @@ RUN = "baseline"
 FITTING = 2.5
 """How many checkpoints fit on the small file system."""
 AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner")
-"""In front of a command that root starts: takes the capabilities that would override permissions."""
+"""Prefix of a command that root starts: drops the capabilities that override permissions."""
 BALLAST = "ballast"
-"""The file that takes the space."""
+"""The file that fills the file system."""
 FORESEEN = "No space left on device: the last checkpoint took"
 
 
@@ -39,13 +39,13 @@ class DiskFault:
     policy: str
     """``--on_save_failure``."""
     words: str
-    """What the run must say."""
+    """What the run must print."""
     not_words: str = "\0"
-    """What it must not say, because that is another refusal."""
+    """What it must not print, because that is another error."""
     spoil: Callable[[Training], None] | None = None
     """What to do to the file system while the run trains."""
     small: bool = True
-    """Whether the run folder is a small file system of its own."""
+    """Whether the run folder is a separate, small file system."""
 
 
 def _fill_up(training: Training) -> None:
@@ -133,10 +133,10 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
 
 
 def _wrong_lines(plan: DiskFault, lines: list[str]) -> list[tuple[bool, str]]:
-    """What is wrong with what the run said about its failed save, as findings for ``all_wrong``."""
+    """What is wrong with what the run printed about its failed save, as findings for ``all_wrong``."""
     return [
-        (not any(plan.words in line for line in lines), f"it did not say: {plan.words}"),
-        (any(plan.not_words in line for line in lines), f"it said: {plan.not_words}"),
+        (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
+        (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
         (plan.policy == "continue" and not any("going on" in line for line in lines), "it did not continue"),
     ]
 
@@ -145,7 +145,7 @@ def _wrong_resume(plan: DiskFault, resumed: Resumed, *, whole: int) -> list[tupl
     """What is wrong with the resumed run; ``whole`` is the step of the newest whole checkpoint."""
     start = resumed.resumed_from
     return [
-        (whole != start or not whole, f"it resumed from step {start}, whole is {whole}"),
+        (whole != start or not whole, f"it resumed from step {start}; the newest whole checkpoint is of step {whole}"),
         (plan.policy == "stop" and resumed.steps_lost > SAVE_EVERY, f"{resumed.steps_lost} steps are lost"),
         (bool(resumed.wrong), resumed.wrong),
     ]

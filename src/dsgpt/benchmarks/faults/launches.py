@@ -12,7 +12,7 @@ RESTARTS = 3
 
 
 def try_restart(runs: Runs) -> Outcome:
-    """Kill a worker under ``torchrun --max-restarts 3``: the launcher restarts all, and the run resumes by itself.
+    """Kill a worker under ``torchrun --max-restarts 3``: torchrun restarts all workers, and they must resume the run.
 
     Raises:
         Missed: the run did not end.
@@ -43,7 +43,7 @@ def try_restart(runs: Runs) -> Outcome:
 
 
 def try_two_runs(runs: Runs) -> Outcome:
-    """Start two runs on the folder of a training that is halted: one to overwrite it, one to resume it.
+    """Start two runs on the folder of a training that is paused: one to overwrite it, one to resume it.
 
     Raises:
         Missed: one of them did not end.
@@ -57,7 +57,7 @@ def try_two_runs(runs: Runs) -> Outcome:
         with runs.start(run, run_dir, "--overwrite", log="second.log") as second:
             refused = second.wait()
         with runs.start(run, run_dir, "--resume", log="third.log") as third:
-            third.wait_for(lambda: "waiting up to" in third.said(), what="that it waits")
+            third.wait_for(lambda: "waiting up to" in third.said(), what="its line about waiting")
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
@@ -65,10 +65,10 @@ def try_two_runs(runs: Runs) -> Outcome:
     lines += [line for line in third.said().splitlines() if "nothing to do" in line]
     wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
-        ("another process is training in this folder" not in second.said(), "it did not say who is in the way"),
+        ("another process is training in this folder" not in second.said(), "--overwrite printed no reason"),
         (code != 0, f"the first ended with exit code {code}"),
         (waited != 0, f"--resume ended with exit code {waited}"),
-        (len(lines) < 3, "the one that waited did not find the finished run"),
+        (len(lines) < 3, "the run that waited did not find the finished run"),
         (bool(difference), difference),
     )
     return Outcome(

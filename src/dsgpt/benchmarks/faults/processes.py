@@ -1,4 +1,4 @@
-"""A training as a user starts it, watched from outside: its steps, its ranks, the processes left after its end."""
+"""A training as a user starts it, observed from outside: its steps, its ranks, the processes left after its end."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ LIMIT_SEC = 300
 
 
 class Missed(RuntimeError):
-    """A training did not reach what was waited for."""
+    """What the suite waited for did not happen."""
 
 
 class Training:
@@ -40,7 +40,7 @@ class Training:
     def __init__(self, command: Sequence[str], *, run_dir: Path, log: Path) -> None:
         self._mark = uuid.uuid4().hex
         self.run_dir, self._log, self._said_before = run_dir, log, log.stat().st_size if log.exists() else 0
-        with log.open("ab") as file, hanging_up_ends_children():
+        with log.open("ab") as file, default_sighup():
             self.launcher = psutil.Popen(
                 list(command),
                 env=environment_for("cpu") | {MARK: self._mark},
@@ -78,7 +78,7 @@ class Training:
         found = {}
         for process in psutil.process_iter():
             rank = named.get(process.pid)
-            if rank is not None and named.get(process.ppid()) is None:  # what a rank starts has its environment
+            if rank is not None and named.get(process.ppid()) is None:  # children of a rank have its environment
                 found[int(rank)] = process
         if sorted(found) != list(range(count)):
             raise Missed(f"of {count} ranks, {sorted(found)} were found")
@@ -148,8 +148,8 @@ class Training:
 
 
 @contextlib.contextmanager
-def hanging_up_ends_children() -> Iterator[None]:
-    """Let processes that are started inside receive SIGHUP, even if this process was started with ``nohup``."""
+def default_sighup() -> Iterator[None]:
+    """A context whose child processes do not ignore SIGHUP, even if this process was started with ``nohup``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield
@@ -165,7 +165,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step in the run's log, 0 where there is none. A torn line does not count."""
+    """The last step in the run's log; 0 if there is none. A torn line does not count."""
     log = run_dir / STEPS_FILE
     return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
 

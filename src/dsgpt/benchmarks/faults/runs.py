@@ -1,4 +1,4 @@
-"""The runs of the campaign: starts them, resumes them, and compares a disturbed run with the undisturbed one."""
+"""Starts and resumes the runs of the campaign, and compares a disturbed run with the undisturbed one."""
 
 import json
 import re
@@ -46,7 +46,7 @@ class Resumed:
     taken: int
     """The last step that the run had logged before."""
     wrong: str
-    """How it differs from the undisturbed run; empty where it does not."""
+    """How it differs from the undisturbed run; empty if it does not."""
     seconds: float
 
     @property
@@ -59,7 +59,7 @@ class Runs:
     """Folders, recipes and text for the campaign's runs.
 
     Args:
-        folder: exists; everything is in it.
+        folder: an existing folder, in which everything is written.
         repository: holds the scripts and recipes.
     """
 
@@ -93,7 +93,7 @@ class Runs:
             more: further flags.
             launcher: further flags of the launcher.
             prefix: a command that runs the launcher.
-            changes: other values of flags that every run has, which make it another training.
+            changes: other values for flags that every run has; they change the training.
             log: name of the file beside the run folder for what the launcher and its ranks print.
         """
         cell = RUNS[run]
@@ -160,7 +160,7 @@ class Runs:
         )
 
     def difference(self, run: str, run_dir: Path) -> str:
-        """Where ``run_dir`` differs from the undisturbed run; empty where both are the same to the last bit."""
+        """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""
         expected, found = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
         if found.keys() != expected.keys():
             return f"it has other steps: {sorted(found.keys() ^ expected.keys())[:3]}"

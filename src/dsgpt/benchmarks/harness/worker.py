@@ -9,6 +9,7 @@ A cell names the function that its ranks call; see ``launch.Assignment``.
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -31,14 +32,14 @@ from dsgpt.runtime.topology import Topology, free_port, read_topology
 CELL_LIMIT_SEC = 600
 """Seconds after which a cell counts as stuck."""
 PATIENCE_SEC = 15
-"""Seconds that a rank may continue after another one failed; after that it waits for a peer that will not come."""
+"""Seconds that a rank may continue after another one failed; after that it only waits for the failed rank."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""With this variable ranks meet in torchrun's own store, which knows one process group, not many."""
+"""With this variable ranks meet in torchrun's own store, which serves one process group, not many."""
 POLL_SEC = 0.02
 
 
 def main(arguments: list[str]) -> int:
-    """Run every cell of the job. How each ended is in its folder, so the exit code is 0."""
+    """Run every cell of the job. The exit code is always 0, because each cell's folder says how it ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("--local_rank", type=int, help="from launchers; the environment has it too")
@@ -52,6 +53,8 @@ def main(arguments: list[str]) -> int:
     if job["start"] == "fork":
         for module in job["imports"]:
             importlib.import_module(module)
+        if "deepspeed" in job["imports"]:
+            identify_cpu_once()
         gc.collect()
         gc.freeze()  # else every collection of a child touches, and so copies, the memory of all that was imported
     alive = _Alive(runner=job["runner"])
@@ -64,6 +67,17 @@ def main(arguments: list[str]) -> int:
             child = _spawn([job["worker"], str(given.job), "--cell", str(index)], folder, topology.rank, meeting)
         _watch(child, folder, topology, alive)
     return 0
+
+
+def identify_cpu_once() -> None:
+    """Identify the CPU now, and let forked children reuse the answer.
+
+    DeepSpeed's CPU Adam calls ``get_cpu_info`` whenever it is built, and the function sleeps for a second to measure
+    the clock rate.
+    """
+    cpuinfo: Any = importlib.import_module("cpuinfo")
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
 
 
 class _Alive:
@@ -83,7 +97,7 @@ class _Alive:
 
 
 def _run(cell: dict[str, Any], rank: int) -> None:
-    """Run one cell in this process. A refusal or an error goes to the rank's file; the cell's call writes the rest."""
+    """Run one cell in this process. Writes the rank's file after a refusal or an error, else the cell's call does."""
     folder = Path(cell["folder"])
     module, function = cell["call"].split(CALL_SEPARATOR)
     try:
@@ -136,7 +150,7 @@ def _log_file(folder: Path, rank: int) -> Path:
 
 
 def _agree_on_port(folder: Path, topology: Topology, alive: _Alive) -> int:
-    """A port that rank 0 finds free now and writes for the others; one found long before may be taken by then."""
+    """A port that rank 0 finds free now and writes for the others. A port found earlier may be taken by now."""
     path = folder / PORT_FILE
     if topology.rank == 0:
         write_atomic(path, str(free_port()).encode())
@@ -147,7 +161,7 @@ def _agree_on_port(folder: Path, topology: Topology, alive: _Alive) -> int:
 
 
 def _watch(child: int, folder: Path, topology: Topology, alive: _Alive) -> None:
-    """Wait for ``child``, kill it where it hangs, and write its end where it could not write one itself."""
+    """Wait for ``child``, kill it if it hangs, and write its end if it could not write one itself."""
     started, alone_since = time.monotonic(), float("inf")
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -163,8 +177,8 @@ def _watch(child: int, folder: Path, topology: Topology, alive: _Alive) -> None:
             time.sleep(POLL_SEC)
     if not rank_file(folder, topology.rank).exists():
         code = os.waitstatus_to_exitcode(status)
-        why = f"killed by signal {-code}" if code < 0 else f"left with exit code {code}"
-        _write_end(folder, topology.rank, status="error", message=f"rank {topology.rank} was {why}")
+        why = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code} and without a result"
+        _write_end(folder, topology.rank, status="error", message=f"rank {topology.rank} {why}")
 
 
 @contextlib.contextmanager
