@@ -1,7 +1,7 @@
-"""A context for each known bug that plants it in a strategy, and removes it at the end.
+"""For each known bug a context that plants it in a strategy, and removes it at the end.
 
-Each is planted where real trainers had it. The reported loss and norm stay right where they can, so that the suite has
-to find the bug in what it does to the training.
+Each is planted where real trainers had it. The reported loss and norm stay right if possible, so that the suite has to
+find the bug by its effect on the training.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Patch:
 
 
 def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
-    """Change every ``strategy`` right after it was built."""
+    """Apply ``change`` to every ``strategy`` right after it was built."""
 
     def wrap(build: Callable[..., None]) -> Callable[..., None]:
         def build_and_change(self: Any, *arguments: Any, **named: Any) -> None:
