@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 """The rooms that each room of the package may import from, besides itself. A cycle is impossible, because a room only
 names rooms above it."""
 CORRIDORS = ("strategies", "benchmarks")
-"""Folders whose folders are rooms of their own."""
+"""Folders whose subfolders are separate rooms."""
 
 
 def imported(path: Path) -> set[str]:
@@ -119,7 +119,7 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 @pytest.mark.parametrize(
     "module", ["dsgpt.telemetry.record", "dsgpt.data.token_file", "dsgpt.model.config", "dsgpt.formats.tokenizer_files"]
 )
-def test_contracts_import_no_torch(module, tmp_path):
+def test_light_modules_import_no_torch(module, tmp_path):
     found = imported_by("-c", f"import {module}", cwd=tmp_path)
     assert "dsgpt" in found
     assert not found & {"torch", "deepspeed", "transformers"}

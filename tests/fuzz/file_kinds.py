@@ -187,7 +187,7 @@ def downloaded(folder: Path) -> None:
 
 
 def json_lines(folder: Path) -> None:
-    """Read somebody's JSON lines."""
+    """Read documents from JSON lines."""
     file = folder / "raw" / "documents.jsonl"
     list(json_lines_reader(text_key="text", key_field="key")(SourceFile(path=file, key="k", split=None, read=print)))
 

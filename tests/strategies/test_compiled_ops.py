@@ -97,7 +97,7 @@ def complete(compilation, monkeypatch) -> list[str]:
 
 def test_a_complete_library_is_loaded_from_a_read_only_folder(compilation, complete):
     """An administrator may fill the folder for all users. The test may run as root, whom permissions do not stop."""
-    (compilation.folder / ".dsgpt-lock").mkdir()  # nobody can open a folder for writing
+    (compilation.folder / ".dsgpt-lock").mkdir()  # a folder cannot be opened for writing
     load_ops("PartBuilder")
     assert complete == ["part.so"]
     assert compilation.found == []

@@ -21,7 +21,7 @@ def test_it_trains_as_the_baseline_does(facts, precision):
 
 
 @pytest.mark.parametrize("precision", BYTES)
-def test_gradients_travel_once_per_step_and_in_fp32(facts, precision):
+def test_gradients_are_reduced_once_per_step_and_in_fp32(facts, precision):
     """The gradients of three micro batches are summed before they are reduced; the loss is one more number."""
     fact = facts["baseline"][precision]
     _, payload_bytes = fact["traffic"]["all_reduce"]

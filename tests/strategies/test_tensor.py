@@ -45,7 +45,7 @@ def test_deepspeeds_own_classes_lose_sums_that_are_not_contiguous(peers):
         assert (total == 1).all()
 
 
-def test_layers_use_ours(monkeypatch):
+def test_deepspeeds_layers_use_our_classes(monkeypatch):
     for name in ("ColumnParallel", "RowParallel"):
         monkeypatch.setattr(layers, name, getattr(layers, name))  # put back afterwards
     for _ in range(2):

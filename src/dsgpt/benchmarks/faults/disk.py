@@ -110,7 +110,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
                 if plan.spoil:
                     plan.spoil(training)
                 code, _, _ = training.wait_until_gone()
-                lines = [line for line in training.said().splitlines() if "not saved" in line]
+                lines = [line for line in training.output().splitlines() if "not saved" in line]
             left = [path.name for path in run_dir.glob(".partial-*")]
             whole = _verified(run_dir)
             repair()

@@ -32,7 +32,7 @@ def all_wrong(*findings: tuple[bool, str]) -> str:
     return "; ".join(words for holds, words in findings if holds)
 
 
-def first_error(said: str) -> str:
+def first_error(output: str) -> str:
     """The first line with an error; launchers print many lines after it."""
-    lines = [line.strip() for line in said.splitlines()]
-    return next((line for line in lines if "rror: " in line or line.startswith("error: ")), said[-300:])
+    lines = [line.strip() for line in output.splitlines()]
+    return next((line for line in lines if "rror: " in line or line.startswith("error: ")), output[-300:])

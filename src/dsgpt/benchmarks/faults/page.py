@@ -116,7 +116,7 @@ def _signals(record: Record) -> str:
             fault["measured"].get("exit_code"),
             f"{fault['measured']['gone_sec']:.1f} s" if fault["measured"] else None,
             fault["measured"].get("steps_lost"),
-            _said(fault),
+            _printed(fault),
             STATUS_WORDS[fault["status"]],
         ]
         for fault in signals
@@ -137,7 +137,7 @@ def _others(record: Record) -> str:
             fault["name"],
             fault["measured"].get("exit_code"),
             fault["measured"].get("resumed_from"),
-            _said(fault),
+            _printed(fault),
             STATUS_WORDS[fault["status"]],
         ]
         for fault in _of(record, "damage", "disk", "launch")
@@ -153,7 +153,7 @@ refused and `--resume` waits.
 {table(header, rows)}"""
 
 
-def _said(fault: dict[str, Any]) -> str:
+def _printed(fault: dict[str, Any]) -> str:
     return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
 
 

@@ -40,7 +40,7 @@ class Undisturbed:
 class Resumed:
     """A disturbed run after ``--resume``."""
 
-    said: str
+    output: str
     resumed_from: int
     """The checkpoint's step; 0 for a fresh start."""
     taken: int
@@ -120,7 +120,7 @@ class Runs:
             with self.start(run, run_dir) as training:
                 code, _, _ = training.wait_until_gone()
                 if code:
-                    raise Missed(f"{run} failed undisturbed, exit code {code}: {training.said()[-1000:]}")
+                    raise Missed(f"{run} failed undisturbed, exit code {code}: {training.output()[-1000:]}")
             steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
             saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
             self._undisturbed[run] = Undisturbed(run_dir=run_dir, step_sec=_median(steps), save_sec=_median(saves))
@@ -149,12 +149,13 @@ class Runs:
         taken, started = last_step(run_dir), time.perf_counter()
         with self.start(run, run_dir, "--resume") as training:
             code, _, _ = training.wait_until_gone()
-            said = training.said()
-        wrong = f"--resume ended with exit code {code}: {first_error(said)}" if code else self.difference(run, run_dir)
+            output = training.output()
+        failure = f"--resume ended with exit code {code}: {first_error(output)}"
+        wrong = failure if code else self.difference(run, run_dir)
         return Resumed(
-            said=said,
+            output=output,
             taken=taken,
-            resumed_from=_resumed_from(said),
+            resumed_from=_resumed_from(output),
             wrong=wrong,
             seconds=time.perf_counter() - started,
         )
@@ -189,8 +190,8 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     return record
 
 
-def _resumed_from(said: str) -> int:
-    found = re.search(r"resuming from \S*/step-(\d{8})", said)
+def _resumed_from(output: str) -> int:
+    found = re.search(r"resuming from \S*/step-(\d{8})", output)
     return int(found[1]) if found else 0
 
 

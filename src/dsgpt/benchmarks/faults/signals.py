@@ -87,7 +87,7 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         (status != "interrupted", f"its record says {status}"),
         (resumed.steps_lost > 0, f"{resumed.steps_lost} steps are lost"),
         (gone_sec > GONE_SEC, f"a process was left for {gone_sec:.0f} s"),
-        (not lines, "nothing was said"),
+        (not lines, "the run printed nothing about it"),
         (bool(resumed.wrong), resumed.wrong),
     )
     measured = {
@@ -117,7 +117,7 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
         (code != EXIT_INTERRUPTED, f"exit code {code} instead of {EXIT_INTERRUPTED}"),
         (gone_sec > 1, f"it was left for {gone_sec:.1f} s after the second signal"),
         (bool(list(run_dir.glob("step-*"))), "it saved nevertheless"),
-        (not lines, "nothing was said"),
+        (not lines, "the run printed nothing about it"),
     )
     measured = {"exit_code": code, "launcher_sec": round(launcher_sec, 2), "gone_sec": round(gone_sec, 2)}
     seconds = time.perf_counter() - started
@@ -126,7 +126,7 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
 
 def _lines_of(training: Training) -> tuple[str, ...]:
     """What the run printed about the signal, without the lines of launchers."""
-    printed = (re.sub(r"^.*\r", "", line).strip() for line in training.said().splitlines())
+    printed = (re.sub(r"^.*\r", "", line).strip() for line in training.output().splitlines())
     words = ("stopped by", "the run stops after this step", "ended at once")
     return tuple(dict.fromkeys(line for line in printed if any(word in line for word in words)))
 

@@ -22,7 +22,7 @@ class TestedStrategy:
     changes: dict[str, Any] = field(default_factory=dict)
     """What to change in the recipe, block by block; None removes a key."""
     training: str = ""
-    """A key of ``TRAININGS``: a training that differs from that of all others and has a reference of its own."""
+    """A key of ``TRAININGS``: the changes of the recipe that its reference makes too."""
     replicas: str = "all"
     """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
     model_ranks: int = 1
@@ -36,7 +36,7 @@ class TestedStrategy:
     precision: str = "fp32"
     """The precision of that one cell."""
     refused: bool = False
-    """Whether the product must refuse it, whatever the setting."""
+    """Whether the product must refuse it under every setting."""
     fp32_only: bool = False
     """Whether the product must refuse it in bf16 and fp16."""
     compiles: bool = True

@@ -81,7 +81,7 @@ class Measurement:
         self._facts["bytes_per_rank"] = found
 
     def write(self, folder: Path, *, rank: int) -> None:
-        """Write the rank's file, and the tensors beside it where there are any."""
+        """Write the rank's file, and beside it the tensors, if any were noted."""
         if self._tensors:
             save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
         seen = {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}

@@ -8,7 +8,7 @@ from dsgpt.benchmarks.parity.bounds import RATE
 WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state. In its first step, the gradient
 that it steps on is put where Adam keeps that moment, so that the strategy's own code gathers it."""
 WHY_OF_1_0 = """In bf16 every product is rounded to 8 binary digits, and differently for another split of the batch. The
-gradients of LayerNorms are small sums that almost cancel and differ most, so they have a bound of their own. The keys'
+gradients of LayerNorms are small sums that almost cancel and differ most, so they have a separate bound. The keys'
 biases have no gradient but rounding (softmax ignores what all keys share), and Adam makes full steps of that, so the
 weights are measured together in bf16."""
 WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its parameter groups, read

@@ -134,10 +134,10 @@ def clipping_norm_of_one_stage() -> Patch:
 
 
 def mean_of_ranks_means() -> Patch:
-    """Validation averages the ranks' means, whatever number of targets each of them read."""
+    """Validation averages the ranks' means, although they are over unequal numbers of targets."""
 
     def average_the_averages(strategy: Any, batches: Iterator[Any]) -> tuple[Tensor, Tensor]:
-        """As ``eval_step``, but every rank's mean weighs the same, however many targets it found."""
+        """As ``eval_step``, but every rank's mean has the same weight."""
         strategy._engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=strategy._device)
         for _ in range(strategy._accumulation):

@@ -77,8 +77,8 @@ def _only_missing_compiled(folder: Path) -> Iterator[None]:
         marker.unlink(missing_ok=True)
         if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
             os.environ["CXX"] = shlex.join(found)  # PyTorch looks only for c++
-        said = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
-        print(said, file=sys.stderr, flush=True)
+        line = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
+        print(line, file=sys.stderr, flush=True)
         return compile_and_load(builder, verbose)
 
     OpBuilder.jit_load = jit_load
