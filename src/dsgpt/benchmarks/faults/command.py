@@ -62,7 +62,7 @@ class _FaultsCommand(SuiteCommand["Outcome"]):
         from dsgpt.benchmarks.faults.runs import Runs  # noqa: PLC0415
 
         self._runs = Runs(folder, repository=self._repository)
-        console.say(f"{len(self._faults)} faults; before the first fault of each run, it trains undisturbed")
+        console.say(f"{len(self._faults)} faults; each run is first trained undisturbed")
 
     def results(self) -> Iterator["Outcome"]:
         from dsgpt.benchmarks.faults.suite import try_faults  # noqa: PLC0415
