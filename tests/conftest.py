@@ -18,7 +18,7 @@ from dsgpt.runtime.launcher import starts_launcher
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
-    """The parity suite's: a few of the standard library's files, with a tokenizer of 300 ids trained on them."""
+    """The corpus of the suites: a few files of the standard library, with a tokenizer of 300 ids trained on them."""
     return prepare_corpus(REPOSITORY, tmp_path_factory.mktemp("corpus"))
 
 
@@ -32,7 +32,7 @@ def checkpoint_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(checkpoint_with_tokenizer: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be harmed."""
+    """A copy of it, which the test may change."""
     return shutil.copytree(checkpoint_with_tokenizer, tmp_path / "step-00000001")
 
 
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> None:
-    """Skip a test, or all that share its fixture, when it is about to start a launcher: no list can be wrong."""
+    """Skip a test, or all that share its fixture, when it is about to start a launcher. So no list of tests is kept."""
     if event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in about[1]]
         if starts_launcher(words) or RANKS in words:
@@ -66,11 +66,11 @@ def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> N
 
 
 RANKS = "dsgpt.benchmarks.harness.worker"
-"""What the suites launch, also as one rank without a launcher."""
+"""The module that the suites launch, also as one rank without a launcher."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With one of the options, skip what shares launches before anything is prepared for them."""
+    """With one of the options, skip tests that share launches, before their fixture prepares anything."""
     skips = item.config.getoption("--without-launchers") or item.config.getoption("--without-processes")
     if skips and _shares_launches(item):
         pytest.skip("starts a launcher")

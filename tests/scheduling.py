@@ -1,4 +1,4 @@
-"""Which tests run in one process where several share the suite (``make test``), and which of them start first."""
+"""Which tests run in the same process when several processes share the suite (``make test``), and which start first."""
 
 import re
 from functools import cache

@@ -1,4 +1,4 @@
-"""``make test`` runs two tests at a time; what shares launches has to stay in one process, or it is launched twice."""
+"""``make test`` runs two processes; tests that share launches must run in one of them, or both launch the same."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def test_a_file_stays_in_one_process():
     assert len(set.union(*processes.values())) == 2
 
 
-def test_what_shares_launches_is_one_group():
+def test_tests_that_share_launches_are_one_group():
     """Otherwise each process would start the same launches; the scheduler reads the files, pytest the fixtures."""
     for folder, fixture in SHARED.items():
         files = sorted((TESTS / folder).glob("test_*.py"))

@@ -1,4 +1,4 @@
-"""Imports point one way, and what is slow to import is imported only by what needs it."""
+"""Imports between rooms have one direction, and slow imports happen only where they are needed."""
 
 import ast
 import re
@@ -43,10 +43,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
 }
-"""The rooms that each room of the package may import from, besides itself. No cycle can be written: a room only names
-rooms above it."""
+"""The rooms that each room of the package may import from, besides itself. A cycle is impossible, because a room only
+names rooms above it."""
 CORRIDORS = ("strategies", "benchmarks")
-"""Folders whose folders are rooms of their own."""
+"""Folders whose subfolders are separate rooms."""
 
 
 def imported(path: Path) -> set[str]:
@@ -62,7 +62,7 @@ def imported(path: Path) -> set[str]:
 
 
 def room_of(parts: Sequence[str]) -> str:
-    """Of a module, given as the parts of its name below ``dsgpt``."""
+    """The room of a module, given as the parts of its name below ``dsgpt``."""
     inner = ".".join(parts[:2])
     return inner if parts[0] in CORRIDORS and inner in ROOMS else parts[0]
 
@@ -119,7 +119,7 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 @pytest.mark.parametrize(
     "module", ["dsgpt.telemetry.record", "dsgpt.data.token_file", "dsgpt.model.config", "dsgpt.formats.tokenizer_files"]
 )
-def test_contracts_import_no_torch(module, tmp_path):
+def test_light_modules_import_no_torch(module, tmp_path):
     found = imported_by("-c", f"import {module}", cwd=tmp_path)
     assert "dsgpt" in found
     assert not found & {"torch", "deepspeed", "transformers"}
@@ -141,7 +141,7 @@ def test_baseline_trains_without_deepspeed(tmp_path):
 
 
 def test_zero_starts_without_the_compiler(tmp_path):
-    """DeepSpeed would import Inductor to ask whether the optimizer is Muon, which takes each rank about 2 s."""
+    """DeepSpeed would import Inductor to check whether the optimizer is Muon, which takes each rank about 2 s."""
     write_recipe(write_data(tmp_path) / "recipe.json", zero_optimization={"stage": 1})
     found = imported_by(SOURCES / "gpt2.py", *command_line(tmp_path, run_type="optimized"), cwd=tmp_path)
     assert (tmp_path / "run" / "RUN_COMPLETE.txt").exists()

@@ -1,4 +1,4 @@
-"""``--without-launchers``: what starts a launcher is skipped when it does, and everything else runs."""
+"""``--without-launchers``: a test is skipped at the moment when it starts a launcher; all others run."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from small_run import REPOSITORY
 from dsgpt.runtime.launcher import starts_launcher
 
 
-def test_what_a_launcher_is():
+def test_which_commands_start_a_launcher():
     assert starts_launcher(["/usr/bin/python", "/somewhere/bin/torchrun", "--nproc_per_node", "2"])
     assert starts_launcher(["/somewhere/bin/deepspeed", "src/gpt2.py"])
     assert starts_launcher(["python", "-u", "-m", "torch.distributed.run"])

@@ -16,9 +16,9 @@ def benchmark(*arguments: Any, cwd: Path = REPOSITORY) -> "subprocess.CompletedP
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def assert_refused(*arguments: Any, line: str, cwd: Path) -> None:
-    """The command ends with exit code 2 and ``line``, and leaves nothing in ``cwd``, an empty folder."""
+def refusal(*arguments: Any, cwd: Path) -> str:
+    """The error of a command that must end with exit code 2 and leave nothing in ``cwd``, an empty folder."""
     done = benchmark(*arguments, cwd=cwd)
     assert done.returncode == 2
-    assert done.stderr.startswith(line)
     assert list(cwd.iterdir()) == []
+    return done.stderr.strip()

@@ -1,4 +1,4 @@
-"""Every kind of file that may come from elsewhere, and the code that reads it, as a user's command would."""
+"""Every kind of file that may come from somebody else, and the code that reads it, called as a user's command would."""
 
 import functools
 import hashlib
@@ -43,18 +43,18 @@ from dsgpt.training.sinks import open_sinks
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
 RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
-"""12 steps over epochs of 5."""
+"""12 steps, with 5 in an epoch."""
 CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]
 
 
 def either(data: bytes, chance: random.Random) -> bytes:
-    """The JSON or the bytes."""
+    """Mangle the JSON or the bytes."""
     return mangle_json(data, chance) if chance.random() < 0.7 else mangle_bytes(data, chance)
 
 
 def history(data: bytes, chance: random.Random) -> bytes:
-    """What a run state tells of finished epochs and of resumes, which a resumed run goes on with."""
+    """Mangle what a run state says about finished epochs and resumes, which a resumed run continues."""
     return mangle_inside(data, chance, keys=("epochs", "changes"))
 
 
@@ -65,29 +65,29 @@ class Kind:
     file: str
     """Inside the folder of the test."""
     read: Callable[[Path], None]
-    """Is given that folder; may raise the errors that a user sees as one line."""
+    """Gets that folder; may raise the errors that a user sees as one line."""
     mangle: Mangle = either
     count: int = 100
 
 
 def _train(folder: Path, **changes: object) -> int:
-    """Plan a training: everything is read and checked, nothing is trained; the exit code comes back."""
+    """Read and check everything for a training without training; return the exit code."""
     return train(command_line(folder, **RUN | {"dry_run": True} | changes))
 
 
 def resume(folder: Path) -> None:
-    """Plan to go on with the run, take up what it was, and ask its model for text."""
-    _vouch_for_all(folder / "run")
+    """Plan to resume the run, restore its state, and load its model for generation."""
+    _match_manifests(folder / "run")
     if _train(folder, resume=True) == 0:
-        take_up(folder)
+        restore(folder)
     store.name_newest_and_best(folder / "run")
     load_model(open_model_files(find_checkpoint(folder / "run", which="latest", flag="--checkpoint")), CPU)
     find_checkpoint(folder / "run", which="best", flag="--checkpoint")
 
 
 @functools.cache
-def _asked(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, Any]]:
-    """The resumed run's configuration, hashes and facts: what no file of the run changes, and asking git is slow."""
+def _described(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, Any]]:
+    """The resumed run's configuration, hashes and description. They depend on no file of the run, and git is slow."""
     options, problems = parse_arguments(command_line(folder, **RUN, resume=True))
     config = resolve(options, topology=read_topology({}), problems=problems)
     files = {"train": config.train.path, "val": config.val.path}
@@ -96,20 +96,20 @@ def _asked(folder: Path) -> tuple[RunConfig, dict[str, str | None], dict[str, An
     return config, hashes, describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
 
 
-def take_up(folder: Path) -> None:
-    """What a resumed run does with the state and the record that its plan let through, up to its next checkpoint."""
-    config, hashes, facts = _asked(folder)
+def restore(folder: Path) -> None:
+    """What a resumed run does with the state and the record that the plan accepted, up to its next checkpoint."""
+    config, hashes, description = _described(folder)
     start = plan_resume(config, settings=settings_to_match(config, hashes=hashes), problems=Problems())
     if start.checkpoint is None:
         return
     state, lines = read_run_state(start.checkpoint), config.run_dir / STEPS_FILE
     drop_steps_after(lines, state.step)
-    facts = {**facts, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
+    description = {**description, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
     sinks = open_sinks(config, done=state.step)
-    journal = Journal(config, device=torch.device("cpu"), description=facts, sinks=sinks, done=state.step)
+    journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, done=state.step)
     try:
         earlier = read_earlier_record(config.run_dir)
-    except JsonError:  # which a resume tells, and goes on without
+    except JsonError:  # a resume reports it and continues without the record
         earlier = None
     journal.resume(state, lines, earlier=earlier or EarlierRecord())
     journal.epoch_done(len(state.epochs))
@@ -118,8 +118,8 @@ def take_up(folder: Path) -> None:
     journal.close()
 
 
-def _vouch_for_all(run_dir: Path) -> None:
-    """Let the manifests agree with the files as they are, as a forger would: damage alone is found by its hash."""
+def _match_manifests(run_dir: Path) -> None:
+    """Write the hashes of the files as they are into the manifests, as an attacker would: else the hash finds all."""
     for checkpoint in run_dir.glob("step-*"):
         file = checkpoint / "manifest.json"
         try:
@@ -138,7 +138,7 @@ def plan(folder: Path) -> None:
         _train(folder, run_type=run_type, checkpoint_path=folder / "new")
 
 
-def take_up_lines(folder: Path) -> None:
+def restore_lines(folder: Path) -> None:
     """What a resumed run does with the lines of the process before it."""
     lines = folder / "run" / "metrics.jsonl"
     drop_steps_after(lines, 9)
@@ -175,7 +175,7 @@ def read_vocabulary(folder: Path) -> None:
 
 
 def prepared(folder: Path) -> None:
-    """Look whether a preparation is complete."""
+    """Check whether a preparation is complete."""
     Place(folder=folder, suffix="").complete()
 
 
@@ -187,13 +187,13 @@ def downloaded(folder: Path) -> None:
 
 
 def json_lines(folder: Path) -> None:
-    """Read somebody's JSON lines."""
+    """Read documents from JSON lines."""
     file = folder / "raw" / "documents.jsonl"
     list(json_lines_reader(text_key="text", key_field="key")(SourceFile(path=file, key="k", split=None, read=print)))
 
 
 def run_state(folder: Path) -> None:
-    """Read where a run stands."""
+    """Read the state of a run."""
     read_run_state(folder / "run" / "step-00000009")
 
 
@@ -228,7 +228,7 @@ KINDS = {
     "record of a run": Kind(file="run/training_metrics.json", read=resume),
     "config of a run": Kind(file="run/config.json", read=resume, count=50),
     "latest": Kind(file="run/latest", read=resume, mangle=mangle_bytes, count=30),
-    "lines": Kind(file="run/metrics.jsonl", read=take_up_lines, mangle=mangle_lines, count=150),
+    "lines": Kind(file="run/metrics.jsonl", read=restore_lines, mangle=mangle_lines, count=150),
     "record in charts": Kind(file="run/training_metrics.json", read=compare, count=150),
     "lines in charts": Kind(file="run/metrics.jsonl", read=compare, mangle=mangle_lines),
     "published shape": Kind(file="hf/config.json", read=publish, count=60),
@@ -247,7 +247,7 @@ KINDS = {
 
 
 def write_all(folder: Path, run: Path) -> None:
-    """Make a whole file of every kind in ``folder``; ``run`` is a folder with data, a recipe and a finished ``run``."""
+    """Make a good file of every kind in ``folder``; ``run`` is a folder with data, a recipe and a finished ``run``."""
     shutil.copytree(run, folder, dirs_exist_ok=True)
     (folder / "run" / "RUN_COMPLETE.txt").unlink()
     for step in (3, 12):
@@ -255,7 +255,7 @@ def write_all(folder: Path, run: Path) -> None:
     state = json.loads((folder / NEWEST / "run_state.json").read_text())
     state["changes"] = [{"step": 3, "name": "schedule", "before": None, "after": {"type": "WarmupLR"}}]
     (folder / NEWEST / "run_state.json").write_text(json.dumps(state))
-    _vouch_for_all(folder / "run")
+    _match_manifests(folder / "run")
     (folder / "preparation.json").write_text(
         json.dumps(
             {"identity": {"--seed": 1, "input": "a", "tokenizer": None}, "tokenizer_sha256": "0" * 64, "splits": {}}

@@ -119,7 +119,7 @@ def mangle_lines(data: bytes, chance: random.Random) -> bytes:
 
 
 def mangle_safetensors(data: bytes, chance: random.Random) -> bytes:
-    """A safetensors file with its header, a length and JSON before the tensors, mangled; or its bytes."""
+    """A safetensors file with its header (a length and JSON) mangled, or its bytes."""
     size = int.from_bytes(data[:8], "little")
     if chance.random() < 0.3:
         return mangle_bytes(data, chance)

@@ -1,4 +1,4 @@
-"""No file that somebody else wrote ends in a traceback: it is refused in one line, or it is read."""
+"""No file that somebody else wrote causes a traceback: it is refused with one-line errors, or it is read."""
 
 import random
 import shutil
@@ -16,7 +16,7 @@ from dsgpt.telemetry.console import Console
 SEED = 8
 LONGEST_LINE = 4000
 LONGEST_SEC = 20
-"""A hundred times what any of them takes: what is quadratic takes minutes."""
+"""A hundred times what any of them takes. Quadratic work would take minutes."""
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_there_are_two_thousand():
+def test_there_are_two_thousand_files():
     assert sum(kind.count for kind in KINDS.values()) >= 2000
 
 
@@ -53,7 +53,7 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(whole, tmp_path, capsys, 
             kind.read(folder)
             said = capsys.readouterr()
             lines = [line for line in said.err.splitlines() if line]
-            refused += " is refused: " in said.out  # a checkpoint, and an older one is taken
+            refused += " is refused: " in said.out  # a checkpoint; an older one is used instead
         except UserError as error:
             lines = [f"error: {line}" for line in error.problems]
         except BaseException as error:
@@ -62,7 +62,7 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(whole, tmp_path, capsys, 
         assert not any("\n" in line for line in lines), (number, lines)
         assert time.monotonic() - started < LONGEST_SEC, number
         refused += bool(lines)
-        if kind.file.startswith("run/"):  # what the reading changed beside it
+        if kind.file.startswith("run/"):  # reading changes other files of the run
             shutil.rmtree(folder / "run")
             shutil.copytree(whole / "run", folder / "run")
     assert refused or kind.file.endswith(("metrics.jsonl", "config.json", "latest", "best", "training_metrics.json"))

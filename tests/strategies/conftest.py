@@ -1,4 +1,4 @@
-"""One launch for each number of ranks serves all tests that ask for what its ranks saw."""
+"""One launch for each number of ranks serves all tests that need what its ranks observed."""
 
 import pytest
 from strategy_cells import Asked, Launched
@@ -6,7 +6,7 @@ from strategy_cells import Asked, Launched
 
 @pytest.fixture(scope="session")
 def seen(request, tmp_path_factory, corpus):
-    """From a cell to what its ranks saw. Cells that no selected test has as a parameter are not run."""
+    """A function from a cell to what its ranks observed. Only cells run that a selected test has as a parameter."""
     items = (item for item in request.session.items if "seen" in getattr(item, "fixturenames", ()))
     values = (value for item in items if hasattr(item, "callspec") for value in item.callspec.params.values())
     wanted = {value for value in values if isinstance(value, Asked)}

@@ -1,4 +1,4 @@
-"""What the tests of DDP and of FSDP share: one launch for many facts, and what must hold of both."""
+"""What the tests of DDP and of FSDP share: one launch for many facts, and assertions that hold for both."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 def facts_on_ranks(run_type: str, corpus: Corpus, folder: Path) -> dict[str, Any]:
     """What ``torch_on_ranks.py`` prints of a training on 2 ranks, 3 micro batches of 2 sequences each.
 
-    The 63 positions cannot be cut into two equal shards.
+    63 positions cannot be split into two equal shards.
     """
     recipe = write_recipe(folder / "recipe.json", clipping=0, train_batch_size=12, fp16={"initial_scale_power": 12})
     flags = [*data_flags(corpus), *SHAPE, "--max_position_embeddings", "63", "--seq_length", "32", "--device", "cpu"]
@@ -31,7 +31,7 @@ def facts_on_ranks(run_type: str, corpus: Corpus, folder: Path) -> dict[str, Any
 
 
 def assert_the_baselines_training(fact: dict[str, Any]) -> None:
-    """Far closer than precisions are to one another: bf16 and fp16 mean the very same as in the baseline."""
+    """The bounds are far below the difference between precisions, so bf16 and fp16 mean the same as in the baseline."""
     assert fact["same_start"]
     assert fact["gradient"] <= 1e-5
     for step, (one, two) in enumerate(zip(fact["expected"], fact["actual"], strict=True), start=1):
@@ -55,7 +55,7 @@ def assert_one_decision_on_overflow(ranks: list[Any]) -> None:
 
 
 def assert_own_dropout_masks(ranks: list[Any]) -> None:
-    """The ranks' losses on one batch differ, and each is its own again from the same random state."""
+    """The ranks' losses on one batch differ, and each rank repeats its loss from the same random state."""
     (one, one_again), (two, two_again) = ranks
     assert one == one_again
     assert two == two_again

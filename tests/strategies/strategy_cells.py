@@ -1,4 +1,4 @@
-"""What the tests in this folder ask of ``strategy_worker.py``: one launch for each number of ranks."""
+"""The cells that the tests in this folder run in ``strategy_worker.py``: one launch for each number of ranks."""
 
 import json
 import os
@@ -28,7 +28,7 @@ CHANGED = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.5, 0.6], "weight_decay": 20.0}},
     "gradient_clipping": 0.05,
 }
-"""A recipe to go on with; each of betas, weight decay and clipping acts within two steps."""
+"""Another recipe for a resumed run; betas, weight decay and clipping each have an effect within two steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class Observation:
     """One cell: a strategy of the parity suite, on its recipe."""
 
     what: str
-    """Of ``strategy_worker.OBSERVATIONS``."""
+    """A key of ``strategy_worker.OBSERVATIONS``."""
     strategy: str
     flags: tuple[str, ...] = ()
     after: str = ""
-    """The cell whose run, killed in the middle, goes on here."""
+    """The cell whose run, killed in the middle, this one resumes."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """What replaces keys of the recipe."""
+    """New values for keys of the recipe."""
 
     def words(self, corpus: Corpus, recipe: Path, run: Path) -> list[str]:
-        """The flags of ``src/gpt2.py`` but for the run type."""
+        """The flags of ``src/gpt2.py`` except the run type."""
         words = [*data_flags(corpus), "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "32"]
         words += [*self.flags, *([] if "--num_layers" in self.flags else ["--num_layers", "2"]), "--device", "cpu"]
         return [*words, "--grad_accum_steps", "2", "--deepspeed_config", str(recipe), "--checkpoint_path", str(run)]
@@ -74,7 +74,7 @@ def _checkpoints(*names: str) -> dict[str, Observation]:
 
 
 def _runs(*names: str, save_mode: str = "sync") -> Iterator[tuple[str, Observation]]:
-    """A run with dropout, and the same once more from its first checkpoint on."""
+    """A run with dropout, and the same run resumed from its first checkpoint."""
     flags = (*RUN, *DROPOUT, "--save_mode", save_mode)
     for name in names:
         run = f"run {name}"
@@ -83,13 +83,13 @@ def _runs(*names: str, save_mode: str = "sync") -> Iterator[tuple[str, Observati
 
 
 def _recomputed(*names: str) -> dict[str, Observation]:
-    """The run of ``_runs`` once more, with activations that are computed twice, and so dropout's masks too."""
+    """The run of ``_runs`` again, with activations, and so dropout masks, that are computed twice."""
     flags = (*RUN, *DROPOUT, "--activation_checkpointing")
     return {f"recomputed {name}": Observation(what="run", strategy=name, flags=flags) for name in names}
 
 
 def _changed(*names: str) -> Iterator[tuple[str, Observation]]:
-    """A run, and how it goes on by another recipe."""
+    """A run, and the same run resumed with another recipe."""
     for name in names:
         run = f"before the change {name}"
         yield run, Observation(what="run", strategy=name, flags=RUN)
@@ -110,10 +110,10 @@ START_BF16 = ("zero0", "zero1", "zero3", *NVME, *SPLIT)
 SPLIT_STATE = ("zero1", "zero3", *NVME, "fsdp", "tensor2-zero1", "pipeline2-zero1")
 RESUMED = (*SPLIT, "zero2-offload", "zero3-offload", *NVME)
 SAVED_BESIDE = ("zero0", "zero3", "fsdp")
-"""Saved while training goes on, and resumed too."""
+"""Strategies whose runs save while they train, and are resumed."""
 RECOMPUTED = (*SPLIT, "zero3-offload")
 SUMMED_BY_MANY = "ddp"
-"""Of more than two ranks: the sum of two numbers is the same in any order, that of three is not."""
+"""A strategy that needs more than two ranks here: the sum of two numbers does not depend on their order."""
 CHANGED_STRATEGIES = ("zero1", "zero3-offload", *NVME, "pipeline2-zero1", "fsdp")
 FULL_DISK = ("zero3", *NVME, "pipeline2-zero1", "fsdp")
 THREE_D = "pipeline2-tensor2-zero1"
@@ -135,11 +135,11 @@ CELLS: dict[int, dict[str, Observation]] = {
     4: {**_steps(*SPLIT), **dict(_runs(SUMMED_BY_MANY))},
     8: {**_steps(THREE_D), **dict(_runs(THREE_D))},
 }
-"""Number of ranks to name of a cell to what it observes, in the order in which they are run."""
+"""Number of ranks to name of a cell to the cell, in the order in which they run."""
 
 
 class Asked(NamedTuple):
-    """A cell that a test asks for, as its parameter ``cell``."""
+    """The cell that a test needs, as its parameter ``cell``."""
 
     ranks: int
     name: str
@@ -155,7 +155,7 @@ class Seen:
 
     folder: Path
     ranks: list[dict[str, Any]]
-    """Of every rank what it saw."""
+    """What each rank observed."""
 
     @property
     def run(self) -> Path:
@@ -163,12 +163,12 @@ class Seen:
         return Path(json.loads((self.folder / "run.json").read_text(encoding="utf-8")))
 
     def log(self, rank: int) -> str:
-        """What a rank said."""
+        """What a rank printed."""
         return (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8")
 
 
 class Launched:
-    """Cells of one number of ranks, in order; they are waited for as far as somebody asks."""
+    """A launch of cells on one number of ranks, in order. ``seen`` waits for a cell and those before it."""
 
     def __init__(self, ranks: int, wanted: set[str], folder: Path, corpus: Corpus) -> None:
         self._folder, self._ranks = folder, ranks
@@ -191,7 +191,7 @@ class Launched:
         return Assignment(folder=str(folder), flags=words, call="strategy_worker:observe")
 
     def seen(self, name: str) -> Seen:
-        """What the cell of this name came to."""
+        """How the cell of this name ended."""
         index, folder = self._names.index(name), self._folder / name
         with pytest.MonkeyPatch.context() as patch:
             here = Path(__file__).parent
@@ -206,5 +206,5 @@ class Launched:
         return seen
 
     def close(self) -> None:
-        """End what is still under way."""
+        """Stop the launch."""
         self._coming.close()

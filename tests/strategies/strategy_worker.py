@@ -1,7 +1,7 @@
-"""A rank of the tests in this folder, in the suites' worker.
+"""A rank of the tests in this folder, run by the suites' worker.
 
-One launch serves many cells, each in a forked child of its own. The first word of a cell's flags names the observation,
-the others are flags of ``src/gpt2.py``.
+One launch serves many cells, each in a forked child. The first word of a cell's flags names the observation, the others
+are flags of ``src/gpt2.py``.
 """
 
 import gc
@@ -38,15 +38,16 @@ from dsgpt.training.batches import training_batches
 from dsgpt.training.run import dropout_seed
 
 STEPS = 2
-"""Of an observed strategy; the first one changes weights."""
+"""Steps of an observed strategy; the first one already changes weights."""
 SAVED = 2
 """The step of a run's first checkpoint."""
 SMALL_FILE_BYTES = {"main": 60_000, "last": 4_000}
-"""Less than the weights take, more than anything else that the main rank writes; less than a random state takes."""
+"""``main``: less than the weights take, but more than any other file of the main rank. ``last``: less than a random
+state takes."""
 
 
 def started(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
-    """Which initial values differ from what seed and name alone make of them."""
+    """Which initial values differ from those that follow from seed and name alone."""
     expected = {
         name: initial_value(name, shape, config=config.model, seed=config.options.seed).to(DTYPES[config.precision])
         for name, shape in parameter_shapes(config.model).items()
@@ -59,7 +60,7 @@ def started(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 
 
 def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
-    """What is seen in some steps, in which this rank may hold more than its part."""
+    """What this rank holds between steps, the dropout masks of ``STEPS`` steps, and the replicas after them."""
     held = _storage_bytes(strategy.state_tensors().parameters) // 4
     before = {name: digest(value) for name, value in strategy.replicated_weights()}
     batches = training_batches(config, first_step=0)
@@ -76,7 +77,7 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 
 
 def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
-    """The most that this rank holds besides its part while a checkpoint is written, and while it is taken up."""
+    """The most that this rank holds besides its part while a checkpoint is written, and while it is loaded."""
     strategy.train_step(training_batches(config, first_step=0), 1)
     folder, is_main = config.run_dir, config.topology.is_main
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 
 
 def digest(value: Tensor) -> str:
-    """The same for the same bits."""
+    """A hash of the tensor's bits."""
     data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
@@ -110,13 +111,13 @@ class DropoutMasks(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.bernoulli_.float:  # what dropout is made of on a CPU
+        if function is torch.ops.aten.bernoulli_.float:  # how dropout draws its mask on a CPU
             self.drawn.append((list(result.shape), digest(result)))
         return result
 
 
 class Held(TorchDispatchMode):
-    """The most elements that tensors made since held at any moment: memory that was taken, whoever uses it."""
+    """Measures the most elements that new tensors hold at any moment inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Held(TorchDispatchMode):
     def __enter__(self) -> "Held":
         gc.collect()
         self._before = {tensor.untyped_storage().data_ptr() for tensor in _tensors()}
-        gc.freeze()  # what exists is no longer looked at
+        gc.freeze()  # ``_tensors`` then skips what exists already
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -142,7 +143,7 @@ class Held(TorchDispatchMode):
 
 
 def _tensors() -> Iterable[Tensor]:
-    """Those in this process's memory that the garbage collector knows and has not frozen."""
+    """The tensors of this process that the garbage collector knows and has not frozen."""
     known = (one for one in gc.get_objects() if type(one) in {Tensor, nn.Parameter})
     return (one for one in known if one.device.type == "cpu")
 
@@ -151,8 +152,8 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(state_bytes({"all": tensors})["all"].values())
 
 
-def _watch_the_model_being_made(held: Held) -> None:
-    """Where a model is built in parts; what an engine makes of it afterwards is another matter."""
+def _measure_while_built(held: Held) -> None:
+    """Measure with ``held`` while a model is built in parts, but not while an engine is made from it."""
     from dsgpt.strategies.deepspeed import pipeline_layers, zero
     from dsgpt.strategies.pytorch import fsdp
 
@@ -169,7 +170,7 @@ def _watch_the_model_being_made(held: Held) -> None:
 
 
 def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy], dict[str, Any]]) -> dict[str, Any]:
-    """Build a strategy, and what is seen of it then."""
+    """Facts of a strategy while it is built and when it starts, and those that ``then`` observes."""
     options, problems = parse_arguments(flags)
     config = resolve(options, topology=read_topology(), problems=problems)
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=1)
@@ -180,7 +181,7 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
 
         import_deepspeed(device)
         held = Held()
-        _watch_the_model_being_made(held)
+        _measure_while_built(held)
         torch.manual_seed(dropout_seed(config))
         strategy = build_strategy(config, device)
         sizes = [shape.numel() for shape in parameter_shapes(config.model).values()]
@@ -193,7 +194,7 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
 
 
 def command_run(flags: list[str]) -> dict[str, Any]:
-    """What ``src/gpt2.py`` does with ``flags``; a copy of a new run is left behind as a kill after a save would."""
+    """Run ``src/gpt2.py`` with ``flags``; also copy a new run as a kill after its first save would have left it."""
     command.PATIENCE_SEC = 0
     code = command.train(flags)
     run = Path(flags[flags.index("--checkpoint_path") + 1])
@@ -203,11 +204,11 @@ def command_run(flags: list[str]) -> dict[str, Any]:
 
 
 def full_disk(flags: list[str], *, of: str) -> dict[str, Any]:
-    """As ``command_run``, where no file of one rank may grow as large as its part of a checkpoint.
+    """As ``command_run``, but one rank's files may not grow as large as what it writes of a checkpoint.
 
     Args:
         flags: of ``src/gpt2.py``.
-        of: the ``main`` rank, who writes what it gathers from all, or the ``last`` one, who writes a random state.
+        of: the ``main`` rank, which writes what it gathers from all, or the ``last``, which writes a random state.
     """
     topology = read_topology()
     if topology.rank == (0 if of == "main" else topology.world_size - 1):
@@ -227,7 +228,7 @@ OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 
 
 def observe(words: list[str], folder: Path) -> None:
-    """What every rank of a cell calls; see ``dsgpt.benchmarks.harness.launch.Assignment``."""
+    """The call of every cell; see ``dsgpt.benchmarks.harness.launch.Assignment``."""
     observation, *flags = words
     facts = OBSERVATIONS[observation](flags)
     write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "time": time.time(), **facts})

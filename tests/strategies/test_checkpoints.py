@@ -1,4 +1,4 @@
-"""Runs that go on: bit for bit, by another recipe where one was named, and not past a disk that is full."""
+"""Resumed runs are equal bit for bit, follow a new recipe if one is given, and stop on a full disk."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def steps(run: Path) -> list[tuple[int, float, float, float]]:
     ],
     ids=str,
 )
-def test_a_killed_run_with_dropout_goes_on_bit_for_bit(seen, cell):
+def test_a_killed_run_with_dropout_resumes_bit_for_bit(seen, cell):
     end = seen(cell)
     assert [facts["exit"] for facts in end.ranks] == [0] * cell.ranks
     straight = end.run.with_name("run")
@@ -52,7 +52,7 @@ def test_a_killed_run_with_dropout_goes_on_bit_for_bit(seen, cell):
 
 @pytest.mark.parametrize("cell", [Asked(2, f"checkpoint {name}") for name in SPLIT_STATE], ids=str)
 def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
-    """It writes and reads parameter by parameter. While it reads, there are the moments that it makes for its part."""
+    """It writes and reads parameter by parameter. While it reads, it also holds the new moments of its part."""
     for facts in seen(cell).ranks:
         whole, largest = facts["whole"], facts["largest"]
         assert facts["moments"]
@@ -62,7 +62,7 @@ def test_no_rank_ever_holds_the_whole_state_of_training(seen, cell):
 
 @pytest.fixture(scope="module")
 def baselines(tmp_path_factory, corpus) -> dict[str, Path]:
-    """What plain PyTorch makes of the same steps: by the first recipe alone, and by the changed one from step 2 on."""
+    """The same runs in plain PyTorch: with the first recipe alone, and with the changed one from step 2 on."""
     folder = tmp_path_factory.mktemp("baseline")
     runs = {}
     for name in ("before the change zero1", "changed zero1"):
@@ -77,7 +77,7 @@ def baselines(tmp_path_factory, corpus) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("cell", [Asked(2, f"changed {name}") for name in CHANGED_STRATEGIES], ids=str)
-def test_the_recipes_settings_rule_a_resumed_run(seen, baselines, cell):
+def test_a_resumed_run_uses_the_new_recipes_settings(seen, baselines, cell):
     """Betas, weight decay and clipping of the new recipe act under every strategy, as under plain PyTorch."""
     end = seen(cell)
     assert [facts["exit"] for facts in end.ranks] == [0, 0]
@@ -96,8 +96,8 @@ FULL = [*((f"full disk of main {name}", 0) for name in FULL_DISK), (f"full disk 
 
 
 @pytest.mark.parametrize(("cell", "who"), [(Asked(2, name), who) for name, who in FULL], ids=str)
-def test_a_disk_that_is_full_for_one_rank_ends_all(seen, cell, who):
-    """None waits for the other, both know the reason, and nothing is left of the attempt."""
+def test_a_disk_that_is_full_for_one_rank_ends_all_ranks(seen, cell, who):
+    """Neither rank waits for the other, both print the reason, and no file of the attempt is left."""
     end = seen(cell)
     assert [facts["exit"] for facts in end.ranks] == [EXIT_NOT_SAVED] * 2
     for rank in range(2):

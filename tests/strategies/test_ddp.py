@@ -1,4 +1,4 @@
-"""DDP: the baseline's training in every precision, one reduction per step, the same whatever the buckets."""
+"""DDP: the baseline's training in every precision, one reduction per step, the same with any buckets."""
 
 import pytest
 from rank_facts import (
@@ -21,8 +21,8 @@ def test_it_trains_as_the_baseline_does(facts, precision):
 
 
 @pytest.mark.parametrize("precision", BYTES)
-def test_gradients_travel_once_per_step_and_in_fp32(facts, precision):
-    """Three micro batches of gradients add up before they are reduced; the loss is a number more."""
+def test_gradients_are_reduced_once_per_step_and_in_fp32(facts, precision):
+    """The gradients of three micro batches are summed before they are reduced; the loss is one more number."""
     fact = facts["baseline"][precision]
     _, payload_bytes = fact["traffic"]["all_reduce"]
     assert payload_bytes == 4 * (fact["held"][0] + 1)
@@ -36,13 +36,13 @@ def test_no_option_changes_a_bit(facts, way):
 def test_the_bucket_size_is_respected(facts):
     calls, payload_bytes = facts["ways"]["usual"]["traffic"]["all_reduce"]
     more_calls, same_bytes = facts["ways"]["small buckets"]["traffic"]["all_reduce"]
-    assert calls == 2  # everything fits into one bucket; and the loss
+    assert calls == 2  # one bucket, into which everything fits, and the loss
     assert more_calls > 4
     assert same_bytes == payload_bytes
 
 
-def test_compiled_it_trains_the_same(facts):
-    """With buckets under 1 MiB, on which PyTorch's own way of cutting compiled graphs fails."""
+def test_it_trains_the_same_when_compiled(facts):
+    """The buckets are under 1 MiB, on which PyTorch's own way of splitting compiled graphs fails."""
     for one, two in zip(facts["baseline"]["fp32"]["actual"], facts["ways"]["compiled"]["steps"], strict=True):
         assert two[:2] == pytest.approx(one[:2], rel=1e-5)
 

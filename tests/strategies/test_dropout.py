@@ -1,4 +1,4 @@
-"""Dropout under every way to split a model: masks differ wherever activations do, and nowhere else."""
+"""Dropout under every way to split a model: ranks draw different masks exactly where their activations differ."""
 
 import itertools
 
@@ -14,7 +14,7 @@ CASES = [
 
 
 def activations(facts):
-    """What ranks have in common that compute the same activations."""
+    """Equal for ranks that compute the same activations."""
     return facts["place"]["stage"], facts["place"]["data"], facts["place"]["sequence"]
 
 
@@ -24,7 +24,7 @@ def of_attention(shape):
 
 @pytest.mark.parametrize("cell", CASES, ids=str)
 def test_masks_are_the_ranks_own(seen, cell):
-    """Ranks of other data, stages and positions have none in common."""
+    """Ranks with different data, stages or positions have no mask in common."""
     for one, two in itertools.combinations(seen(cell).ranks, 2):
         masks = [{digest for _, digest in facts["masks"]} for facts in (one, two)]
         assert all(masks)
@@ -33,8 +33,8 @@ def test_masks_are_the_ranks_own(seen, cell):
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CASES if "tensor2" in cell.name], ids=str)
-def test_tensor_peers_share_the_masks_of_what_they_share(seen, cell):
-    """What both hold is dropped alike; the heads of each have masks of their own."""
+def test_tensor_peers_share_masks_of_shared_activations(seen, cell):
+    """They drop the same elements of activations that both hold; their different heads have different masks."""
     pairs = itertools.combinations(seen(cell).ranks, 2)
     peers = [(one, two) for one, two in pairs if activations(one) == activations(two)]
     assert len(peers) == cell.ranks // 2
@@ -47,7 +47,7 @@ def test_tensor_peers_share_the_masks_of_what_they_share(seen, cell):
 
 @pytest.mark.parametrize("cell", CASES, ids=str)
 def test_replicated_weights_stay_equal(seen, cell):
-    """After steps with dropout, bit for bit, on every rank that holds the same."""
+    """After steps with dropout, ranks that hold the same weight hold the same bits."""
     ranks = seen(cell).ranks
     for one, two in itertools.combinations(ranks, 2):
         same = one["replicas"].keys() & two["replicas"].keys()
@@ -60,8 +60,8 @@ def test_replicated_weights_stay_equal(seen, cell):
 @pytest.mark.parametrize(
     ("cell", "straight"), [(Asked(2, f"recomputed {name}"), Asked(2, f"run {name}")) for name in RECOMPUTED], ids=str
 )
-def test_activations_that_are_computed_twice_are_dropped_alike(seen, cell, straight):
-    """With other masks in the second computation the gradients would belong to other losses."""
+def test_recomputed_activations_have_the_same_dropout_masks(seen, cell, straight):
+    """With other masks in the second computation, the gradients would belong to another loss."""
     plain, again = (seen(one) for one in (straight, cell))
     assert [facts["exit"] for one in (plain, again) for facts in one.ranks] == [0] * 4
     compared = [(line["loss"], line["grad_norm"]) for line in read_lines(again.run)]

@@ -1,4 +1,4 @@
-"""FSDP: the baseline's training in every precision from shards, the same however they are kept and gathered."""
+"""FSDP: the baseline's training in every precision, the same with every way to keep and gather shards."""
 
 import math
 
@@ -21,7 +21,7 @@ def facts(corpus, tmp_path_factory):
 
 
 def padded_elements(parameters: dict[str, list[int]], prefix: str = "") -> int:
-    """Elements of the parameters whose names start so, each with rows for equal shards: what travels."""
+    """Elements that are sent of the parameters whose names start with ``prefix``, each padded to equal shards."""
     return sum(
         -(-rows // RANKS) * RANKS * math.prod(rest)
         for name, (rows, *rest) in parameters.items()
@@ -31,12 +31,12 @@ def padded_elements(parameters: dict[str, list[int]], prefix: str = "") -> int:
 
 @pytest.mark.parametrize("precision", BYTES)
 def test_it_trains_as_the_baseline_does(facts, precision):
-    """From the same initial weights, cut unevenly, and with the word embedding tied to the head."""
+    """It starts from the same initial weights, split unevenly, with the word embedding tied to the head."""
     assert_the_baselines_training(facts["baseline"][precision])
 
 
-def test_a_rank_holds_its_shards_alone(facts):
-    """Also after a validation, whose last forward pass no backward pass follows."""
+def test_a_rank_holds_only_its_shards(facts):
+    """Also after a validation, which ends with a forward pass."""
     fact = facts["baseline"]["fp32"]
     whole = sum(math.prod(shape) for shape in fact["parameters"].values())
     assert sum(fact["held"]) == whole
@@ -67,7 +67,7 @@ def test_no_option_changes_a_bit(facts, way):
     assert facts["ways"][way]["steps"] == facts["ways"]["usual"]["steps"]
 
 
-def test_a_low_reduction_moves_half_and_rounds(facts):
+def test_a_reduction_in_low_precision_sends_half_the_bytes_and_rounds(facts):
     usual, low = facts["ways"]["usual"], facts["ways"]["low reduce"]
     calls, payload_bytes = usual["traffic"]["reduce_scatter"]
     assert low["traffic"]["reduce_scatter"] == [calls, payload_bytes / 2]
@@ -76,7 +76,7 @@ def test_a_low_reduction_moves_half_and_rounds(facts):
         assert two[1] != one[1]
 
 
-def test_compiled_it_trains_the_same(facts):
+def test_it_trains_the_same_when_compiled(facts):
     for one, two in zip(facts["baseline"]["fp32"]["actual"], facts["ways"]["compiled"]["steps"], strict=True):
         assert two[:2] == pytest.approx(one[:2], rel=1e-5)
 

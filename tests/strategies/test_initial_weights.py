@@ -1,4 +1,4 @@
-"""Initial weights come from seed and name alone, whoever holds them; a model that is split is never whole anywhere."""
+"""Initial weights follow from seed and name alone on every rank; no rank ever holds the whole of a split model."""
 
 import pytest
 from strategy_cells import DEEP, LAYERS, NO_LIBAIO, NVME, START_BF16, START_FP32, THREE_D, Asked
@@ -25,7 +25,7 @@ def test_offload_to_nvme_is_tested_here():
 
 @pytest.mark.parametrize("cell", CASES, ids=str)
 def test_every_rank_starts_from_the_baselines_weights_bit_for_bit(seen, cell):
-    """In bf16 the masters too: they start as the rounded weights, as the baseline's do."""
+    """In bf16 this holds for the masters too: they start as the rounded weights, as in the baseline."""
     for facts in seen(cell).ranks:
         assert facts["missing"] == []
         assert facts["wrong"] == []
@@ -33,7 +33,7 @@ def test_every_rank_starts_from_the_baselines_weights_bit_for_bit(seen, cell):
 
 @pytest.mark.parametrize(("cell", "parts"), BUILT_IN_PARTS, ids=str)
 def test_no_rank_ever_holds_the_whole_model_while_it_is_built(seen, cell, parts):
-    """At its worst moment a rank holds its part, and a parameter three times: drawn, rounded and cut, for example."""
+    """At most a rank holds its part and three copies of one parameter: drawn, rounded and split, for example."""
     for facts in seen(cell).ranks:
         whole, largest = facts["whole"], facts["largest"]
         shared = largest if "pipeline" in cell.name else 0  # both ends of a pipeline hold the embedding
@@ -42,8 +42,8 @@ def test_no_rank_ever_holds_the_whole_model_while_it_is_built(seen, cell, parts)
 
 
 @pytest.mark.parametrize(("cell", "parts"), [case for case in BUILT_IN_PARTS if "steps" in case[0].name], ids=str)
-def test_a_rank_trains_its_part_alone(seen, cell, parts):
-    """What is kept between steps: of a stage or shard, and biases and LayerNorms, which are not worth splitting."""
+def test_a_rank_trains_only_its_part(seen, cell, parts):
+    """Between steps it keeps its stage or shard, and biases and LayerNorms, which are too small to split."""
     for facts in seen(cell).ranks:
         shared = facts["largest"] if "pipeline" in cell.name else 0
         assert facts["whole"] / parts <= facts["held"] <= 1.1 * facts["whole"] / parts + shared

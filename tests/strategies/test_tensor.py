@@ -1,4 +1,4 @@
-"""What tensor parallelism mends of DeepSpeed's sums over ranks, and where its model is made."""
+"""How tensor parallelism corrects DeepSpeed's sums over ranks, and where its model is made."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ PEERS = 2
 
 @pytest.fixture
 def peers(monkeypatch):
-    """As if as many ranks held the same: a sum over them is made in place, as every collective's."""
+    """Acts as ``PEERS`` ranks that hold the same: a sum over them multiplies in place, as collectives work in place."""
     monkeypatch.setattr(layers.pg_utils, "is_parallel", lambda group: True)
     monkeypatch.setattr(layers.dist, "all_reduce", lambda tensor, **_: tensor.mul_(PEERS))
 
 
 def sums(column: type, row: type, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the gradient through ``column`` and the output of ``row`` are for ``x``."""
+    """The gradient through ``column`` and the output of ``row`` for ``x``."""
     leaf = torch.zeros_like(x, requires_grad=True)
     column.apply(None, leaf).backward(x.clone())
     return leaf.grad, row.apply(None, x.clone(), False)
@@ -39,13 +39,13 @@ def test_sums_of_any_layout(peers, layout):
         assert (total == PEERS).all()
 
 
-def test_deepspeeds_own_lose_what_is_not_contiguous(peers):
-    """If this fails, DeepSpeed has been mended, and ours can go."""
+def test_deepspeeds_own_classes_lose_sums_that_are_not_contiguous(peers):
+    """If this fails, DeepSpeed is fixed, and our classes can be removed."""
     for total in sums(tensor_reduction._COLUMN, tensor_reduction._ROW, LAYOUTS["transposed"]):
         assert (total == 1).all()
 
 
-def test_layers_use_ours(monkeypatch):
+def test_deepspeeds_layers_use_our_classes(monkeypatch):
     for name in ("ColumnParallel", "RowParallel"):
         monkeypatch.setattr(layers, name, getattr(layers, name))  # put back afterwards
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_layers_use_ours(monkeypatch):
 
 @pytest.mark.parametrize("name", [f"blocks.0.{name}" for name in tensor_layout.SPLIT])
 def test_parts_joined_are_the_whole(name):
-    """Of the fused query, key and value each rank has its own heads: plain halves would be another split."""
+    """Each rank has its heads of the fused query, key and value; plain halves would be another split."""
     whole = torch.arange(48.0).view(12, 4) if name.endswith("weight") else torch.arange(12.0)
     parts = [tensor_layout.take_part(name, whole, rank=rank, size=PEERS) for rank in range(PEERS)]
     assert [part.numel() for part in parts] == [whole.numel() // PEERS] * PEERS
@@ -65,7 +65,7 @@ def test_parts_joined_are_the_whole(name):
         assert parts[0].equal(whole[[0, 1, 4, 5, 8, 9]])
 
 
-def test_what_every_rank_holds_whole_is_not_joined():
+def test_a_parameter_that_every_rank_holds_whole_is_not_joined():
     whole = torch.ones(4)
     assert tensor_layout.take_part("blocks.0.mlp.proj.bias", whole, rank=1, size=PEERS) is whole
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.proj\.bias is not split"):
@@ -82,6 +82,6 @@ def config_of(folder, *, tensor: int) -> RunConfig:
 
 @pytest.mark.parametrize(("tensor", "place"), [(1, "meta"), (2, "cpu")])
 def test_a_whole_model_stays_in_host_memory_where_tensor_ranks_will_split_it(tmp_path, tensor, place):
-    """``meta`` stands for a GPU, which might not hold it."""
+    """The device ``meta`` represents a GPU, which the model might not fit on."""
     model = zero._build_whole(config_of(tmp_path, tensor=tensor), torch.device("meta"))
     assert {parameter.device.type for parameter in model.parameters()} == {place}

@@ -1,9 +1,9 @@
-"""Train by DDP or FSDP on CPU ranks, beside the baseline and in several ways; rank 0 prints what it saw as JSON.
+"""Train with DDP or FSDP on CPU ranks, and with the baseline, in several ways; rank 0 prints the facts as JSON.
 
 Run under torchrun with ``ddp`` or ``fsdp`` and flags of ``src/gpt2.py``. The command line refuses fp16 on a CPU, where
-it is slow; here it is set behind its back, and all arithmetic is the real one. The baseline takes the same micro
-batches, one after the other, that the ranks take side by side: what is left to differ, in every precision, is the order
-of fp32 sums.
+it is slow; here the configuration is changed after the check, and all arithmetic is real. The baseline takes the same
+micro batches one after the other that the ranks take in parallel. So in every precision only the order of fp32 sums can
+differ.
 """
 
 import json
@@ -103,7 +103,7 @@ def validated(config: RunConfig, strategy: TorchStrategy) -> list[float]:
 
 
 def same_on_every_rank(strategy: TorchStrategy) -> bool:
-    """Whether whatever this rank holds whole is the same, bit for bit, everywhere."""
+    """Whether all ranks hold the same bits of the weights that they hold whole."""
     held = gather_objects({name: value.float().numpy() for name, value in strategy.replicated_weights()})
     return all((held[0][name] == other[name]).all() for other in held for name in held[0])
 
@@ -129,7 +129,7 @@ def overflowing(run_type: str, flags: list[str], topology: Topology) -> list[tup
 
 
 def dropped_out(run_type: str, flags: list[str], topology: Topology) -> list[tuple[float, float]]:
-    """For every rank: its own training loss on one and the same batch, twice from the start of its random stream."""
+    """For every rank: its training loss on the same batch, twice from the start of its random stream."""
     config = configured(run_type, [*flags, "--dropout", "0.5"], topology)
     batch = next(training_batches(configured("baseline", flags, read_topology({})), first_step=0))
     strategy = build_strategy(config, CPU)

@@ -9,7 +9,7 @@ from run_folders import LONG, checkpoints, record
 from small_run import command_line
 from training_runs import SCRIPT
 
-from dsgpt.benchmarks.faults.processes import hanging_up_ends_children
+from dsgpt.benchmarks.faults.processes import default_sighup
 from dsgpt.common.errors import EXIT_STOPPED
 from dsgpt.runtime.launcher import launcher_command
 
@@ -20,7 +20,7 @@ def test_a_run_whose_output_is_closed_still_saves(finished_run, tmp_path, number
     endless = LONG | {"max_train_steps": 100_000, "save_every": 0, "eval_every": 0, "steps_per_print": 1}
     words = command_line(finished_run, **endless, checkpoint_path=tmp_path / "run")
     command = [*launcher_command("python", 1), SCRIPT, *words]
-    with hanging_up_ends_children():
+    with default_sighup():
         run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with run:
         assert any(line.startswith("step ") for line in run.stdout)

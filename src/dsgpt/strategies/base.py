@@ -1,6 +1,6 @@
 """The contract between the training loop and the strategies that execute it: one optimizer step.
 
-Forward, backward and step apart cannot be the contract, because DeepSpeed's pipeline engine forbids them.
+Separate methods for forward, backward and step are not possible, because DeepSpeed's pipeline engine forbids them.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ class StepResult(NamedTuple):
     lr: float
     """The learning rate that this step used."""
     skipped: Tensor
-    """0-dim bool: fp16 gradients overflowed, and the weights were left alone."""
+    """0-dim bool: whether fp16 gradients overflowed, so that the weights did not change."""
 
 
 class StateTensors(NamedTuple):
     """The tensors that hold this rank's model state now, by purpose.
 
-    Whoever sums their sizes counts a storage once, in the first field that has it, with its whole size: views of a flat
+    To sum their sizes, count each storage once, with its whole size, in the first field that has it. So views of a flat
     buffer may be listed instead of the buffer, and padding counts. A DTensor is listed by its local tensor. Tensors
     that are None or not allocated are left out.
     """
@@ -37,7 +37,7 @@ class StateTensors(NamedTuple):
     parameters: list[Tensor]
     """Weights that the forward pass uses, as they are kept between steps."""
     gradients: list[Tensor]
-    """While the optimizer steps: its gradients, and others that have not been freed."""
+    """While the optimizer steps: the gradients that it steps on, and others that have not been freed."""
     optimizer: list[Tensor]
     """Moments and counters; see ``optimizer_tensors``."""
     master: list[Tensor]

@@ -1,4 +1,4 @@
-"""The strategy of a run; the one place that knows all of them."""
+"""Builds the strategy of a run; the only module that knows all of them."""
 
 import importlib
 

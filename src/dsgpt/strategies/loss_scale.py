@@ -1,8 +1,8 @@
 """Loss scaling for fp16, with the same rules under every strategy, so that all of them scale by the same factor.
 
 The rules are DeepSpeed 0.19.8's (``deepspeed/runtime/fp16/loss_scaler.py``), because the keys of the JSON's ``fp16``
-block are its own; torch's ``GradScaler`` has no hysteresis. DeepSpeed's scaler is not used: its effective scale grows
-with the number of ranks, and its optimizers change the scale between scaling and unscaling one gradient.
+block are DeepSpeed's; torch's ``GradScaler`` has no hysteresis. DeepSpeed's scaler is not used: its effective scale
+grows with the number of ranks, and its optimizers change the scale between scaling and unscaling one gradient.
 
 Near overflow two strategies may still skip different steps, because some sum micro batches or ranks in fp16 and others
 in fp32.

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from small_run import REPOSITORY
-from suite_commands import REFERENCE, assert_refused, benchmark
+from suite_commands import REFERENCE, benchmark, refusal
 
 from dsgpt.benchmarks.faults import suite
 from dsgpt.benchmarks.faults.command import FaultOptions, run_faults
@@ -21,7 +21,7 @@ from dsgpt.config.options import SAVE_MODES
 RECORD = REPOSITORY / REFERENCE / "faults.json"
 
 
-def test_the_kills_are_the_same_for_a_seed_and_spread_over_everything():
+def test_kills_are_the_same_for_a_seed_and_cover_all_combinations():
     kills = seeded_kills(KILLS, seed=SEED)
     assert kills == seeded_kills(KILLS, seed=SEED)
     assert kills != seeded_kills(KILLS, seed=SEED + 1)
@@ -36,25 +36,18 @@ def test_the_kills_are_the_same_for_a_seed_and_spread_over_everything():
     assert all(kill.step % SAVE_EVERY == 0 for kill in kills if kill.moment == "saving")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--kills", "some"], "error: --kills must be a whole number of at least 0, not some"),
-        (["--table-from", "nowhere.json"], "error: --table-from nowhere.json: cannot be read as a record"),
-        (["--pairs", "3"], "error: --pairs is no known flag"),
-    ],
-)
-def test_mistakes(arguments, line, tmp_path):
-    assert_refused("faults", *arguments, line=line, cwd=tmp_path)
+@pytest.mark.parametrize("arguments", ["--kills some", "--table-from nowhere.json", "--pairs 3"])
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal("faults", *arguments.split(), cwd=tmp_path) == snapshot
 
 
-def test_the_page_is_of_the_committed_record(tmp_path):
+def test_the_committed_page_is_made_from_the_committed_record(tmp_path):
     page = tmp_path / "page.md"
     assert benchmark("faults", "--table-from", REFERENCE / "faults.json", "--page", page).returncode == 0
     assert without_sources(page.read_text()) == without_sources((REPOSITORY / "docs" / "faults.md").read_text())
 
 
-def test_the_committed_record_is_of_the_whole_campaign():
+def test_the_committed_record_holds_the_whole_campaign():
     record = json.loads(RECORD.read_text())
     assert Counter(fault["kind"] for fault in record["faults"]) == Counter(
         fault.kind for fault in all_faults(kills=KILLS, seed=SEED)
@@ -66,7 +59,7 @@ def failing(_runs):
     raise Missed("it ended before step 9")
 
 
-def test_what_cannot_be_brought_about_has_failed_and_the_command_says_so(tmp_path, monkeypatch, capsys):
+def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, capsys):
     good = Fault(kind="kill", name="good", attempt=lambda _: Outcome(kind="kill", name="good"))
     bad = Fault(kind="damage", name="bad", attempt=failing)
     assert [outcome.status for outcome in try_faults(None, [good, bad])] == ["passed", "failed"]
@@ -79,7 +72,7 @@ def test_what_cannot_be_brought_about_has_failed_and_the_command_says_so(tmp_pat
     assert "* bad: **NO**: it ended before step 9" in page.read_text()
 
 
-def test_the_page_tells_what_was_not_run():
+def test_the_page_lists_faults_that_were_not_run():
     record = json.loads(RECORD.read_text())
     fault = next(fault for fault in record["faults"] if fault["kind"] == "disk")
     fault |= {"status": "not run", "not_run": "this user may not mount", "measured": {}, "said": []}

@@ -13,7 +13,7 @@ from dsgpt.benchmarks.faults.suite import core_faults, try_faults
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Undisturbed runs are trained when first asked for."""
+    """The campaign's runs. An undisturbed run is trained when a test first needs it."""
     return Runs(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
 
 
@@ -25,7 +25,7 @@ def test_the_run_recovers(runs, fault):
 
 
 def test_a_run_with_other_figures_is_noticed(runs):
-    """Of every figure that is compared, and of a step that is missing or there twice."""
+    """Every figure that is compared counts, and a step that is missing or logged twice."""
     run_dir = runs.copied("baseline", "spoiled")
     log = run_dir / "metrics.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines()
@@ -43,11 +43,11 @@ def test_a_run_with_other_figures_is_noticed(runs):
     assert runs.difference("baseline", run_dir) == ""
 
 
-def test_a_damage_that_is_not_found_is_noticed(runs, monkeypatch):
-    """A campaign that could not fail would show nothing."""
+def test_damage_that_resume_does_not_find_fails(runs, monkeypatch):
+    """A campaign that could not fail would prove nothing."""
     plan = next(damage for damage in DAMAGES if damage.resumed_from == BEFORE)
     harmless = type(plan)(name="harmless", harm=lambda checkpoint: None, resumed_from=BEFORE, words=plan.words)
     monkeypatch.setattr("dsgpt.benchmarks.faults.damage.RUN", "baseline")
     wrong = try_damage(runs, harmless).wrong
     assert f"it resumed from step {NEWEST}" in wrong
-    assert f"it did not say: {plan.words}" in wrong
+    assert f"it did not print: {plan.words}" in wrong

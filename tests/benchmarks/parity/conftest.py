@@ -1,4 +1,4 @@
-"""One run of the suite for all tests that ask for its results: launches are shared, and only selected cells are run."""
+"""One run of the suite for all tests that need its results: they share launches, and only selected cells run."""
 
 import pytest
 from small_run import REPOSITORY
@@ -8,7 +8,7 @@ from dsgpt.benchmarks.parity.suite import Suite
 
 @pytest.fixture(scope="session")
 def result_of(request, tmp_path_factory):
-    """From a cell to its result. The cells run in the suite's own order, as far as the next wanted result."""
+    """A function from a cell to its result. The cells run in the suite's order, as far as the result that is needed."""
     wanted = {
         item.callspec.params["cell"]
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""Each fact has its bound, and what is just outside of it is reported, with step or parameter and both values."""
+"""Each fact has its bound. A value just outside of it is reported, with step or parameter and both values."""
 
 import copy
 
@@ -113,7 +113,7 @@ def test_a_step_that_was_skipped(training):
 @pytest.mark.parametrize("off", [0, 1], ids=["first rank", "second rank"])
 @pytest.mark.parametrize("used", [[0.1, 0.1 + 1e-9], [0.2], []], ids=["of one group", "a step early", "none"])
 def test_the_rate_that_an_optimizer_used(training, off, used):
-    """What was reported is right."""
+    """The rate that was reported is right."""
     training[2][off]["steps"][1]["used"] = used
     failures = found(training)
     assert failures.keys() == {"learning rate"}
@@ -144,14 +144,14 @@ def test_a_validation_of_one_rank(training, index, key, change, fact):
     assert failure["where"] == f"step {index * STEPS}, rank 1"
 
 
-def test_a_validation_that_is_close_enough_and_one_that_is_missing(training):
+def test_a_validation_within_the_bound_and_one_that_is_missing(training):
     training[2][0]["validations"][1]["loss"] += 1.8e-6
     assert found(training) == {}
     training[2][0]["validations"].pop()
     assert found(training)["validations"]["where"] == "of rank 0"
 
 
-def test_a_step_too_few(training):
+def test_a_missing_step(training):
     for rank in training[2]:
         rank["steps"].pop()
     assert found(training)["steps"]["actual"] == STEPS - 1
@@ -187,7 +187,7 @@ def test_ranks_that_report_different_numbers(training):
 
 
 def changed(training, kind, name, off):
-    """The training whose rank 0 has one tensor that is off by this fraction."""
+    """The training, with one tensor of rank 0 off by the fraction ``off``."""
     measurement = Measurement(data_rank=0, strategy="cell")
     for each in NAMES:
         for taken in KINDS:
@@ -201,7 +201,7 @@ def changed(training, kind, name, off):
     [("gradient", "first gradient", 2e-6), ("update", "first update", 1e-6), ("weight", "weights", 2e-6)],
 )
 def test_bounds_of_tensors(training, kind, fact, bound):
-    """Every parameter for itself, small biases too."""
+    """They apply to every parameter separately, small biases too."""
     assert found(changed(training, kind, LAYER_NORM, bound * 0.8)) == {}
     failures = found(changed(training, kind, LAYER_NORM, bound * 1.2))
     assert failures.keys() == {fact}
@@ -246,7 +246,7 @@ def test_only_the_biases_of_keys_are_left_out_of_the_weights(training, part, cau
 
 
 @pytest.mark.parametrize("change", ["missing", "reshaped"])
-def test_parameters_that_are_not_there_or_not_whole(training, change):
+def test_parameters_that_are_missing_or_have_another_shape(training, change):
     measurement = Measurement(data_rank=0, strategy="cell")
     for name in NAMES:
         measurement.gradient(name, weight(name))
@@ -276,7 +276,7 @@ def test_a_rank_that_holds_less_than_it_should(training):
 
 
 def test_full_gradient_undoes_adam_and_clipping():
-    """Against torch's own clipping and AdamW, with the clipping active and not."""
+    """Compared with torch's own clipping and AdamW, with active and inactive clipping."""
     for clipping in (0.5, 100.0, 0.0):
         parameter = torch.nn.Parameter(torch.zeros(4))
         gradient = torch.tensor([1.0, -2.0, 3.0, 0.5])
@@ -291,7 +291,7 @@ def test_full_gradient_undoes_adam_and_clipping():
         torch.testing.assert_close(whole, gradient, rtol=1e-6, atol=0)
 
 
-def test_watched_batches_tell_inputs_from_targets():
+def test_sample_hashes_depend_on_inputs_and_targets():
     ids = torch.arange(12).view(2, 6)
     one, two = Batch(ids, ids + 1), Batch(ids, ids + 2)
     watched = WatchedBatches([one, one, two])

@@ -16,7 +16,7 @@ def test_same_training_as_plain_pytorch(result_of, cell):
     assert result.status == "passed", result.message or "\n".join(map(failure_words, result.failures))
 
 
-def test_the_core_holds_every_strategy():
+def test_the_core_contains_every_strategy():
     whole = {strategy.name for strategy in STRATEGIES.values() if strategy.whole}
     unclipped = {strategy.name for strategy in STRATEGIES.values() if strategy.training == "unclipped sgd"}
     assert {cell.strategy for cell in core()} == whole | unclipped

@@ -1,4 +1,4 @@
-"""What happens around the trainings: refusals and crashes are results, and nobody is left behind."""
+"""What happens around the trainings: refusals and crashes are results, and no process is left."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ CALL = "dsgpt.benchmarks.parity.rank:train_cell"
 
 @pytest.fixture
 def assignment(tmp_path):
-    """From what changes in a small baseline's command line to an assignment."""
+    """A function from changes of a small baseline's command line to an assignment."""
     write_recipe(write_data(tmp_path) / "recipe.json")
 
     def make(name: str, *, bug: str = "", **changes) -> Assignment:
@@ -59,7 +59,7 @@ def assignment(tmp_path):
     return make
 
 
-def test_every_end_is_a_result_and_the_next_training_goes_on(assignment, tmp_path):
+def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     cells = [
         assignment("refused", seq_length=1000),
         assignment("crashed", bug="there-is-no-such-bug"),
@@ -78,7 +78,7 @@ def test_every_end_is_a_result_and_the_next_training_goes_on(assignment, tmp_pat
 
 
 def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch):
-    """As on GPUs: a rank that fails is not waited for half an hour, and the next training starts afresh."""
+    """As on GPUs: the other rank does not wait half an hour for one that failed, and the next training runs."""
     (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(launching, "WORKER", "failing_worker")
@@ -123,7 +123,7 @@ def test_a_training_whose_process_is_killed(assignment, tmp_path):
 
         def started() -> list[psutil.Process]:
             if first.done():
-                first.result()  # raises what it raised, as for a test that is to be skipped
+                first.result()  # raises again what it raised, for example to skip the test
             return trainings(os.getpid(), tmp_path / "job.json")
 
         training = wait_for(started, seconds=120)[0]
@@ -135,7 +135,7 @@ def test_a_training_whose_process_is_killed(assignment, tmp_path):
     assert read_rank(tmp_path / "next", 0)["status"] == "done"
 
 
-def test_a_killed_suite_takes_its_ranks_along(assignment, tmp_path):
+def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):
     endless = json.dumps([asdict(assignment("endless", max_train_steps=100_000))])
     suite = subprocess.Popen([sys.executable, "-c", START_A_JOB, endless, str(tmp_path / "job.json")], cwd=REPOSITORY)
     try:
@@ -150,7 +150,7 @@ def test_a_killed_suite_takes_its_ranks_along(assignment, tmp_path):
 def trainings(pid: int, job_file: Path) -> list[psutil.Process]:
     """The forked children below process ``pid`` in which workers of ``job_file`` train.
 
-    A fork keeps its worker's command line. Imports start programs of their own now and then, which do not.
+    A fork keeps its worker's command line. Programs that imports start do not.
     """
     ranks = {}
     for process in psutil.Process(pid).children(recursive=True):

@@ -1,4 +1,4 @@
-"""The suite can fail: it reports every bug that is planted into a strategy, and by the fact that gives it away."""
+"""The suite can fail: it reports every bug that is planted in a strategy, by the facts that must show it."""
 
 import pytest
 
@@ -18,7 +18,7 @@ FACTS = {
     "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
     # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
     "mean-of-ranks-means": {"validation loss": "step 10, rank 0"},
-    # One rounding more in each of two sums: 1e-3 of the gradient, where other splits of the batch differ by 5e-2.
+    # One more rounding in each of two sums: 1e-3 of the gradient; another split of the batch changes it by 5e-2.
     "micro-batches-summed-in-bf16": {"first gradient": None},
     "rounded-before-the-reduction": {"first gradient": None},
     # Norm and clipping are right, but there is no clipping to undo the factor.
@@ -29,7 +29,7 @@ FACTS = {
     "biases-decay": {"first update": None},
     "large-epsilon": {"first update": None, "weights": None},
 }
-"""What must be reported, and where it is out of bounds first."""
+"""For each bug the facts that must be reported, and the first place where each is out of bounds; None for any."""
 
 
 def test_every_bug_is_planted():

@@ -40,7 +40,7 @@ def test_writes_what_it_read(results, cell):
 
 
 @pytest.mark.parametrize("pair", core_pairs(), ids=lambda pair: pair.name)
-def test_goes_on_as_if_nothing_had_happened(results, pair):
+def test_resumes_as_if_undisturbed(results, pair):
     result = results[pair.name]
     assert result.status == "passed", result.message
 
@@ -60,11 +60,11 @@ def test_the_pairs_are_the_same_for_a_seed_and_hold_every_strategy():
         ("loss", 6e-6, "loss is off by 6.0e-06"),
         ("validation loss", 0.4, "validation loss is off by 4.0e-01"),
         ("validation loss", float("nan"), "validation loss is off by nan"),
-        ("validated", [15, 20], "it validated after steps [15, 20]"),  # not with the weights that it took up
+        ("validated", [15, 20], "it validated after steps [15, 20]"),  # not with the weights that it loaded
         ("steps", list(range(1, 20)), "its steps are "),
     ],
 )
-def test_what_a_pair_fails_for(fact, value, said):
+def test_why_a_pair_fails(fact, value, said):
     pair = core_pairs()[0]
     before, after = by(pair.source), by(pair.target)
     measured = {
@@ -82,8 +82,7 @@ def test_what_a_pair_fails_for(fact, value, said):
 def trained(run, folder, corpus, *more):
     """The baseline of the suite, in ``run``; its losses."""
     recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
-    text = corpus
-    words = flags(BASELINE, recipe=recipe, corpus=text, run_dir=run, device="cpu")
+    words = flags(BASELINE, recipe=recipe, corpus=corpus, run_dir=run, device="cpu")
     assert train([*words, "--save_every", str(SAVED), "--keep_checkpoints", "9", "--max_val_steps", "1", *more]) == 0
     return {line["step"]: line["loss"] for line in read_lines(run)}
 
@@ -98,7 +97,7 @@ def miscount(checkpoint: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("harm", [lose_the_moments, miscount])
-def test_what_a_strategy_forgets_is_noticed(tmp_path, corpus, harm):
+def test_state_that_a_strategy_loses_is_noticed(tmp_path, corpus, harm):
     """The bound is far below what a checkpoint without moments, or with another count of steps, does to the loss."""
     straight = trained(tmp_path / "run", tmp_path, corpus)
     copy = roll_back(tmp_path / "run", tmp_path / "copy", SAVED)

@@ -1,4 +1,4 @@
-"""``python src/benchmark.py faults``: what the fault suite runs, says and records."""
+"""``python src/benchmark.py faults``: what the fault suite runs, prints and records."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from dsgpt.benchmarks.faults.runs import Runs
     from dsgpt.benchmarks.faults.suite import Fault
 
-PAGE = SuitePage(name="faults", of="the campaign", text=faults_page, summary=summary_lines)
+PAGE = SuitePage(name="faults", of="the fault campaign", text=faults_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions(SuiteOptions):
-    """What the command line asked for."""
+    """The options of the command line."""
 
     kills: int
     seed: int
-    """Of the instants and victims."""
+    """Decides the instants and victims of the kills."""
     core: bool
     """Only what ``make test`` runs."""
 
 
 def run_faults(options: FaultOptions, *, repository: Path) -> int:
-    """Run the campaign; 0 where every run recovered.
+    """Run the campaign; return 0 if every run recovered.
 
     Raises:
         UserError: the text could not be prepared.
@@ -62,7 +62,7 @@ class _FaultsCommand(SuiteCommand["Outcome"]):
         from dsgpt.benchmarks.faults.runs import Runs  # noqa: PLC0415
 
         self._runs = Runs(folder, repository=self._repository)
-        console.say(f"{len(self._faults)} faults; the first of each strategy trains it undisturbed too")
+        console.say(f"{len(self._faults)} faults; each run is first trained undisturbed")
 
     def results(self) -> Iterator["Outcome"]:
         from dsgpt.benchmarks.faults.suite import try_faults  # noqa: PLC0415
@@ -70,10 +70,10 @@ class _FaultsCommand(SuiteCommand["Outcome"]):
         return try_faults(self._runs, self._faults)
 
     def line(self, result: "Outcome", *, count: str, left: str) -> str:
-        said = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
+        word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
         reasons = (result.wrong or result.not_run).splitlines()
         because = f": {reasons[0]}" if reasons else ""
-        return f"{count} {result.name}: {said} ({result.seconds:.1f} s{left}){because}"
+        return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
 
     def record(self, results: Sequence["Outcome"], *, seconds: float) -> Record:
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}

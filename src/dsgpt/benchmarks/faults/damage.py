@@ -1,4 +1,4 @@
-"""Damage to the files of a killed run, and what ``--resume`` says and does about it."""
+"""Damage to the files of a killed run, and what ``--resume`` prints and does about it."""
 
 import shutil
 import time
@@ -61,7 +61,7 @@ class Damage:
     resumed_from: int
     """The step that the run must resume from."""
     words: str = "resuming from"
-    """What the run must say."""
+    """What the run must print."""
 
 
 BEFORE = NEWEST - SAVE_EVERY
@@ -88,10 +88,10 @@ def try_damage(runs: Runs, plan: Damage) -> Outcome:
     run_dir = runs.rolled_back(RUN, plan.name)
     plan.harm(run_dir / store.folder_name(NEWEST))
     resumed = runs.resume(RUN, run_dir)
-    lines = [line for line in resumed.said.splitlines() if "is refused" in line or "resuming from" in line]
+    lines = [line for line in resumed.output.splitlines() if "is refused" in line or "resuming from" in line]
     wrong = all_wrong(
         (resumed.resumed_from != plan.resumed_from, f"it resumed from step {resumed.resumed_from}"),
-        (plan.words not in resumed.said, f"it did not say: {plan.words}"),
+        (plan.words not in resumed.output, f"it did not print: {plan.words}"),
         (bool(list(run_dir.glob(".partial-*"))), "temporary folders are left"),
         (bool(resumed.wrong), resumed.wrong),
     )

@@ -21,9 +21,9 @@ RUN = "baseline"
 FITTING = 2.5
 """How many checkpoints fit on the small file system."""
 AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner")
-"""In front of a command that root starts: takes the capabilities that would override permissions."""
+"""Prefix of a command that root starts: drops the capabilities that override permissions."""
 BALLAST = "ballast"
-"""The file that takes the space."""
+"""The file that fills the file system."""
 FORESEEN = "No space left on device: the last checkpoint took"
 
 
@@ -39,22 +39,25 @@ class DiskFault:
     policy: str
     """``--on_save_failure``."""
     words: str
-    """What the run must say."""
+    """What the run must print."""
     not_words: str = "\0"
-    """What it must not say, because that is another refusal."""
+    """What it must not print, because that is another error."""
     spoil: Callable[[Training], None] | None = None
     """What to do to the file system while the run trains."""
     small: bool = True
-    """Whether the run folder is a small file system of its own."""
+    """Whether the run folder is a separate, small file system."""
 
 
 def _fill_up(training: Training) -> None:
-    """Leave as much space as the last checkpoint took. The next one does not fit: files take whole pages."""
+    """Leave as much space as the last checkpoint took, which is too little: files take whole pages.
+
+    Three more pages are for the lines that the run writes before its next save.
+    """
     first = training.run_dir / store.folder_name(SAVE_EVERY)
     training.wait_for(first.exists, what="the first save")
     needed = parse_manifest(first).size
     free = shutil.disk_usage(training.run_dir).free
-    (training.run_dir / BALLAST).write_bytes(bytes(max(0, free - needed - os.sysconf("SC_PAGE_SIZE"))))
+    (training.run_dir / BALLAST).write_bytes(bytes(max(0, free - needed - 3 * os.sysconf("SC_PAGE_SIZE"))))
 
 
 def _fill_wholly(training: Training) -> None:
@@ -110,7 +113,7 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
                 if plan.spoil:
                     plan.spoil(training)
                 code, _, _ = training.wait_until_gone()
-                lines = [line for line in training.said().splitlines() if "not saved" in line]
+                lines = [line for line in training.output().splitlines() if "not saved" in line]
             left = [path.name for path in run_dir.glob(".partial-*")]
             whole = _verified(run_dir)
             repair()
@@ -133,10 +136,10 @@ def try_disk_fault(runs: Runs, plan: DiskFault) -> Outcome:
 
 
 def _wrong_lines(plan: DiskFault, lines: list[str]) -> list[tuple[bool, str]]:
-    """What is wrong with what the run said about its failed save, as findings for ``all_wrong``."""
+    """What is wrong with what the run printed about its failed save, as findings for ``all_wrong``."""
     return [
-        (not any(plan.words in line for line in lines), f"it did not say: {plan.words}"),
-        (any(plan.not_words in line for line in lines), f"it said: {plan.not_words}"),
+        (not any(plan.words in line for line in lines), f"it did not print: {plan.words}"),
+        (any(plan.not_words in line for line in lines), f"it printed: {plan.not_words}"),
         (plan.policy == "continue" and not any("the run continues" in line for line in lines), "it did not continue"),
     ]
 
@@ -145,7 +148,7 @@ def _wrong_resume(plan: DiskFault, resumed: Resumed, *, whole: int) -> list[tupl
     """What is wrong with the resumed run; ``whole`` is the step of the newest whole checkpoint."""
     start = resumed.resumed_from
     return [
-        (whole != start or not whole, f"it resumed from step {start}, whole is {whole}"),
+        (whole != start or not whole, f"it resumed from step {start}; the newest whole checkpoint is of step {whole}"),
         (plan.policy == "stop" and resumed.steps_lost > SAVE_EVERY, f"{resumed.steps_lost} steps are lost"),
         (bool(resumed.wrong), resumed.wrong),
     ]

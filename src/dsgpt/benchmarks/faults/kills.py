@@ -51,7 +51,7 @@ def try_kill(runs: Runs, plan: Kill) -> Outcome:
     wrong = all_wrong(
         (code == 0, "the launcher ended with exit code 0"),
         (allowed > 2 * SAVE_EVERY, f"the save of step {unpublished} was not done by step {resumed.taken}"),
-        (gone_sec > limit, f"a process was there for {gone_sec:.0f} s, allowed are {limit}"),
+        (gone_sec > limit, f"a process was left for {gone_sec:.0f} s, allowed are {limit}"),
         (resumed.steps_lost > allowed, f"{resumed.steps_lost} steps are lost, allowed are {allowed}"),
         (bool(resumed.wrong), resumed.wrong),
     )
@@ -78,5 +78,5 @@ def _victims(training: Training, plan: Kill) -> list[psutil.Process]:
 
 
 def half_written(run_dir: Path) -> int:
-    """The step whose checkpoint was being written; 0 where there is none."""
+    """The step whose checkpoint was being written; 0 if there is none."""
     return max((int(path.name[-8:]) for path in run_dir.glob(".partial-step-????????")), default=0)

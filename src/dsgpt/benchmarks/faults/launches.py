@@ -12,7 +12,7 @@ RESTARTS = 3
 
 
 def try_restart(runs: Runs) -> Outcome:
-    """Kill a worker under ``torchrun --max-restarts 3``: the launcher restarts all, and the run resumes by itself.
+    """Kill a worker under ``torchrun --max-restarts 3``: torchrun restarts all workers, and they must resume the run.
 
     Raises:
         Missed: the run did not end.
@@ -24,11 +24,11 @@ def try_restart(runs: Runs) -> Outcome:
         training.wait_for_step(9)
         kill(training.ranks(2)[1:])
         code, _, _ = training.wait_until_gone()
-        said = training.said()
-    lines = [line for line in said.splitlines() if "resuming from" in line or "starting fresh" in line]
+        output = training.output()
+    lines = [line for line in output.splitlines() if "resuming from" in line or "starting fresh" in line]
     difference = "" if code else runs.difference(run, run_dir)
     wrong = all_wrong(
-        (code != 0, f"exit code {code}: {first_error(said)}"),
+        (code != 0, f"exit code {code}: {first_error(output)}"),
         (not any("resuming from" in line for line in lines), "it did not resume from a checkpoint"),
         (bool(difference), difference),
     )
@@ -43,7 +43,7 @@ def try_restart(runs: Runs) -> Outcome:
 
 
 def try_two_runs(runs: Runs) -> Outcome:
-    """Start two runs on the folder of a training that is halted: one to overwrite it, one to resume it.
+    """Start two runs on the folder of a training that is paused: one to overwrite it, one to resume it.
 
     Raises:
         Missed: one of them did not end.
@@ -57,18 +57,18 @@ def try_two_runs(runs: Runs) -> Outcome:
         with runs.start(run, run_dir, "--overwrite", log="second.log") as second:
             refused = second.wait()
         with runs.start(run, run_dir, "--resume", log="third.log") as third:
-            third.wait_for(lambda: "waiting up to" in third.said(), what="that it waits")
+            third.wait_for(lambda: "waiting up to" in third.output(), what="its line about waiting")
             first.launcher.send_signal(signal.SIGCONT)
             code, waited = first.wait(), third.wait()
     difference = runs.difference(run, run_dir)
-    lines = [*second.said().splitlines()[-1:], *(line for line in third.said().splitlines() if "waiting" in line)]
-    lines += [line for line in third.said().splitlines() if "nothing to do" in line]
+    lines = [*second.output().splitlines()[-1:], *(line for line in third.output().splitlines() if "waiting" in line)]
+    lines += [line for line in third.output().splitlines() if "nothing to do" in line]
     wrong = all_wrong(
         (refused != EXIT_USER_ERROR, f"--overwrite ended with exit code {refused} instead of {EXIT_USER_ERROR}"),
-        ("another process is training in this folder" not in second.said(), "it did not say who is in the way"),
+        ("another process is training in this folder" not in second.output(), "--overwrite printed no reason"),
         (code != 0, f"the first ended with exit code {code}"),
         (waited != 0, f"--resume ended with exit code {waited}"),
-        (len(lines) < 3, "the one that waited did not find the finished run"),
+        (len(lines) < 3, "the run that waited did not find the finished run"),
         (bool(difference), difference),
     )
     return Outcome(

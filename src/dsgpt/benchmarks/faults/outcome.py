@@ -13,9 +13,9 @@ class Outcome:
     name: str
     """What was done to which run."""
     wrong: str = ""
-    """What is not as it should be; empty where everything is."""
+    """Every check that failed, in words; empty if all passed."""
     not_run: str = ""
-    """Why this machine cannot run it; empty where it was run."""
+    """Why this machine cannot run it; empty if it was run."""
     seconds: float = 0.0
     measured: dict[str, Any] = field(default_factory=dict)
     said: tuple[str, ...] = ()
@@ -28,11 +28,11 @@ class Outcome:
 
 
 def all_wrong(*findings: tuple[bool, str]) -> str:
-    """The words of the findings that hold, joined; empty where none does."""
+    """The words of the findings that hold, joined; empty if none does."""
     return "; ".join(words for holds, words in findings if holds)
 
 
-def first_error(said: str) -> str:
-    """The first line with an error; launchers print much after it."""
-    lines = [line.strip() for line in said.splitlines()]
-    return next((line for line in lines if "rror: " in line or line.startswith("error: ")), said[-300:])
+def first_error(output: str) -> str:
+    """The first line with an error; launchers print many lines after it."""
+    lines = [line.strip() for line in output.splitlines()]
+    return next((line for line in lines if "rror: " in line or line.startswith("error: ")), output[-300:])

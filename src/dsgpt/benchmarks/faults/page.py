@@ -1,4 +1,4 @@
-"""``docs/faults.md`` from a record of the campaign. Every figure on the page is the record's."""
+"""Makes ``docs/faults.md`` from a record of the campaign. Every figure on the page comes from the record."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def faults_page(record: Record, *, source: str) -> str:
 
 
 def summary_lines(record: Record) -> list[str]:
-    """The figures of the page's head, for a console."""
+    """The figures of the page's summary, for a console."""
     return [line.strip() for line in _summary(record).splitlines()]
 
 
@@ -30,7 +30,7 @@ def _of(record: Record, *kinds: str) -> list[dict[str, Any]]:
 def _summary(record: Record) -> str:
     ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
     left_out = len(record["faults"]) - len(ran)
-    rest = f" {left_out} more could not be run on this machine." if left_out else ""
+    rest = f" This machine could not run {left_out} more." if left_out else ""
     kills = _of(record, "kill")
     lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
     facts = [kill["measured"] for kill in kills if kill["measured"]]
@@ -40,9 +40,9 @@ def _summary(record: Record) -> str:
         gone = max(one["gone_sec"] for one in facts)
         every = record["work"]["save_every"]
         lines += [
-            f"* **{_passed(kills)} of {len(kills)} kills** were recovered from by `--resume`; {cut} of them cut a save",
-            f"  off. At most {lost} steps had to be repeated, with a checkpoint every {every} steps; the last",
-            f"  process was gone at most {gone:.1f} s after the kill.",
+            f"* After **{_passed(kills)} of {len(kills)} kills**, `--resume` recovered the run; {cut} of them",
+            f"  interrupted a save. At most {lost} steps had to be repeated, with a checkpoint every {every} steps.",
+            f"  The last process ended at most {gone:.1f} s after the kill.",
         ]
         ended = [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]
         if ended:
@@ -59,7 +59,7 @@ def _head(record: Record, source: str) -> str:
     runs = "\n".join(
         f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
     )
-    return f"""# Whatever stops a run, it resumes to the same end
+    return f"""# A run that was stopped resumes to the same result
 
 Generated from `{source}` by
 `python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
@@ -69,7 +69,7 @@ runs the campaign on your machine.
 
 Recovered means: `--resume` with the same command ended with exit code 0; every loss, gradient norm, learning rate and
 validation loss of the run equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}; no step is
-missing or there twice; and no process of the launch was left behind.
+missing or logged twice; and no process of the launch was left.
 
 {runs}
 
@@ -83,15 +83,15 @@ def _kills(record: Record) -> str:
     kills = _of(record, "kill")
     if not kills:
         return ""
-    header = ["run", "`kill -9` of", "aimed at", "cut a save off", "`--save_mode`", "steps taken", "resumed from"]
-    header += ["lost", "allowed", "exit code", "launcher ended after", "all gone after", "recovered"]
+    header = ["run", "`kill -9` of", "aimed at", "interrupted a save", "`--save_mode`", "steps taken", "resumed from"]
+    header += ["lost", "allowed", "exit code", "launcher ended after", "all ended after", "recovered"]
     rows = [_kill_row(kill) for kill in kills if kill["measured"]]
     return f"""## Kills
 
-Instants are drawn with seed {record["seed"]}: half of them are aimed at steps, half at a save, for which the kill may
-come too late; all kinds of victims take turns. Lost are steps that were done and had to be repeated. Allowed are as
-many as lie between two saves, and those done while the last save was being written. If only the launcher is killed,
-the ranks finish their step, save and exit. The exit code is what the launcher's parent sees: -9 where it was killed.
+Instants are drawn with seed {record["seed"]}. Half of them are aimed at steps, half at a save, for which the kill may
+come too late. All kinds of victims take turns. Lost steps were done and had to be repeated. Allowed are the steps
+between two saves, and those done while the last save was being written. If only the launcher is killed, the ranks
+finish their step, save and exit. The exit code is what the launcher's parent sees: -9 if the launcher was killed.
 
 {table(header, rows)}"""
 
@@ -109,35 +109,35 @@ def _signals(record: Record) -> str:
     signals = _of(record, "request")
     if not signals:
         return ""
-    header = ["signal", "exit code", "all gone after", "steps lost", "what the run said", "as it should be"]
+    header = ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"]
     rows = [
         [
             fault["name"],
             fault["measured"].get("exit_code"),
             f"{fault['measured']['gone_sec']:.1f} s" if fault["measured"] else None,
             fault["measured"].get("steps_lost"),
-            _said(fault),
+            _printed(fault),
             STATUS_WORDS[fault["status"]],
         ]
         for fault in signals
     ]
     return f"""## Signals
 
-A signal after step 6, between two saves, to a run that is then resumed. The one that is sent twice goes to a run with
-steps of more than a second, which is not resumed. The exit code is the launcher's; for a `baseline` it is the run's
-own.
+Each signal is sent after step 6, between two saves, and the run is then resumed. The signal that is sent twice goes to
+a run with steps of more than a second, which is not resumed. The exit code is the launcher's; a `baseline` has no
+launcher, so it is the run's.
 
 {table(header, rows)}"""
 
 
 def _others(record: Record) -> str:
-    header = ["fault", "exit code", "resumed from step", "what the run said", "recovered"]
+    header = ["fault", "exit code", "resumed from step", "what the run printed", "recovered"]
     rows = [
         [
             fault["name"],
             fault["measured"].get("exit_code"),
             fault["measured"].get("resumed_from"),
-            _said(fault),
+            _printed(fault),
             STATUS_WORDS[fault["status"]],
         ]
         for fault in _of(record, "damage", "disk", "launch")
@@ -146,14 +146,14 @@ def _others(record: Record) -> str:
         return ""
     return f"""## Damaged files, file systems that refuse writes, launches
 
-Damage is done to the newest checkpoint, or beside it, of a run in the state in which a kill before its last step leaves
-it. A restarted worker and a second run on the folder show in what they print; the worker resumes without a `--resume`
-of the user.
+Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last step leaves it. The
+command of the run whose worker `torchrun` restarts has `--resume`. Of the two runs on one folder, `--overwrite` is
+refused and `--resume` waits.
 
 {table(header, rows)}"""
 
 
-def _said(fault: dict[str, Any]) -> str:
+def _printed(fault: dict[str, Any]) -> str:
     return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
 
 
@@ -162,4 +162,4 @@ def _troubles(record: Record) -> str:
     lines = [
         f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}" for fault in bad
     ]
-    return "## Not as it should be, or not run\n\n" + "\n".join(lines) if lines else ""
+    return "## Failed or not run\n\n" + "\n".join(lines) if lines else ""

@@ -7,9 +7,9 @@ from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.config.options import SAVE_MODES
 
 STEPS, SAVE_EVERY = 24, 4
-"""Of every run of the campaign."""
+"""Steps of every run of the campaign, and steps between its checkpoints."""
 DROPOUT = 0.1
-"""Not 0, so that a random stream that does not continue where it was shows in the losses."""
+"""Not 0, so that a random stream that was not restored shows in the losses."""
 KILLS, SEED = 40, 4
 RUNS = {
     "baseline": Cell(strategy="baseline", ranks=1, accumulation=1),
@@ -44,7 +44,7 @@ class Kill:
 
     @property
     def name(self) -> str:
-        """For console lines, pages and test ids."""
+        """The name in console lines, pages and test ids."""
         victim = f"rank {self.rank}" if self.victim == "one rank" else self.victim
         when = f"in the save of step {self.step}" if self.moment == "saving" else f"after step {self.step}"
         return f"{self.run}: {victim} {when} + {self.fraction:.2f}, {self.save_mode}"

@@ -1,4 +1,4 @@
-"""A training as a user starts it, watched from outside: its steps, its ranks, the processes left after its end."""
+"""A training as a user starts it, observed from outside: its steps, its ranks, the processes left after its end."""
 
 import contextlib
 import os
@@ -25,11 +25,11 @@ LIMIT_SEC = 300
 
 
 class Missed(RuntimeError):
-    """A training did not reach what was waited for."""
+    """What the suite waited for did not happen."""
 
 
 class Training:
-    """One launch of ``src/gpt2.py`` in a session of its own. At the end of the context all its processes are killed.
+    """One launch of ``src/gpt2.py`` in a new session. At the end of the context all its processes are killed.
 
     Args:
         command: launcher, script and flags.
@@ -39,8 +39,8 @@ class Training:
 
     def __init__(self, command: Sequence[str], *, run_dir: Path, log: Path) -> None:
         self._mark = uuid.uuid4().hex
-        self.run_dir, self._log, self._said_before = run_dir, log, log.stat().st_size if log.exists() else 0
-        with log.open("ab") as file, hanging_up_ends_children():
+        self.run_dir, self._log, self._log_start = run_dir, log, log.stat().st_size if log.exists() else 0
+        with log.open("ab") as file, default_sighup():
             self.launcher = psutil.Popen(
                 list(command),
                 env=environment_for("cpu") | {MARK: self._mark},
@@ -63,7 +63,7 @@ class Training:
         self.launcher.wait()
 
     def everyone(self) -> list[psutil.Process]:
-        """Every process that this launch started, whatever its parent is by now."""
+        """Every process that this launch started, even if its parent has ended."""
         return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self._mark]
 
     def ranks(self, count: int) -> list[psutil.Process]:
@@ -78,7 +78,7 @@ class Training:
         found = {}
         for process in psutil.process_iter():
             rank = named.get(process.pid)
-            if rank is not None and named.get(process.ppid()) is None:  # what a rank starts has its environment
+            if rank is not None and named.get(process.ppid()) is None:  # children of a rank have its environment
                 found[int(rank)] = process
         if sorted(found) != list(range(count)):
             raise Missed(f"of {count} ranks, {sorted(found)} were found")
@@ -97,9 +97,9 @@ class Training:
         deadline = time.monotonic() + LIMIT_SEC
         while not condition():
             if self.launcher.poll() is not None and not condition():
-                raise Missed(f"the run ended before {what}: {self.said()[-500:]}")
+                raise Missed(f"the run ended before {what}: {self.output()[-500:]}")
             if time.monotonic() > deadline:
-                raise Missed(f"{what} did not come within {LIMIT_SEC} s: {self.said()[-500:]}")
+                raise Missed(f"{what} did not happen within {LIMIT_SEC} s: {self.output()[-500:]}")
             time.sleep(POLL_SEC)
 
     def wait_for_step(self, step: int) -> None:
@@ -128,7 +128,7 @@ class Training:
             if ended is not None and not self.everyone():
                 return self.launcher.returncode, ended, now
             if now > LIMIT_SEC:
-                raise Missed(f"{len(self.everyone())} processes are left after {LIMIT_SEC} s: {self.said()[-500:]}")
+                raise Missed(f"{len(self.everyone())} processes are left after {LIMIT_SEC} s: {self.output()[-500:]}")
             time.sleep(0.05)
 
     def wait(self) -> int:
@@ -140,16 +140,16 @@ class Training:
         try:
             return self.launcher.wait(LIMIT_SEC)
         except psutil.TimeoutExpired as error:
-            raise Missed(f"it did not end within {LIMIT_SEC} s: {self.said()[-500:]}") from error
+            raise Missed(f"it did not end within {LIMIT_SEC} s: {self.output()[-500:]}") from error
 
-    def said(self) -> str:
+    def output(self) -> str:
         """What the launcher and its ranks printed."""
-        return self._log.read_bytes()[self._said_before :].decode(errors="replace").strip()
+        return self._log.read_bytes()[self._log_start :].decode(errors="replace").strip()
 
 
 @contextlib.contextmanager
-def hanging_up_ends_children() -> Iterator[None]:
-    """Let processes that are started inside receive SIGHUP, even if this process was started with ``nohup``."""
+def default_sighup() -> Iterator[None]:
+    """A context whose child processes do not ignore SIGHUP, even if this process was started with ``nohup``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield
@@ -165,7 +165,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step in the run's log, 0 where there is none. A torn line does not count."""
+    """The last step in the run's log; 0 if there is none. A torn line does not count."""
     log = run_dir / STEPS_FILE
     return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
 

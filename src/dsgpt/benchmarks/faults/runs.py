@@ -1,4 +1,4 @@
-"""The runs of the campaign: starts them, resumes them, and compares a disturbed run with the undisturbed one."""
+"""Starts and resumes the runs of the campaign, and compares a disturbed run with the undisturbed one."""
 
 import json
 import re
@@ -40,13 +40,13 @@ class Undisturbed:
 class Resumed:
     """A disturbed run after ``--resume``."""
 
-    said: str
+    output: str
     resumed_from: int
     """The checkpoint's step; 0 for a fresh start."""
     taken: int
     """The last step that the run had logged before."""
     wrong: str
-    """How it differs from the undisturbed run; empty where it does not."""
+    """How it differs from the undisturbed run; empty if it does not."""
     seconds: float
 
     @property
@@ -59,7 +59,7 @@ class Runs:
     """Folders, recipes and text for the campaign's runs.
 
     Args:
-        folder: exists; everything is in it.
+        folder: an existing folder, in which everything is written.
         repository: holds the scripts and recipes.
     """
 
@@ -93,7 +93,7 @@ class Runs:
             more: further flags.
             launcher: further flags of the launcher.
             prefix: a command that runs the launcher.
-            changes: other values of flags that every run has, which make it another training.
+            changes: other values for flags that every run has; they change the training.
             log: name of the file beside the run folder for what the launcher and its ranks print.
         """
         cell = RUNS[run]
@@ -120,7 +120,7 @@ class Runs:
             with self.start(run, run_dir) as training:
                 code, _, _ = training.wait_until_gone()
                 if code:
-                    raise Missed(f"{run} failed undisturbed, exit code {code}: {training.said()[-1000:]}")
+                    raise Missed(f"{run} failed undisturbed, exit code {code}: {training.output()[-1000:]}")
             steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
             saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
             self._undisturbed[run] = Undisturbed(run_dir=run_dir, step_sec=_median(steps), save_sec=_median(saves))
@@ -149,18 +149,19 @@ class Runs:
         taken, started = last_step(run_dir), time.perf_counter()
         with self.start(run, run_dir, "--resume") as training:
             code, _, _ = training.wait_until_gone()
-            said = training.said()
-        wrong = f"--resume ended with exit code {code}: {first_error(said)}" if code else self.difference(run, run_dir)
+            output = training.output()
+        failure = f"--resume ended with exit code {code}: {first_error(output)}"
+        wrong = failure if code else self.difference(run, run_dir)
         return Resumed(
-            said=said,
+            output=output,
             taken=taken,
-            resumed_from=_resumed_from(said),
+            resumed_from=_resumed_from(output),
             wrong=wrong,
             seconds=time.perf_counter() - started,
         )
 
     def difference(self, run: str, run_dir: Path) -> str:
-        """Where ``run_dir`` differs from the undisturbed run; empty where both are the same to the last bit."""
+        """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""
         expected, found = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
         if found.keys() != expected.keys():
             return f"it has other steps: {sorted(found.keys() ^ expected.keys())[:3]}"
@@ -189,8 +190,8 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     return record
 
 
-def _resumed_from(said: str) -> int:
-    found = re.search(r"resuming from \S*/step-(\d{8})", said)
+def _resumed_from(output: str) -> int:
+    found = re.search(r"resuming from \S*/step-(\d{8})", output)
     return int(found[1]) if found else 0
 
 

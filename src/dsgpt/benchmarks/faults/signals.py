@@ -39,7 +39,7 @@ class SentSignal:
 
     @property
     def name(self) -> str:
-        """For console lines, pages and test ids."""
+        """The name in console lines, pages and test ids."""
         flags = f", started with {' '.join(self.launcher)}" if self.launcher else ""
         return f"{self.run}: {self.signal.name} to {self.to}{', twice' if self.again else ''}{flags}"
 
@@ -86,8 +86,8 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         (plan.run == "baseline" and code != EXIT_STOPPED, f"exit code {code} instead of {EXIT_STOPPED}"),
         (status != "interrupted", f"its record says {status}"),
         (resumed.steps_lost > 0, f"{resumed.steps_lost} steps are lost"),
-        (gone_sec > GONE_SEC, f"a process was there for {gone_sec:.0f} s"),
-        (not lines, "nothing was said"),
+        (gone_sec > GONE_SEC, f"a process was left for {gone_sec:.0f} s"),
+        (not lines, "the run printed nothing about it"),
         (bool(resumed.wrong), resumed.wrong),
     )
     measured = {
@@ -103,7 +103,7 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
 
 
 def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
-    """Steps take more than a second, so that the second signal arrives in the step that the first one let finish."""
+    """Send the signal twice in one step. Steps take more than a second, so the second signal comes before its end."""
     started = time.perf_counter()
     run_dir = runs.new(plan.name)
     with runs.start(plan.run, run_dir, changes=SLOW) as training:
@@ -115,9 +115,9 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
         lines = _lines_of(training)
     wrong = all_wrong(
         (code != EXIT_INTERRUPTED, f"exit code {code} instead of {EXIT_INTERRUPTED}"),
-        (gone_sec > 1, f"it was there for {gone_sec:.1f} s after the second signal"),
-        (bool(list(run_dir.glob("step-*"))), "it saved all the same"),
-        (not lines, "nothing was said"),
+        (gone_sec > 1, f"it was left for {gone_sec:.1f} s after the second signal"),
+        (bool(list(run_dir.glob("step-*"))), "it saved nevertheless"),
+        (not lines, "the run printed nothing about it"),
     )
     measured = {"exit_code": code, "launcher_sec": round(launcher_sec, 2), "gone_sec": round(gone_sec, 2)}
     seconds = time.perf_counter() - started
@@ -125,8 +125,8 @@ def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
 
 
 def _lines_of(training: Training) -> tuple[str, ...]:
-    """What the run said about the signal. Launchers print much else."""
-    printed = (re.sub(r"^.*\r", "", line).strip() for line in training.said().splitlines())
+    """What the run printed about the signal, without the lines of launchers."""
+    printed = (re.sub(r"^.*\r", "", line).strip() for line in training.output().splitlines())
     words = ("stopped by", "the run stops after this step", "ended at once")
     return tuple(dict.fromkeys(line for line in printed if any(word in line for word in words)))
 

@@ -26,7 +26,7 @@ class Fault:
 
 
 def all_faults(*, kills: int, seed: int) -> list[Fault]:
-    """The campaign, with as many ``kills`` drawn with ``seed``."""
+    """All faults of the campaign, among them ``kills`` kills drawn with ``seed``."""
     return [
         *_faults("kill", try_kill, seeded_kills(kills, seed=seed)),
         *_faults("request", try_signal, SIGNALS),
@@ -38,12 +38,12 @@ def all_faults(*, kills: int, seed: int) -> list[Fault]:
 
 
 def core_faults() -> list[Fault]:
-    """The faults of ``make test``. Damage to files has tests of its own there, which need no launcher."""
+    """The faults of ``make test``. Other tests there damage files, without a launcher."""
     return [*_faults("kill", try_kill, core_kills()), *_faults("request", try_signal, CORE_SIGNALS), RESTART]
 
 
 def try_faults(runs: Runs, faults: list[Fault]) -> Iterator[Outcome]:
-    """Yield the outcome of each fault as it comes. A fault that could not be brought about has failed."""
+    """Yield the outcome of each fault as it comes. A fault that could not be caused counts as failed."""
     for fault in faults:
         started = time.perf_counter()
         try:

@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For console lines, pages and test ids."""
+        """The name in console lines, pages and test ids."""
         words = [self.strategy, counted(self.ranks, "rank"), f"accumulation {self.accumulation}"]
         return ", ".join(filter(None, [*words, self.optimizer, self.precision, self.option, self.bug]))
 

@@ -1,4 +1,4 @@
-"""What every suite's command does: run it, show its progress, keep its record and the page made of it."""
+"""What every suite's command does: run it, show its progress, write its record and the page made from it."""
 
 import tempfile
 import time
@@ -19,13 +19,13 @@ from dsgpt.telemetry.record import finite
 from dsgpt.telemetry.sources import note_sources, require_sources_file, unchanged
 
 EXIT_FAILED = 1
-"""A result is not as it should be; the page says which."""
+"""A result failed; the page says which."""
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions:
-    """What the command line of every suite says; each suite adds its own."""
+    """The options of every suite's command line; each suite adds its own."""
 
     output: Path
     """The record to write."""
@@ -74,15 +74,15 @@ class SuiteCommand(ABC, Generic[R]):
 
     @abstractmethod
     def failures(self, results: Sequence[R], record: Record) -> list[str]:
-        """What is not as it should be; the exit code is 0 only where there is none."""
+        """What failed; the exit code is 0 only if this is empty."""
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002 - some suites name them
-        """What is said last of all."""
+        """The last lines on the console."""
         return []
 
 
 def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path) -> int:
-    """Run the suite, write its record and its page; 0 where everything is as it should be, else ``EXIT_FAILED``.
+    """Run the suite, write its record and its page; return 0 if nothing failed, else ``EXIT_FAILED``.
 
     Raises:
         UserError: from ``plan`` or ``begin``; the folder to keep exists; or the ``SOURCES.json`` beside the record
@@ -109,7 +109,7 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
 
 
 def _shown(suite: SuiteCommand[R], console: Console, *, total: int, held: ExitStack) -> list[R]:
-    """All results, each with its line on the console when it comes."""
+    """All results; prints a line for each when it comes."""
     progress = console.progress(total=total, what=suite.page.name, unit=suite.unit)
     held.callback(progress.close)
     results: list[R] = []

@@ -27,7 +27,7 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
     """Token files in ``folder``, with a tokenizer of 300 ids trained on the text.
 
     Raises:
-        UserError: this Python ships no sources of its library, or the script failed; with what it said.
+        UserError: this Python has no sources of its library, or the script failed; the message has its output.
     """
     library, text = Path(sysconfig.get_path("stdlib")), folder / "text"
     text.mkdir(parents=True)
@@ -50,7 +50,7 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
 
     Args:
         corpus: as ``prepare_corpus`` made it.
-        windows: how many; if they are no multiple of the global batch, the last batch is padded.
+        windows: how many; if this is not a multiple of the global batch, the last batch is padded.
         length: tokens that a window predicts.
     """
     whole = open_token_file(corpus.val)

@@ -32,7 +32,7 @@ LEAVE_SEC = 5
 """Seconds between SIGTERM and SIGKILL for a launcher and its ranks."""
 CALL_SEPARATOR = ":"
 PORT_FILE = "port"
-"""In a cell's folder: the port at which its ranks meet. Rank 0 writes it first of all."""
+"""File in a cell's folder with the port at which its ranks meet. It is the first file that rank 0 writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +151,13 @@ def _ends(
             return
         else:
             time.sleep(POLL_SEC)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a launcher that stays is ended by ``_process``
+    with contextlib.suppress(subprocess.TimeoutExpired):  # ``_process`` stops a launcher that does not exit
         process.wait(timeout=STUCK_SEC)
 
 
 @contextlib.contextmanager
 def _process(command: list[str], environment: dict[str, str], log: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher in a session of its own. It ends with the context; its workers notice that, and end too."""
+    """A launcher in a new session. It is stopped at the end of the context; its workers notice that and exit too."""
     process = subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Pages made of records: a record is read, its page is written as a whole."""
+"""Reads records and writes their pages."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,10 @@ class PageText(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePage:
-    """How a suite's record is shown."""
+    """How a suite's record becomes a page."""
 
     name: str
-    """Of the suite, a word of ``src/benchmark.py``."""
+    """The suite's name in the commands of ``src/benchmark.py``."""
     of: str
     """What it is a record of, for messages."""
     text: PageText
@@ -40,11 +40,11 @@ def make_page(suite: SuitePage, record_file: Path, page: Path, *, repository: Pa
     """Write ``page`` from a record that ``--table-from`` names.
 
     Raises:
-        UserError: there is no such record.
+        UserError: the file is not a record of the suite.
     """
     record = read_record(record_file, of=suite.of)
     sources = sources_paragraph(record_file, name=suite.name, repository=repository)
-    with one_line_if_none(record_file, of=suite.of):
+    with wrong_records_refused(record_file, of=suite.of):
         write_page(page, suite.text(record, source=record_file.as_posix()), sources=sources)
 
 
@@ -65,8 +65,8 @@ def read_record(file: Path, *, of: str) -> Record:
 
 
 @contextlib.contextmanager
-def one_line_if_none(file: Path, *, of: str) -> Iterator[None]:
-    """Around the making of a page from a record that the user named: a file that is no such record is their mistake.
+def wrong_records_refused(file: Path, *, of: str) -> Iterator[None]:
+    """A context for making a page from a record that the user named: a wrong file is the user's mistake.
 
     Args:
         file: the record.
@@ -81,7 +81,7 @@ def one_line_if_none(file: Path, *, of: str) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = clipped_text(f"{type(error).__name__}: {error}")
-        raise UserError(f"--table-from {file}: is no record of {of} that a page can be made of ({what})") from error
+        raise UserError(f"--table-from {file}: is not a record of {of} ({what})") from error
 
 
 def write_page(page: Path, text: str, *, sources: str) -> None:

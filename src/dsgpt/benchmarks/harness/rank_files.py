@@ -30,5 +30,5 @@ def read_ranks(folder: Path, ranks: int) -> list[RankEnd]:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The end of the rank that failed first, which is the cause; later ones only lost their peer. None without any."""
+    """The end of the rank that failed first; others fail after it because they lost a peer. None if none failed."""
     return min((end for end in ends if end["status"] != "done"), key=lambda end: end["time"], default=None)

@@ -1,8 +1,8 @@
 """Remakes the committed records that were not made from the present sources.
 
 First all old records are remade below ``checkpoint/records``, which git ignores, so that each of them names a clean
-commit. Then they replace the committed ones together with the pages made of them. A record that was remade before an
-interruption is kept; what a suite did before an interruption inside it is repeated.
+commit. Then they replace the committed ones, and their pages are made again. After an interruption, records that were
+remade are kept, and a suite that was interrupted starts again.
 """
 
 import shutil
@@ -31,7 +31,7 @@ RUNS = ("demo-baseline", "demo-zero1")
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
 Runner = Callable[[Sequence[str]], int]
-"""Runs a command in the repository; the exit code comes back."""
+"""Runs a command in the repository and returns its exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def check_lines(repository: Path, *, only: Sequence[str] = ()) -> Iterator[str]:
 
 
 def remake_records(repository: Path, *, only: Sequence[str] = (), run: Runner | None = None) -> int:
-    """Remake the records that are not up to date, and the pages of all; the first exit code that is not 0 comes back.
+    """Remake the records that are not up to date, and the pages of all; return the first exit code that is not 0.
 
     Args:
         repository: holds records, sources and scripts.
@@ -120,7 +120,7 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
-        if code := run(record.show):  # for the others too: an interruption may have come before it
+        if code := run(record.show):  # also for records that were not old: an interruption may have come before this
             print(f"{record.name}: its pages failed with exit code {code}", flush=True)
             return code
     print(f"all of {', '.join(record.name for record in records)} are made from the present sources", flush=True)
@@ -140,13 +140,13 @@ def _selected(only: Sequence[str]) -> list[CommittedRecord]:
     problems = Problems()
     for name in only:
         if name not in RECORDS:
-            problems.add(f"--only {name}: is no record{did_you_mean(name, RECORDS)}; known are {', '.join(RECORDS)}")
+            problems.add(f"--only {name}: is not a record{did_you_mean(name, RECORDS)}; known are {', '.join(RECORDS)}")
     problems.raise_if_any()
     return [record for name, record in RECORDS.items() if not only or name in only]
 
 
 def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
-    """Why what ``folder`` holds of the record is not of the present sources; empty where it is."""
+    """Why the record's files in ``folder`` were not made from the present sources; empty if they were."""
     files = (repository / folder / file for file in record.records)
     return next((why for file in files if (why := why_old(file, name=record.name, repository=repository))), "")
 
@@ -161,11 +161,11 @@ def _in(repository: Path) -> Runner:
 
 
 def _remake(record: CommittedRecord, repository: Path, run: Runner) -> int:
-    """Make the record anew below ``READY``; the exit code of the command comes back."""
+    """Make the record again below ``READY``; return the exit code of the command."""
     from dsgpt.telemetry.environment import git_commit  # noqa: PLC0415 - torch takes seconds
 
     ready, work = repository / READY, repository / WORK
-    shutil.rmtree(work / record.name, ignore_errors=True)  # runs of before, which would be resumed
+    shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
     before, commit = source_hashes(repository, record.name), git_commit()
     if code := run(record.make):
         return code

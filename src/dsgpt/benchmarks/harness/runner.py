@@ -19,11 +19,11 @@ class CellEnd:
 
     folder: Path
     ranks: list[RankEnd]
-    """The file of every rank; empty where the launch was lost."""
+    """The file of every rank; empty if the launch was lost."""
     status: str
     """``done``, or that of the rank that failed first: ``refused`` or ``error``."""
     message: str = ""
-    """What the first rank that failed said, without the paths of this machine."""
+    """The error of the rank that failed first, without the paths of this machine."""
     seconds: float = 0.0
 
 
@@ -61,7 +61,7 @@ class CellRunner:
         more: Sequence[str] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> Assignment:
-        """Make the cell's folder with its recipe, and say what its ranks must call.
+        """Make the cell's folder with its recipe; return what its ranks must call.
 
         Args:
             cell: what to run.
@@ -104,7 +104,7 @@ class CellRunner:
             done = index + 1
             yield self._end_of(Path(assignments[index].folder), ranks, seconds)
         for assignment in assignments[done:]:
-            message = f"the launch ended before it; {_last_words(job_file)}"
+            message = f"the launch ended before this cell did; {_last_lines(job_file)}"
             yield CellEnd(folder=Path(assignment.folder), ranks=[], status="error", message=message)
 
     def _end_of(self, folder: Path, ranks: int, seconds: float) -> CellEnd:
@@ -116,6 +116,6 @@ class CellRunner:
         return CellEnd(folder=folder, ranks=ends, status=failure["status"], message=message, seconds=seconds)
 
 
-def _last_words(job_file: Path) -> str:
-    said = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"the last words of its launch: {' / '.join(said[-3:])}"
+def _last_lines(job_file: Path) -> str:
+    lines = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"the last lines of its log: {' / '.join(lines[-3:])}"

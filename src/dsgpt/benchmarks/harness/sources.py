@@ -12,9 +12,9 @@ _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "src
 _OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/reports")
 _OF_SUITES = ("src/dsgpt/benchmarks/harness/*.py",)
 _ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
-"""Modules of the suites that make pages and tables of a record that exists."""
+"""Modules of the suites that only make pages and tables from an existing record."""
 PARAGRAPH = "Sources: "
-"""How the page's paragraph begins."""
+"""The beginning of the page's paragraph about sources."""
 
 
 def source_files(repository: Path, name: str) -> list[Path]:
@@ -37,7 +37,7 @@ def source_hashes(repository: Path, name: str) -> Hashes:
 
 
 def why_old(record: Path, *, name: str, repository: Path) -> str:
-    """Why ``record`` does not speak of the present sources; empty where it does.
+    """Why ``record`` was not made from the present sources; empty if it was.
 
     Raises:
         UserError: the ``SOURCES.json`` beside it cannot be read.
@@ -71,7 +71,7 @@ def sources_paragraph(record: Path, *, name: str, repository: Path) -> str:
 
 
 def without_sources(page: str) -> str:
-    """``page`` without that paragraph, which changes with the sources and not with the record."""
+    """``page`` without the paragraph about sources, which changes with the sources and not with the record."""
     return "\n\n".join(part for part in page.split("\n\n") if not part.startswith(PARAGRAPH))
 
 

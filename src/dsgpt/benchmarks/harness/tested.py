@@ -22,7 +22,7 @@ class TestedStrategy:
     changes: dict[str, Any] = field(default_factory=dict)
     """What to change in the recipe, block by block; None removes a key."""
     training: str = ""
-    """A key of ``TRAININGS``: a training that differs from that of all others and has a reference of its own."""
+    """A key of ``TRAININGS``: the changes of the recipe that its reference makes too."""
     replicas: str = "all"
     """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
     model_ranks: int = 1
@@ -32,15 +32,15 @@ class TestedStrategy:
     whole: bool = True
     """Whether it has a cell for every setting; otherwise it has one cell."""
     optimizer: str = "adamw"
-    """Of that one cell."""
+    """The optimizer of that one cell."""
     precision: str = "fp32"
-    """Of that one cell."""
+    """The precision of that one cell."""
     refused: bool = False
-    """Whether the product must refuse it, whatever the setting."""
+    """Whether the product must refuse it under every setting."""
     fp32_only: bool = False
     """Whether the product must refuse it in bf16 and fp16."""
     compiles: bool = True
-    """Whether it trains with ``--compile``; otherwise the product must refuse that."""
+    """Whether it trains with ``--compile``; otherwise the product must refuse the flag."""
 
 
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def _deepspeed(name: str, recipe: str, *, ranks: tuple[int, ...] = (1, 2, 4), **
 
 
 def _sharded(name: str, recipe: str, **more: Any) -> TestedStrategy:
-    """ZeRO-3, whose gathers no compiler can follow."""
+    """ZeRO-3, whose gathers the compiler cannot trace."""
     return _deepspeed(name, recipe, replicas="some", compiles=False, **more)
 
 
@@ -128,7 +128,7 @@ _WITHOUT_CLIPPING = (
     *("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"),
     *("tensor2-zero1", "pipeline2-zero0", "pipeline2-zero1", "sequence2-zero1"),
 )
-"""Strategies that are also trained with SGD and no clipping. That shows a wrong scale of the gradients that comes after
+"""Strategies that are also trained with SGD and no clipping. That shows whether gradients are scaled wrongly after
 their norm was read: clipping to a norm would undo it."""
 
 

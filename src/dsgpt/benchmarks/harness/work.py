@@ -12,11 +12,11 @@ from dsgpt.common.files import write_json_atomic
 
 STEPS = 20
 GLOBAL_BATCH = 12
-"""Divides by 1, 2 and 4 data ranks times 1 and 3 micro batches."""
+"""Divisible by 1, 2 and 4 data ranks times 1 and 3 micro batches."""
 SEQUENCE = 32
 VALIDATION_WINDOWS = 17
-"""The second global batch of a validation is padded: of two data ranks the second finds no target in it, of four the
-last two. Ranks and micro batches then have unequal weights."""
+"""The second global batch of a validation is padded: of two data ranks the second has no target in it, of four the last
+two. Ranks and micro batches then have unequal weights."""
 CLIPPING = {"adamw": 1.0, "sgd": 0.3}
 OPTIMIZERS = {
     "adamw": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},

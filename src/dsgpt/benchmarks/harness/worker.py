@@ -91,12 +91,12 @@ def _import_once(modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     if "deepspeed" in modules:
-        _identify_cpu_once()
+        identify_cpu_once()
     gc.collect()
     gc.freeze()  # else every collection of a child touches, and so copies, the memory of all that was imported
 
 
-def _identify_cpu_once() -> None:
+def identify_cpu_once() -> None:
     """Identify the CPU now, and let forked children reuse the answer.
 
     DeepSpeed's CPU Adam calls ``get_cpu_info`` whenever it is built, and the function sleeps for a second to measure

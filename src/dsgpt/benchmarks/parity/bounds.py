@@ -1,15 +1,15 @@
-"""How far a training may be from the reference, by what its arithmetic allows; on a CPU nowhere wider than about three
-times what was measured there.
+"""How far a training may differ from the reference, as its arithmetic allows.
 
-In fp32 only the order of sums differs. On a CPU in bf16 every product is rounded to 8 binary digits, but the reference
-takes the same micro batches and rounds where the strategy does, so that the first gradient and the first update are
-equal in six digits: a training that sums in another precision, drops or doubles a micro batch, decays a bias or has
-another epsilon is out of bounds there. Later steps are wider apart, whatever the strategy: one weight that rounds to
-the other side changes the products of the next step, and after 20 steps loss and weights differ as if every product had
-been rounded once more.
+On a CPU no bound is wider than about three times what was measured there. In fp32 only the order of sums differs. In
+bf16 every product is rounded to 8 binary digits, but the reference takes the same micro batches and rounds where the
+strategy does. So the first gradient and the first update are equal in six digits: a training that sums in another
+precision, drops or doubles a micro batch, decays a bias or has another epsilon is out of bounds. Later steps differ
+more under every strategy: one weight that is rounded in the other direction changes the products of the next step, and
+after 20 steps loss and weights differ as if every product had been rounded once more.
 
-On a GPU nothing was measured yet: the bounds of 16-bit precisions there allow for every product rounded otherwise, in
-the first step too. A sum in another precision, or a bias that decays, is within them (``planted.Bug.visible_on``).
+On a GPU nothing was measured yet. The bounds of 16-bit precisions there allow for a different rounding of every
+product, in the first step too. A sum in another precision, or a bias that decays, is within them
+(``planted.Bug.visible_on``).
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from dsgpt.benchmarks.parity.computation import Split
 
 RATE = 1e-12
-"""On the learning rate, absolute: two formulas of one schedule differ in the last of 16 digits."""
+"""Bound on the learning rate, absolute: two formulas of one schedule differ in the last of 16 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """On every fact of a training; relative distances are of 2-norms."""
+    """A bound for every fact of a training; relative distances are of 2-norms."""
 
     loss: float
     """Nats per token, at every step."""
@@ -60,15 +60,15 @@ _AFTER_20_STEPS = {"loss": 2.4e-3, "validation": 1.8e-3, "norm": 1.7e-2, "weight
 CPU = {
     # A sum over micro batches or ranks in another order.
     FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=1e-6, weights=2e-6),
-    # The same roundings in the same places: only fp32 sums have another order, and a product of DeepSpeed's CPU Adam.
+    # The same roundings in the same places. Only the order of fp32 sums differs, and a product of DeepSpeed's CPU Adam.
     BF16: Bounds(gradient=1e-6, update=1e-6, **_AFTER_20_STEPS),
     # Gradients of more than two ranks are added up in bf16, in no defined order.
     BF16_MANY: Bounds(gradient=1.6e-2, update=1.3e-2, **_AFTER_20_STEPS),
     # The tied embedding's two gradients are summed in fp32 over stages, where the reference's backward pass adds them
     # in bf16; clipping by the norm carries the difference to all others.
     BF16_PIPELINE: Bounds(gradient=1e-6, tied_gradient=9e-3, update=3.6e-5, tied_update=4.8e-4, **_AFTER_20_STEPS),
-    # Activations are summed in parts, or gradients over half of the positions: every product is rounded otherwise. The
-    # gradients of LayerNorms are sums over all positions that almost cancel, and differ most.
+    # Activations are summed in parts, or gradients over half of the positions, so every product is rounded differently.
+    # The gradients of LayerNorms are sums over all positions that almost cancel, and differ most.
     BF16_SPLIT: Bounds(gradient=1.5e-2, layer_norm_gradient=6e-2, update=4e-2, **_AFTER_20_STEPS),
 }
 """fp16 is refused on a CPU."""

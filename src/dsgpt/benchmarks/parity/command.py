@@ -1,4 +1,4 @@
-"""``python src/benchmark.py parity``: what the parity suite runs, says and records."""
+"""``python src/benchmark.py parity``: what the parity suite runs, prints and records."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from dsgpt.benchmarks.harness.launch import Launch
     from dsgpt.benchmarks.parity.suite import Result, Suite
 
-PAGE = SuitePage(name="parity", of="the suite", text=parity_page, summary=summary_lines)
+PAGE = SuitePage(name="parity", of="the parity suite", text=parity_page, summary=summary_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(SuiteOptions):
-    """What the command line asked for."""
+    """The options of the command line."""
 
     ranks: Sequence[int]
     """Numbers of processes; empty for all."""
@@ -35,10 +35,10 @@ class ParityOptions(SuiteOptions):
 
 
 def run_parity(options: ParityOptions, *, repository: Path) -> int:
-    """Run the suite; 0 where all trainings are the reference's and all planted bugs were caught.
+    """Run the suite; return 0 if all trainings are as the reference and all planted bugs were caught.
 
     Raises:
-        UserError: nothing to run, or the text could not be prepared.
+        UserError: there is nothing to run, or the text could not be prepared.
     """
     return run_suite(_ParityCommand(options, repository), options, repository=repository)
 
@@ -80,7 +80,7 @@ class _ParityCommand(SuiteCommand["Result"]):
         return [result.cell.name for result in results if not result.as_expected]
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
-        return [f"not as it should be: {name}" for name in failures]
+        return [f"unexpected result: {name}" for name in failures]
 
 
 def _choose(options: ParityOptions, console: Console) -> list[Cell]:
@@ -91,10 +91,10 @@ def _choose(options: ParityOptions, console: Console) -> list[Cell]:
     everything = [*(core() if options.core else whole_matrix()), *planted_cells(options.device)]
     cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
     if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
-        console.say(f"this machine has {gpus} GPUs: what takes more ranks is left out")
+        console.say(f"this machine has {gpus} GPUs: trainings on more ranks are left out")
         cells = [cell for cell in cells if cell.ranks <= gpus]
         if not cells:
-            problems.add(f"--device cuda: no training is left for {gpus} GPUs; take --device cpu")
+            problems.add(f"--device cuda: no training runs on {gpus} GPUs or fewer; take --device cpu")
     problems.raise_if_any()
     return cells
 
@@ -104,7 +104,7 @@ def _announce(launch: "Launch") -> str:
 
 
 def _verdict(result: "Result") -> str:
-    """How the cell ended, and in capitals what is not as it should be."""
+    """How the cell ended, in capitals if that is not as expected."""
     if result.cell.bug:
         return "caught" if result.status == "failed" else f"NOT CAUGHT ({result.status})"
     if result.refusal_expected and result.status != "refused":

@@ -25,7 +25,7 @@ class Comparison:
     measured: dict[str, Facts] = field(default_factory=dict)
     """By fact: its largest difference and where that was."""
     failures: list[Facts] = field(default_factory=list)
-    """Facts out of bounds, each with the first place and both values."""
+    """Facts out of bounds, each with the first place where it is, and both values."""
 
     def note(
         self,
@@ -37,8 +37,8 @@ class Comparison:
 
         Args:
             fact: its name.
-            found: its differences, in the order of where.
-            bound: one number, or a function from where to a number.
+            found: its differences, in the order of their places.
+            bound: one number, or a function from a place to a number.
         """
         if not found:
             return
@@ -202,7 +202,7 @@ def _check_ranks_agree(comparison: Comparison, ranks: list[Facts]) -> None:
 
 
 def _check_replicas(comparison: Comparison, ranks: list[Facts], replicas: str, *, names: set[str]) -> None:
-    """Ranks that hold a weight whole hold the same bits, and each holds as many as its strategy should."""
+    """Ranks that hold a weight whole hold the same bits, and every rank holds as many as its strategy says."""
     holders: dict[str, tuple[int, list[Any]]] = {}
     shared = 0
     for number, rank in enumerate(ranks):

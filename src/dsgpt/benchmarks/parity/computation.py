@@ -1,7 +1,7 @@
 """What a cell computes: optimizer, precision, and how the global batch is split and rounded.
 
-In fp32 no split shows in five digits. In bf16 every product is rounded to 8 binary digits, and otherwise for another
-split, so that only a reference with the same split can be compared closely.
+In fp32 the split changes none of the first five digits. In bf16 every product is rounded to 8 binary digits, and
+differently for another split, so only a reference with the same split can be compared closely.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Split:
     accumulation: int = 1
     """Micro batches, equal and contiguous parts of a data rank's share."""
     low: str = ""
-    """Where gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or nowhere: gradients
-    are fp32 from the end of a micro batch's backward pass on."""
+    """Where gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for nowhere:
+    gradients are fp32 from the end of a micro batch's backward pass on."""
 
     def simplest(self) -> "Split":
         """The split that computes the same and is equal for all cells that compute it, so that they share a reference.
 
-        A single micro batch is what is accumulated; one data rank's gradients are in the low precision already.
+        A single micro batch is itself the accumulated sum; one data rank's gradients are in the low precision already.
         """
         low = self.low
         if self.accumulation == 1 and low == EVERY:
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     training: str
     """A key of ``TRAININGS``."""
     split: Split = Split()
-    """In a low precision that of the cell; in fp32 the whole global batch at once."""
+    """In a low precision the cell's; in fp32 the whole global batch at once."""
 
 
 def work_of(cell: Cell) -> Work:

@@ -13,7 +13,7 @@ from dsgpt.common.problems import Problems, did_you_mean
 
 OPTIMIZERS = ("adamw", "sgd")
 _LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
-"""One training shows how they differ from ``ddp`` and ``fsdp``; the whole matrix has all settings of them."""
+"""Variants of ``ddp`` and ``fsdp``; one training shows how they differ. The whole matrix has all settings of them."""
 _CLIP_FP32_OTHERWISE = ("zero0", "pipeline2-zero0")
 """They clip fp32 gradients by other code than bf16 ones, or cannot train in bf16."""
 
@@ -30,7 +30,7 @@ def refusal_expected(cell: Cell, *, device: str) -> bool:
 
 
 def whole_matrix() -> list[Cell]:
-    """Every cell but the planted bugs'."""
+    """Every cell except those with planted bugs."""
     return [cell for strategy in STRATEGIES.values() for cell in _cells(strategy)]
 
 
@@ -53,7 +53,7 @@ def core() -> list[Cell]:
     """The cells of ``make test``: every strategy on the fewest ranks that split anything, and some on four.
 
     AdamW without accumulation shows a wrong first moment, SGD with accumulation a wrong scale, which Adam hides. In
-    fp32, SGD is not clipped where there is such a strategy: in bf16 it is.
+    fp32, SGD runs without clipping if ``STRATEGIES`` has such a variant; in bf16 it is clipped.
     """
     cells = []
     for strategy in STRATEGIES.values():
@@ -80,7 +80,7 @@ def core() -> list[Cell]:
 
 
 def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], problems: Problems) -> list[Cell]:
-    """The cells of these numbers of ranks and strategies; all of them where nothing is named.
+    """The cells of these numbers of ranks and strategies; an empty one selects all.
 
     Args:
         cells: to choose from.
@@ -92,11 +92,12 @@ def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], 
     known = {cell.strategy for cell in cells}
     for name in only:
         if name not in known:
-            problems.add(f"--only {name}: is no strategy{did_you_mean(name, known)}; known are {', '.join(STRATEGIES)}")
+            meant = did_you_mean(name, known)
+            problems.add(f"--only {name}: is not a strategy{meant}; known are {', '.join(STRATEGIES)}")
     chosen = [cell for cell in cells if (not ranks or cell.ranks in ranks) and (not only or cell.strategy in only)]
     if not chosen and not problems:
         *others, most = map(str, sorted({cell.ranks for cell in cells if not only or cell.strategy in only}))
         numbers = f"{', '.join(others)} or {most}" if others else most
         whose = f" of {', '.join(only)}" if only else ""
-        problems.add(f"--ranks {' '.join(map(str, ranks))}: no cell{whose} has so many ranks; give {numbers}")
+        problems.add(f"--ranks {' '.join(map(str, ranks))}: no cell{whose} has that many ranks; give {numbers}")
     return chosen

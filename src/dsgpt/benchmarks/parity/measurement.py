@@ -24,10 +24,11 @@ FIRST_CHANGE = 3
 
 
 def validated_after(total_steps: int) -> tuple[int, int]:
-    """The steps after which to validate: half of them, which shows that a validation does not change training; and all.
+    """The steps after which to validate: after half of them, to show that a validation does not change training; and
+    after the last.
 
     Not before the first step: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an
-    eighth more in every training step where that pass was a validation.
+    eighth more in every training step if that pass was a validation.
     """
     return total_steps // 2, total_steps
 
@@ -67,7 +68,7 @@ class Measurement:
         self._tensors[GRADIENT + name] = value.detach().to("cpu", torch.float32, copy=True)
 
     def weight(self, name: str, value: Tensor, *, after: str = WEIGHT) -> None:
-        """Note one parameter after the last step; after the ``FIRST_CHANGE`` where ``after`` is ``CHANGED``."""
+        """Note one parameter after the last step, or after step ``FIRST_CHANGE`` if ``after`` is ``CHANGED``."""
         self._tensors[after + name] = value.detach().to("cpu", torch.float32, copy=True)
 
     def replica(self, name: str, value: Tensor) -> None:
@@ -80,7 +81,7 @@ class Measurement:
         self._facts["bytes_per_rank"] = found
 
     def write(self, folder: Path, *, rank: int) -> None:
-        """Write the rank's file, and the tensors beside it where there are any."""
+        """Write the rank's file, and beside it the tensors, if any were noted."""
         if self._tensors:
             save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
         seen = {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}
@@ -120,7 +121,7 @@ class WatchedBatches:
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Gradients or weights by canonical name; empty where none were taken."""
+    """Gradients or weights by canonical name; empty if none were noted."""
     path = folder / STATE_FILE
     tensors = load_file(path) if path.exists() else {}
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

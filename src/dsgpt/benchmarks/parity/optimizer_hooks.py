@@ -1,7 +1,7 @@
-"""What optimizers step with, noted by PyTorch's hook in front of every optimizer step of the process.
+"""Notes what optimizers step with, by PyTorch's hook that runs before every optimizer step of the process.
 
-The hook sees torch's optimizers, DeepSpeed's CPU Adam, which is one of them, and those that an engine or a pipeline
-keeps to itself. It does not depend on what a strategy reports.
+The hook sees torch's optimizers, DeepSpeed's CPU Adam, which is one of them, and those inside an engine or a pipeline.
+It does not depend on what a strategy reports.
 """
 
 from abc import ABC, abstractmethod
@@ -45,8 +45,8 @@ class UsedRates(_StepHook):
 class SgdGradients(_StepHook):
     """Makes SGD keep the gradient that it steps on where Adam keeps its moments.
 
-    SGD has no state that a strategy would gather. With the gradient in that place, ``Strategy.iter_state`` brings it
-    whole, as it brings Adam's first moment with a beta1 of 0.
+    SGD has no state that a strategy would gather. With the gradient in that place, ``Strategy.iter_state`` gathers it,
+    as it gathers Adam's first moment with a beta1 of 0.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class SgdGradients(_StepHook):
                     optimizer.state[parameter].update(zip(PLACES, kept, strict=True))
 
     def forget(self) -> None:
-        """Remove what was kept: it is no model state, and later steps would carry it along."""
+        """Remove the gradients, which are not model state and would be kept through later steps."""
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 for name in PLACES:

@@ -1,4 +1,4 @@
-"""``docs/parity.md`` from a record of the suite. Every figure on the page is the record's."""
+"""Makes ``docs/parity.md`` from a record of the suite. Every figure on the page comes from the record."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -59,8 +59,8 @@ Generated from `{source}` by
 `make parity` runs the whole suite on your machine.
 
 {len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, {_outcome(count)};
-{count["refused"]} refused by the product before they started (the reasons are below), {wrongly} of them unexpectedly.
-Of {len(bugs)} bugs planted into the strategies, {sum(cell["status"] == "failed" for cell in bugs)} were reported.
+{count["refused"]} refused by the product before they started (for reasons below), {wrongly} of them unexpectedly. Of
+{len(bugs)} bugs planted in the strategies, the suite reported {sum(cell["status"] == "failed" for cell in bugs)}.
 
 Machine: {machine}; {hardware["device"]}. Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed
 {env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. The suite took
@@ -90,7 +90,7 @@ def _strategies(cells: Cells) -> str:
 
 
 def _verdict(cells: Cells) -> str:
-    """How many passed, of how many; bold where one is not as it should be."""
+    """How many passed, of how many; bold if one is not as expected."""
     passed, refused = (sum(cell["status"] == status for cell in cells) for status in ("passed", "refused"))
     words = f"{passed} of {len(cells)}" + (f" ({refused} refused)" if refused else "")
     return words if all(cell["as_expected"] for cell in cells) else f"**{words}**"
@@ -146,7 +146,7 @@ def _refusals(cells: Cells) -> str:
     for message, group in _grouped(refused, lambda cell: cell["message"]):
         names = dict.fromkeys(f"{cell['strategy']} {_setting(cell)}".strip() for cell in group)
         rows.append([", ".join(names), "<br>".join(message.splitlines())])
-    return f"## Refused\n\nNothing of these was started.\n\n{table(['what', 'message'], rows)}"
+    return f"## Refused\n\nNone of these was started.\n\n{table(['what', 'message'], rows)}"
 
 
 def _bytes_per_rank(cells: Cells) -> str:
@@ -162,10 +162,11 @@ def _bytes_per_rank(cells: Cells) -> str:
     if not rows:
         return ""
     header = ["strategy", "ranks", "precision", "acc.", *BYTES, "formulas off by"]
-    return f"""## What a step costs a rank
+    return f"""## Bytes per rank
 
-Measured bytes of model state, of the rank that has most, and sent per optimizer step, of the one that sends most. The
-last column is the largest difference from the formulas of `src/dsgpt/planning`, over all trainings of the row.
+Measured bytes of model state, of the rank that holds most, and bytes sent per optimizer step, of the rank that sends
+most. The last column is the largest difference from the formulas of `src/dsgpt/planning`, over all trainings of the
+row.
 
 {table(header, rows)}"""
 
@@ -186,15 +187,15 @@ def _setting(cell: dict[str, Any]) -> str:
 
 
 def _troubles(record: Record) -> str:
-    """Every cell that is not as it should be, with what is wrong."""
+    """Every cell that did not end as expected, and what is wrong with it."""
     lines = []
     for cell in record["cells"]:
         if not cell["as_expected"]:
             reasons = [cell["message"]] if cell["message"] else list(map(failure_words, cell["failures"]))
             if cell["status"] == "refused":
                 reasons = [f"refused, though it should train: {reason}" for reason in reasons]
-            unsaid = "the planted bug was not noticed" if cell["bug"] else "trained, though it should be refused"
-            lines += [f"* {cell_name(cell)}: {reason}" for reason in reasons or [unsaid]]
+            missing = "the planted bug was not noticed" if cell["bug"] else "trained, though it should be refused"
+            lines += [f"* {cell_name(cell)}: {reason}" for reason in reasons or [missing]]
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
 
 

@@ -1,39 +1,38 @@
-"""The part of ``docs/parity.md`` that says how it was measured: bounds, references, launches."""
+"""The part of ``docs/parity.md`` about how it was measured: bounds, references, launches."""
 
 from typing import Any
 
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.parity.bounds import RATE
 
-WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state; in its first step, the gradient
-that it steps on is put where Adam keeps that moment, so that the strategy's own code brings it whole."""
-WHY_OF_1_0 = """In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. The
-gradients of LayerNorms are small sums that almost cancel and differ most, so they have a bound of their own. The keys'
+WHY = """AdamW's first moment after one step gives the first gradient. SGD has no state. In its first step, the gradient
+that it steps on is put where Adam keeps that moment, so that the strategy's own code gathers it."""
+WHY_OF_1_0 = """In bf16 every product is rounded to 8 binary digits, and differently for another split of the batch. The
+gradients of LayerNorms are small sums that almost cancel and differ most, so they have a separate bound. The keys'
 biases have no gradient but rounding (softmax ignores what all keys share), and Adam makes full steps of that, so the
 weights are measured together in bf16."""
-WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its groups of parameters,
-read by PyTorch's hook; the reference computes its own. Every rank validates as the training loop does, after half of
-the steps and after the last; the last batch is padded, so that ranks and micro batches find unequal numbers of targets,
-some none. The reference takes the mean over all of them, one sequence after the other.
+WHY_OF_1_1 = """The learning rate is the one that every rank's optimizer steps with, in all its parameter groups, read
+by PyTorch's hook. The reference computes the rate itself. Every rank validates as the training loop does, after half of
+the steps and after the last. The last batch is padded, so ranks and micro batches have unequal numbers of targets, some
+of them none. The reference takes the mean over all targets, one sequence after the other.
 
-In bf16 every product is rounded to 8 binary digits, and otherwise for another split of the batch. So the reference
-takes the micro batches of the training that it is compared with, and rounds gradients between ranks where that is known
-to (ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never)."""
-_ROUNDED_ON_CPU = """First gradient and first update are then equal in six digits. Tensor and sequence parallelism
-round products of their own, a pipeline the tied embedding's gradient, and more than two ranks add up in an order that
-nobody promises: each has wider bounds."""
-_ROUNDED_ON_CUDA = """Kernels of GPUs add up in orders of their own, and how far that carries was not measured yet: the
-bounds of 16-bit precisions allow for every product rounded otherwise."""
-_UNSEEN = """What these bounds cannot see: the keys' biases, which are left out of the weights (softmax ignores what all
-keys share: their gradient is rounding alone, of which Adam makes full steps); {on_device}; and what needs more steps
-than these trainings take. The reference takes token files and the order of samples from the product, whose own tests
-hold them. Of the schedules, the cosine and the constant rate are compared with a formula of the reference's own;
-`WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
-_UNSEEN_ON_CPU = """in bf16, what after the first update changes loss or weights by less than one more rounding of every
-product; under tensor and sequence parallelism in bf16, a sum in the wrong precision"""
-_UNSEEN_ON_CUDA = """in 16-bit precisions, what changes gradients, loss or weights by less than one more rounding of
-every product, as a sum in the wrong precision does, or a bias that decays (the bugs that do so are planted on CPUs
-alone)"""
+In bf16 every product is rounded to 8 binary digits, and differently for another split of the batch. So the reference
+takes the micro batches of the training that it is compared with, and rounds gradients between ranks where the strategy
+is known to do so (ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never)."""
+_ROUNDED_ON_CPU = """First gradient and first update are then equal in six digits. There are three exceptions with wider
+bounds: tensor and sequence parallelism round other products, a pipeline rounds the tied embedding's gradient
+differently, and more than two ranks add up in an undefined order."""
+_ROUNDED_ON_CUDA = """Kernels of GPUs add up in other orders, and the effect was not measured yet: the bounds of 16-bit
+precisions allow for a different rounding of every product."""
+_UNSEEN = """These bounds cannot detect the following: errors in the keys' biases, which are left out of the weights
+(softmax ignores what all keys share, so their gradient is only rounding, of which Adam makes full steps); {on_device};
+and errors that need more steps than these trainings take. The reference takes token files and the order of samples from
+the product, which tests them separately. Of the schedules, the cosine and the constant rate are compared with the
+reference's own formula; `WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
+_UNSEEN_ON_CPU = """in bf16, errors that change loss or weights after the first update by less than one more rounding of
+every product; under tensor and sequence parallelism in bf16, a sum in the wrong precision"""
+_UNSEEN_ON_CUDA = """in 16-bit precisions, errors that change gradients, loss or weights by less than one more rounding
+of every product, for example a sum in the wrong precision or a bias that decays (such bugs are planted on CPUs only)"""
 
 
 def _why_of_1_1(device: str) -> str:
@@ -57,8 +56,8 @@ def method(record: Record) -> str:
         WHY_OF_1_0 if record["schema_version"] == "1.0" else _why_of_1_1(record["hardware"]["device"]),
         _references(record),
         _launches(record),
-        """A launch imports everything once; every cell is then trained in processes forked from it (on GPUs: in new
-interpreters), with a process group of its own.""",
+        """A launch imports everything once. Every cell is then trained in processes forked from it (on GPUs: in new
+interpreters), with a new process group.""",
     ]
     return "\n\n".join(parts)
 
@@ -72,13 +71,13 @@ Every training takes {work["steps"]} optimizer steps of {work["global_batch_size
 code behind `src/gpt2.py` and the shipped recipes. The model has {shape["num_layers"]} layers, {shape["num_heads"]}
 heads and width {shape["embedding_size"]}; buckets and thresholds are so small that it fills several. Warm-up is 2
 steps, dropout 0. The reference is one process of plain PyTorch (`src/dsgpt/benchmarks/parity/reference.py`): the model,
-`torch.optim`, `clip_grad_norm_` and, in fp32, the whole global batch at once. It knows nothing of strategies. AdamW
-hides a wrong scale of the gradients from the loss, SGD shows it, and SGD without clipping a scale that came after the
-norm was read."""
+`torch.optim`, `clip_grad_norm_` and, in fp32, the whole global batch at once. It uses no code of the strategies. If
+gradients have a wrong scale, the loss shows it under SGD but not under AdamW. SGD without clipping shows it even if
+they are scaled after the norm was read."""
 
 
 def _bounds(record: Record) -> str:
-    """A column for the bounds of each kind of arithmetic; kinds with the same bounds share one."""
+    """The table of bounds: a column for each kind of arithmetic; kinds with the same bounds share one."""
     work, columns = record["work"], _columns(record["bounds"])
     values = [bounds for _, bounds in columns]
     rate = "equal" if record["schema_version"] == "1.0" else f"{RATE:g}"

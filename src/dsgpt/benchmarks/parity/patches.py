@@ -1,7 +1,7 @@
-"""A context for each known bug that plants it in a strategy, and removes it at the end.
+"""For each known bug a context that plants it in a strategy, and removes it at the end.
 
-Each is planted where real trainers had it. The reported loss and norm stay right where they can, so that the suite has
-to find the bug in what it does to the training.
+Each is planted where real trainers had it. The reported loss and norm stay right if possible, so that the suite has to
+find the bug by its effect on the training.
 """
 
 import contextlib
@@ -17,6 +17,12 @@ from torch._C._distributed_c10d import GradBucket  # DDP requires this annotatio
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization import optimizer as optimization
 from dsgpt.runtime import process_group
+from dsgpt.strategies.base import to_device
+from dsgpt.strategies.deepspeed import engine as deepspeed_engine
+from dsgpt.strategies.deepspeed.pipeline import PipelineParallel
+from dsgpt.strategies.deepspeed.sequence import SequenceParallel
+from dsgpt.strategies.deepspeed.zero import Zero
+from dsgpt.strategies.pytorch import ddp, torch_strategy
 
 Patch = contextlib.AbstractContextManager[None]
 
@@ -37,7 +43,7 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Patch:
 
 
 def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
-    """Change every ``strategy`` right after it was built."""
+    """Apply ``change`` to every ``strategy`` right after it was built."""
 
     def wrap(build: Callable[..., None]) -> Callable[..., None]:
         def build_and_change(self: Any, *arguments: Any, **named: Any) -> None:
@@ -50,19 +56,15 @@ def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
 
 
 def sum_over_ranks() -> Patch:
-    from dsgpt.strategies.pytorch.ddp import Ddp  # noqa: PLC0415 - the planted cell alone needs it, here and below
-
-    def add_up(_strategy: Ddp, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def add_up(_strategy: ddp.Ddp, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
         summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return summed
 
-    return _replaced(Ddp, "_average", add_up)
+    return _replaced(ddp.Ddp, "_average", add_up)
 
 
 def accumulation_counted_twice() -> Patch:
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
-
     def divide_again(strategy: Any) -> None:
         strategy._loss_factor /= strategy._accumulation  # DeepSpeed's ``backward`` has divided by it already
 
@@ -71,7 +73,6 @@ def accumulation_counted_twice() -> Patch:
 
 def clipping_before_averaging() -> Patch:
     """Every rank clips its own gradients before they are averaged."""
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
 
     def clip_first(strategy: Any) -> None:
         """Let every rank clip what it has, and only then average."""
@@ -90,7 +91,6 @@ def clipping_before_averaging() -> Patch:
 
 def dropped_last_micro_batch() -> Patch:
     """The last micro batch of every step is read, but adds no gradient."""
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
 
     def drop_last(strategy: Any) -> None:
         engine = strategy._engine
@@ -110,8 +110,6 @@ def positions_not_shifted() -> Patch:
 
 
 def not_reduced_over_sequence_ranks() -> Patch:
-    from dsgpt.strategies.deepspeed.sequence import SequenceParallel  # noqa: PLC0415
-
     def reduce_nothing(strategy: Any) -> None:
         strategy._engine.allreduce_gradients = lambda *_arguments, **_named: None  # the one data rank is alone
 
@@ -119,8 +117,6 @@ def not_reduced_over_sequence_ranks() -> Patch:
 
 
 def skipped_tied_gradient_sum() -> Patch:
-    from dsgpt.strategies.deepspeed.pipeline import PipelineParallel  # noqa: PLC0415
-
     def tie_nothing(strategy: Any) -> None:
         strategy._module.get_tied_weights_and_groups = list
 
@@ -138,12 +134,10 @@ def clipping_norm_of_one_stage() -> Patch:
 
 
 def mean_of_ranks_means() -> Patch:
-    """Validation averages the ranks' means, whatever number of targets each of them read."""
-    from dsgpt.strategies.base import to_device  # noqa: PLC0415
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
+    """Validation averages the ranks' means, although they are over unequal numbers of targets."""
 
     def average_the_averages(strategy: Any, batches: Iterator[Any]) -> tuple[Tensor, Tensor]:
-        """As ``eval_step``, but every rank's mean weighs the same, however many targets it found."""
+        """As ``eval_step``, but every rank's mean has the same weight."""
         strategy._engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=strategy._device)
         for _ in range(strategy._accumulation):
@@ -156,15 +150,11 @@ def mean_of_ranks_means() -> Patch:
 
 
 def micro_batches_summed_in_bf16() -> Patch:
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
-
     return _replaced(Zero, "_sum_gradients_in_fp32", lambda _strategy: None)
 
 
 def rounded_before_the_reduction() -> Patch:
     """DDP rounds gradients to the precision of the weights before it reduces them."""
-    from dsgpt.strategies.pytorch import ddp  # noqa: PLC0415
-
     average, reduce = ddp.average_in_fp32, dist.all_reduce
 
     def round_and_reduce(flat: Tensor, **named: Any) -> Any:
@@ -179,8 +169,6 @@ def rounded_before_the_reduction() -> Patch:
 
 def scaled_after_the_norm() -> Patch:
     """Gradients are scaled after their norm was read, so that the reported norm stays right."""
-    from dsgpt.strategies.deepspeed.zero import Zero  # noqa: PLC0415
-
     before_step = Zero._before_step
 
     def scale_after_reading(strategy: Any) -> Tensor | None:
@@ -193,12 +181,10 @@ def scaled_after_the_norm() -> Patch:
 
 
 def second_group_keeps_its_rate() -> Patch:
-    from dsgpt.strategies.deepspeed import engine  # noqa: PLC0415
-
     def set_the_first(optimizer: Any, lr: float) -> None:
         optimizer.param_groups[0]["lr"] = lr
 
-    return _replaced(engine, "set_learning_rate", set_the_first)
+    return _replaced(deepspeed_engine, "set_learning_rate", set_the_first)
 
 
 def biases_decay() -> Patch:
@@ -207,7 +193,6 @@ def biases_decay() -> Patch:
 
 def large_epsilon() -> Patch:
     """Adam's epsilon is 1e-6 instead of the recipe's 1e-8."""
-    from dsgpt.strategies.pytorch import torch_strategy  # noqa: PLC0415
 
     def wrap(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
         return lambda groups, recipe: build(groups, replace(recipe, eps=1e-6))

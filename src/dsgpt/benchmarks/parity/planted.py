@@ -8,7 +8,7 @@ from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.parity import patches
 
 RANKS = 2
-"""Of every planted cell."""
+"""The number of ranks of every planted cell."""
 
 
 class PlantingFunction(Protocol):
@@ -30,7 +30,7 @@ class Bug:
     precision: str
 
     def visible_on(self, device: str) -> bool:
-        """Whether it is out of the bounds of ``device``: those of bf16 on a GPU are wider than what it changes."""
+        """Whether the bounds of ``device`` detect it: those of bf16 on a GPU are wider than its effect."""
         return device == "cpu" or self.precision == "fp32"
 
     def cell(self, name: str) -> Cell:

@@ -1,9 +1,9 @@
 """The reference: a training loop in plain PyTorch, on one device, without anything from ``dsgpt.strategies``.
 
-In fp32 it takes the whole global batch at once, so that it knows neither ranks nor accumulation. In bf16 and fp16 it
-takes the micro batches of a ``Split``, one after the other, and sums their gradients. From this package it uses the
-model, its initial weights and the order of the samples, which have golden tests of their own. The learning rate and the
-validation are computed here.
+In fp32 it takes the whole global batch at once, without ranks or accumulation. In bf16 and fp16 it takes the micro
+batches of a ``Split``, one after the other, and sums their gradients. From this package it uses the model, its initial
+weights and the order of the samples, which have separate golden tests. The learning rate and the validation are
+computed here.
 """
 
 import math
@@ -105,7 +105,7 @@ def _added(several: list[Gradients] | tuple[Gradients, ...], dtype: torch.dtype)
 
 @torch.no_grad()
 def _validate(config: RunConfig, model: GPT2, device: torch.device) -> tuple[float, int]:
-    """Mean loss over every whole window of the validation file, one window after the other, and how many targets."""
+    """Mean loss over every whole window of the validation file, one after the other, and the number of targets."""
     tokens, length = config.val.memmap(), config.seq_length
     loss_sum, targets = 0.0, 0
     for first in range(0, len(tokens) - length, length):
@@ -126,7 +126,7 @@ def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps
     if scheduler is None:
         return base
     if (scheduler.type, scheduler.warmup_type, scheduler.warmup_min_ratio) != ("WarmupCosineLR", "log", 0.0):
-        raise NotImplementedError(f"the reference knows no {scheduler.warmup_type} {scheduler.type}")
+        raise NotImplementedError(f"the reference does not implement {scheduler.type} ({scheduler.warmup_type})")
     warm_up, counter = scheduler.warmup_num_steps, max(0, step - 2)
     if counter < warm_up:
         return base * math.log(counter + 1) / math.log(warm_up)

@@ -1,4 +1,4 @@
-"""Runs cells: references first, then one launch for each launcher and number of ranks; every end is a result."""
+"""Runs cells: references first, then one launch for each launcher and number of ranks. Every cell gives a result."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ class Result:
     measured: dict[str, Any] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     message: str = ""
-    """What a refusal or an error said."""
+    """The message of a refusal or an error."""
     bytes_per_rank: dict[str, Any] = field(default_factory=dict)
     """Model state and traffic, measured and by formula; see ``rank.compared_bytes``."""
 
@@ -54,7 +54,7 @@ def bounds_of(cell: Cell, device: str) -> Bounds:
 
 
 class Suite:
-    """One run of the suite in a folder of its own."""
+    """One run of the suite in its folder."""
 
     def __init__(self, folder: Path, *, repository: Path, device: str) -> None:
         """Work in ``folder``, which exists; ``repository`` holds the scripts and recipes, ``device`` is cpu or cuda."""
@@ -105,10 +105,10 @@ class Suite:
             return
         ends = self._runner.run("python", 1, [self._reference(work) for work in wanted])
         for work, end in zip(wanted, ends, strict=True):
-            if end.status != "done":  # where the product refused it, it refuses its cells for the same reason
+            if end.status != "done":  # if the product refuses it, it refuses its cells for the same reason
                 self._without_reference[work] = end.message
             elif (smallest := _smallest_norm(end.ranks[0])) <= _clipping(work) and work.optimizer == "sgd":
-                self._without_reference[work] = f"it is not clipped at every step: gradient norm {smallest:g}"
+                self._without_reference[work] = f"it is not clipped at every step, a gradient norm is {smallest:g}"
             else:
                 self._references[work] = end
 
@@ -131,7 +131,7 @@ class Suite:
         work = work_of(cell)
         reference = self._references.get(work)
         if reference is None:
-            why = f"there is nothing to compare with; its reference failed: {self._without_reference[work]}"
+            why = f"cannot be compared, because its reference failed: {self._without_reference[work]}"
             return self._result(cell, end, status="error", message=why)
         found = compare(
             end.ranks,

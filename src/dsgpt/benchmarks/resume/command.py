@@ -1,4 +1,4 @@
-"""``python src/benchmark.py resume``: what the resume suite runs, says and records."""
+"""``python src/benchmark.py resume``: what the resume suite runs, prints and records."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,23 +15,23 @@ from dsgpt.telemetry.console import Console
 if TYPE_CHECKING:
     from dsgpt.benchmarks.resume.suite import Result, ResumeSuite
 
-PAGE = SuitePage(name="resume", of="the suite", text=resume_page, summary=summary_lines)
+PAGE = SuitePage(name="resume", of="the resume suite", text=resume_page, summary=summary_lines)
 SCHEMA_VERSION = "1.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(SuiteOptions):
-    """What the command line asked for."""
+    """The options of the command line."""
 
     pairs: int
     seed: int
-    """Of the choice of pairs."""
+    """Decides the choice of pairs."""
     core: bool
     """Only what ``make test`` runs."""
 
 
 def run_resume(options: ResumeOptions, *, repository: Path) -> int:
-    """Run the suite; 0 where nothing failed.
+    """Run the suite; return 0 if nothing failed.
 
     Raises:
         UserError: the text could not be prepared.
@@ -60,7 +60,7 @@ class _ResumeCommand(SuiteCommand["Result"]):
         from dsgpt.benchmarks.resume.suite import ResumeSuite  # noqa: PLC0415 - torch takes seconds
 
         self._suite = ResumeSuite(folder, repository=self._repository)
-        console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; the text and the sources come first")
+        console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; text and source runs come first")
 
     def results(self) -> Iterator["Result"]:
         return self._suite.run(
@@ -70,10 +70,10 @@ class _ResumeCommand(SuiteCommand["Result"]):
         )
 
     def line(self, result: "Result", *, count: str, left: str) -> str:
-        said = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
+        word = {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
         off = f", loss off by {result.measured['loss']:.1e}" if "loss" in result.measured else ""
         because = f": {result.message.splitlines()[0]}" if result.message else ""
-        return f"{count} {result.name}: {said}{off} ({result.seconds:.1f} s{left}){because}"
+        return f"{count} {result.name}: {word}{off} ({result.seconds:.1f} s{left}){because}"
 
     def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
         from dsgpt.benchmarks.harness.work import STEPS, VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds

@@ -11,7 +11,7 @@ from dsgpt.benchmarks.harness.tested import STRATEGIES
 
 PAIRS, SEED = 30, 4
 SAME_TO_A_CHECKPOINT = ("ddp-copied-buckets", "fsdp-kept")
-"""Strategies that differ from another one in how they communicate, and in nothing that is saved."""
+"""Strategies that differ from another one in how they communicate, but not in what is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """For console lines, pages and test ids."""
+        """The name in console lines, pages and test ids."""
         return f"{by(self.source)} to {by(self.target)}"
 
 
@@ -38,7 +38,7 @@ def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
 
 
 def seeded_pairs(count: int = PAIRS, *, seed: int = SEED) -> list[Pair]:
-    """``count`` pairs, the same for the same seed. Each side takes every strategy once before it takes one again."""
+    """``count`` pairs, the same for the same seed. Each side has every strategy once before it has one again."""
     chance = random.Random(seed)
     found: list[Pair] = []
     while len(found) < count:

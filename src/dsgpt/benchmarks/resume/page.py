@@ -1,4 +1,4 @@
-"""``docs/resume.md`` from a record of the suite. Every figure on the page is the record's."""
+"""Makes ``docs/resume.md`` from a record of the suite. Every figure on the page comes from the record."""
 
 from typing import Any
 
@@ -37,9 +37,9 @@ Generated from `{source}` by
   {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
   other ranks and with other accumulation. Every loss is compared with that of an undisturbed baseline; allowed are
   {record["bound"]:g}, at every step and {_validations(work)}.
-* **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads one and the same checkpoint and
-  writes it again; the two checkpoints must be equal, byte for byte, and what the ranks compute with must be the
-  checkpoint's weights, rounded to the precision. Validation loss of the loaded weights, against the baseline's:
+* **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
+  again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
+  rounded to the precision. Validation loss of the loaded weights, against the baseline's:
   {_rewritten_validation(record)}.
 
 Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python {env["python_version"]},
@@ -106,10 +106,10 @@ def _rewritten(record: Record) -> str:
     )
     header = ["strategy", *(f"{counted(ranks, 'rank')}, {precision}" for ranks, precision in places)]
     rows = [[strategy, *(found.get(place, "") for place in places)] for strategy, found in groups.items()]
-    return f"## Who writes what it read\n\n{table(header, rows)}"
+    return f"## Rewritings\n\n{table(header, rows)}"
 
 
 def _troubles(record: Record) -> str:
     bad = [one for one in [*record["pairs"], *record["rewritten"]] if one["status"] != "passed"]
     lines = [f"* {one['name']}: {STATUS_WORDS[one['status']]}: {one['message']}" for one in bad]
-    return "## Not shown\n\n" + "\n".join(lines) if lines else ""
+    return "## Not passed\n\n" + "\n".join(lines) if lines else ""

@@ -45,7 +45,7 @@ def train(flags: list[str], folder: Path, *, checkpoint: str = "") -> None:
 
 
 def _leave_at(checkpoint: Path, run_dir: Path) -> None:
-    """Copy the run of ``checkpoint`` into the state in which a kill after that save would have left it."""
+    """Copy the run of ``checkpoint`` to ``run_dir`` as a kill after that save would have left it."""
     others = [path.name for path in checkpoint.parent.glob("step-*") if path != checkpoint]
     shutil.copytree(checkpoint.parent, run_dir, ignore=shutil.ignore_patterns(COMPLETE_FILE, ".lock", *others))
 

@@ -1,4 +1,4 @@
-"""Runs the resume suite: every source first, then the cells that start from them; one launch per number of ranks."""
+"""Runs the resume suite: first all source runs, then the cells that start from them; one launch per number of ranks."""
 
 import itertools
 import json
@@ -23,11 +23,11 @@ SAVED = 10
 VALIDATED = 5
 """Steps between validations of the undisturbed baseline, and of a target from the step at which it resumes."""
 BOUND = 5e-6
-"""On the loss of every step and on every validation loss, against the undisturbed baseline: five times what was
-measured. Adam's moments or its step count lost at the resume change the loss by more than 2e-3."""
+"""Bound on the loss of every step and on every validation loss, against the undisturbed baseline: five times what was
+measured. If the resume loses Adam's moments or its step count, the loss changes by more than 2e-3."""
 REWRITTEN_BOUNDS = {"fp32": 2e-6, "bf16": 8e-4}
-"""By precision, on the validation loss of the weights that were loaded, against the fp32 baseline's: in bf16 three
-times what rounding them changed it by. A mean of the ranks' means, as the last batch is padded, is off by 0.7."""
+"""Bounds by precision on the validation loss of the weights that were loaded, against the fp32 baseline's: in bf16
+three times the effect of rounding them. A mean of the ranks' means would be off by 0.7, as the last batch is padded."""
 BASELINE = Cell(strategy="baseline", ranks=1, accumulation=1)
 CALL = "dsgpt.benchmarks.resume.rank:"
 
@@ -42,11 +42,11 @@ class Result:
     seconds: float = 0.0
     measured: dict[str, Any] = field(default_factory=dict)
     message: str = ""
-    """What failed, or what a refusal or an error said."""
+    """What failed, or the message of a refusal or an error."""
 
     @property
     def name(self) -> str:
-        """For console lines, pages and test ids."""
+        """The name in console lines, pages and test ids."""
         if isinstance(self.subject, Pair):
             return self.subject.name
         return f"{by(self.subject)}, {self.subject.precision}, writes what it read"
@@ -58,12 +58,12 @@ class _Task:
 
     cell: Cell
     subject: Pair | Cell
-    """What it shows; the cell itself for a source."""
+    """The pair or cell whose result it gives; the cell itself for a source."""
     assignment: Assignment
 
 
 class ResumeSuite:
-    """One run of the suite in a folder of its own.
+    """One run of the suite in its folder.
 
     Args:
         folder: exists.
@@ -105,7 +105,7 @@ class ResumeSuite:
             raise RuntimeError(f"the baseline failed: {self._broken_sources[BASELINE]}; see {self._run_of(BASELINE)}")
         for pair in pairs:
             if pair.source in self._broken_sources:
-                message = f"its source: {self._broken_sources[pair.source]}"
+                message = f"its source run failed: {self._broken_sources[pair.source]}"
                 yield Result(subject=pair, status="error", message=message)
         possible = [pair for pair in pairs if pair.source not in self._broken_sources]
         for task, end in self._run([*map(self._rewriting, cells), *map(self._resuming, possible)], started):
@@ -128,7 +128,7 @@ class ResumeSuite:
 
     def _resuming(self, pair: Pair) -> _Task:
         name, checkpoint = f"{pair.source.folder}_to_{pair.target.folder}", self._checkpoint_of(pair.source)
-        more = ("--resume", "--eval_every", str(VALIDATED))  # due at once: the source has not validated
+        more = ("--resume", "--eval_every", str(VALIDATED))  # validates at once, because the source has not
         assignment = self._assignment(pair.target, "train", name, more, checkpoint=str(checkpoint))
         return _Task(cell=pair.target, subject=pair, assignment=assignment)
 
@@ -164,7 +164,7 @@ class ResumeSuite:
         return Result(subject=subject, status=status, seconds=end.seconds, measured=measured, message=message)
 
     def _compare_rewritten(self, cell: Cell, ranks: list[RankEnd]) -> tuple[dict[str, Any], str]:
-        """Which files were equal and how far the validation loss is off; and what of it is wrong."""
+        """Which files are equal and how far the validation loss is off; and what is wrong, empty if nothing is."""
         facts: dict[str, bool] = dict(ranks[0]["same"])
         facts["weights that a rank computes with"] = not any(end["wrong"] for end in ranks)
         wrong = [name for name, good in facts.items() if not good]
@@ -176,7 +176,7 @@ class ResumeSuite:
         return {**facts, "validation loss": off}, message
 
     def _compare(self, run_dir: Path) -> dict[str, Any]:
-        """The run beside the undisturbed baseline."""
+        """The facts of the run, and its differences from the undisturbed baseline."""
         undisturbed = self._run_of(BASELINE)
         expected, found = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
         theirs, ours = (
@@ -197,11 +197,11 @@ class ResumeSuite:
 
 
 def wrong_in(pair: Pair, measured: dict[str, Any]) -> str:
-    """What a pair failed for; empty where nothing is wrong.
+    """Why a pair failed; empty if nothing is wrong.
 
     Args:
-        pair: who saved and who resumed.
-        measured: its losses, steps and validations, what the console said and what the record says.
+        pair: which cell saved and which resumed.
+        measured: its losses, steps and validations, the console's line and the record's entry about the resume.
     """
     facts = ("loss", "validation loss")
     wrong = [f"{fact} is off by {measured[fact]:.1e}" for fact in facts if not measured[fact] <= BOUND]
@@ -211,7 +211,7 @@ def wrong_in(pair: Pair, measured: dict[str, Any]) -> str:
         wrong.append(f"it validated after steps {measured['validated']}")
     before, after = executed_by(pair.source), executed_by(pair.target)
     if f"({before}) as {after}" not in measured["line"]:
-        wrong.append(f"it said: {measured['line']}")
+        wrong.append(f"it printed: {measured['line']}")
     moved = {"step": SAVED, "name": "executed by", "before": before, "after": after}
     if measured["changes"] != [moved]:
         wrong.append(f"its record says: {measured['changes']}")

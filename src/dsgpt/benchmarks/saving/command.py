@@ -1,7 +1,7 @@
 """``python src/benchmark.py saving``: how long training waits for checkpoints, with ``--save_mode`` sync and async.
 
 The same baseline training runs with both modes in turn, so that other load on the machine affects both. The figures are
-those that a run records for every save. The last save of a run, which is sync in both modes, does not count.
+those that a run records for every save. The last save of a run does not count, because it is sync in both modes.
 """
 
 import json
@@ -27,7 +27,7 @@ SCHEMA_VERSION = "1.0"
 SAVE_EVERY, SAVES = 10, 4
 """Steps between saves, and the number of saves of a run that count."""
 RATIO_BOUND = 0.2
-"""On the median stall of async, over that of sync."""
+"""Bound on the median stall of async, divided by that of sync."""
 WORK = {
     "model_size": "tiny",
     "vocab_size": 50257,
@@ -45,7 +45,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SavingOptions(SuiteOptions):
-    """What the command line asked for."""
+    """The options of the command line."""
 
     rounds: int
     """Runs of each mode."""
@@ -53,7 +53,7 @@ class SavingOptions(SuiteOptions):
 
 
 def run_saving(options: SavingOptions, *, repository: Path) -> int:
-    """Measure; 0 where async keeps within ``RATIO_BOUND``.
+    """Measure; return 0 if async stays within ``RATIO_BOUND``.
 
     Raises:
         UserError: the text could not be prepared, or a training failed.

@@ -1,4 +1,4 @@
-"""``docs/saving.md`` from a record of the suite. Every figure on the page is the record's."""
+"""Makes ``docs/saving.md`` from a record of the suite. Every figure on the page comes from the record."""
 
 from dsgpt.benchmarks.harness.pages import Record
 
@@ -20,10 +20,10 @@ Generated from `{source}` by
 `python src/benchmark.py saving` measures it on your machine.
 
 The model `{work["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has {size:,.0f} MB, is
-trained {record["rounds"]} times with `--save_mode sync` and as often with `async`, in turn; {_counted(record)} saves
-of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it waits with sync (medians; at
-most {record["ratio_bound"]:.0%} are aimed at). What async does beside training takes a core's time while it lasts,
-which shows in the last column where no core is free.
+trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} times with `async`, in turn;
+{_counted(record)} saves of each run count. With async, training waits **{record["ratio"]:.0%}** of the time that it
+waits with sync (medians; the goal is at most {record["ratio_bound"]:.0%}). An async save uses a core while training
+continues. If no core is free, the last column shows that.
 
 Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     return "\n".join([head, "", "## Figures", "", *summary_lines(record), ""])

@@ -1,11 +1,13 @@
 """DeepSpeed's extensions in C++, compiled at first use, by one process at a time.
 
 PyTorch marks a build in progress by a file. A killed process leaves this file behind, and every later process that
-needs the extension waits for it forever. Here extensions are built in folders of our own under a lock that the system
-frees with the process: whoever has the lock knows that such a file is left over, and removes it.
+needs the extension waits for it forever. Here extensions are built in separate folders, under a lock that the operating
+system releases when the process ends. So the process that holds the lock knows that such a file is left over, and
+removes it.
 
-A folder is for one kind of processor and one pair of versions. So a complete library in it is loaded without asking
-DeepSpeed, which spends seconds in every process on finding out what to compile for; the folder may be read-only then.
+A folder is for one instruction set and one version each of Python, PyTorch and DeepSpeed. So a complete library in it
+is loaded without DeepSpeed's check of what to compile for, which takes seconds in every process. The folder may then be
+read-only.
 """
 
 import contextlib
@@ -44,38 +46,39 @@ def load_ops(*builders: str) -> None:
 
     folder = _folder()
     try:
-        with _built_in(folder), _complete_ones_as_they_are(folder):
+        with _extensions_in(folder), _only_missing_compiled(folder):
             for name in builders:
                 get_accelerator().create_op_builder(name).load(verbose=False)
     except OSError as error:
         raise UserError(
-            f"{folder}: compiled code cannot be kept there ({error.strerror}): name another folder in {_ROOT}"
+            f"{folder}: compiled code cannot be stored there ({error.strerror}): name another folder in {_ROOT}"
         ) from error
 
 
 @contextlib.contextmanager
-def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
+def _only_missing_compiled(folder: Path) -> Iterator[None]:
     """Make DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
 
     compile_and_load = OpBuilder.jit_load
-    lock = contextlib.ExitStack()  # taken when something has to be compiled, and kept until all is
-    alone: list[bool] = []
+    lock = contextlib.ExitStack()  # holds the lock from the first compilation to the last
+    locked: list[bool] = []
 
     def jit_load(builder: Any, verbose: bool = False) -> Any:
-        """Replaces the builder's own: load a complete library, else compile it, one process at a time."""
+        """Load a library that is complete, else compile it, one process at a time."""
         library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
         if _is_complete(library, marker):
             return _loaded(builder, library)
-        if not alone:
-            lock.enter_context(_alone(folder))
-            alone.append(True)
+        if not locked:
+            lock.enter_context(_locked(folder))
+            locked.append(True)
             if _is_complete(library, marker):  # compiled by the process that had the lock
                 return _loaded(builder, library)
         marker.unlink(missing_ok=True)
         if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
             os.environ["CXX"] = shlex.join(found)  # PyTorch looks only for c++
-        print(f"compiling DeepSpeed's {builder.name}, once on this machine: minutes", file=sys.stderr, flush=True)
+        line = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
+        print(line, file=sys.stderr, flush=True)
         return compile_and_load(builder, verbose)
 
     OpBuilder.jit_load = jit_load
@@ -87,7 +90,7 @@ def _complete_ones_as_they_are(folder: Path) -> Iterator[None]:
 
 
 def _is_complete(library: Path, marker: Path) -> bool:
-    """PyTorch's marker stays beside a library until it is whole; after a kill it stays until it is removed."""
+    """Whether PyTorch has finished the library: its marker is there during a build, and stays after a kill."""
     return not marker.exists() and library.exists()
 
 
@@ -103,7 +106,7 @@ def _loaded(builder: Any, library: Path) -> ModuleType:
 
 
 def _folder() -> Path:
-    """Below the folder that PyTorch or the user chose, which several kinds of machine may share."""
+    """The folder for this machine, below the one that PyTorch or the user chose, which different machines may share."""
     import deepspeed  # noqa: PLC0415
 
     root = Path(os.environ.get(_ROOT) or get_default_build_root())
@@ -121,7 +124,7 @@ def _processor() -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with Lock.of_file(folder / ".dsgpt-lock") as lock:
         lock.take(wait=True)
@@ -129,7 +132,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _built_in(folder: Path) -> Iterator[None]:
+def _extensions_in(folder: Path) -> Iterator[None]:
     before = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(folder)
     try:

@@ -1,7 +1,7 @@
-"""What all DeepSpeed strategies do alike: the optimizer step around the micro batches, and a state that can be saved.
+"""The base class of all DeepSpeed strategies: the optimizer step around the micro batches, and the state to save.
 
 Written for DeepSpeed 0.19.8. Optimizer, learning rate and loss scale are this package's, not those of DeepSpeed's JSON,
-so that they are the same as under the baseline; DeepSpeed shards, reduces, clips and steps.
+so they are the same as under the baseline. DeepSpeed shards, reduces, clips and steps.
 """
 
 from abc import abstractmethod
@@ -39,7 +39,7 @@ class DeepSpeedStrategy(Strategy):
     _parameters: dict[str, nn.Parameter]
     """This rank's parameters, or its parts of them, by canonical name."""
     _tensor_group: dist.ProcessGroup
-    """The ranks that share this rank's layers; exists where tensor parallelism does."""
+    """The ranks that share this rank's layers; set only under tensor parallelism."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         recipe = config.recipe
@@ -53,18 +53,18 @@ class DeepSpeedStrategy(Strategy):
         self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
         self._optimizer_steps = 0
 
-    def _start(self, model: nn.Module, config: RunConfig, *, ours: dict[str, Any], groups: Any = None) -> None:
+    def _start(self, model: nn.Module, config: RunConfig, *, ds_config: dict[str, Any], groups: Any = None) -> None:
         """Make the engine around ``model``.
 
         Args:
-            model: whose parameters ``self._parameters`` are.
+            model: the module with the parameters ``self._parameters``.
             config: the run.
-            ours: the JSON as DeepSpeed shall see it.
-            groups: of ranks that share the model, which DeepSpeed calls ``mpu``; None where every rank is a data rank.
+            ds_config: the JSON that DeepSpeed gets.
+            groups: of ranks that share the model (DeepSpeed's ``mpu``); None if every rank is a data rank.
         """
         optimizer = build_deepspeed_optimizer(self._parameters, config.recipe)
         self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
-            model=model, optimizer=optimizer, config=ours, mpu=groups
+            model=model, optimizer=optimizer, config=ds_config, mpu=groups
         )
         kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
         self._state = kinds[self._stage](self._optimizer, self._parameters)
@@ -74,7 +74,7 @@ class DeepSpeedStrategy(Strategy):
         lr = self._schedule(step)
         set_learning_rate(self._optimizer, lr)
         loss, norm = self._execute(batches, own_factor=self._set_loss_scale())
-        # DeepSpeed skips a step on gradients that are not finite in fp32 too; only fp16, which scales its loss, may.
+        # DeepSpeed also skips fp32 steps whose gradients are not finite. Only fp16, which scales its loss, may skip.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
         self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
@@ -86,18 +86,19 @@ class DeepSpeedStrategy(Strategy):
 
         Args:
             batches: this rank's micro batches.
-            own_factor: on the loss, and to be taken out of the norm.
+            own_factor: to multiply the loss by, and to divide the norm by.
 
         Returns:
             Mean loss over the global batch and gradient norm before clipping, both 0-dim fp32.
         """
 
     def _set_loss_scale(self) -> float:
-        """Hand DeepSpeed the loss scale of this step; return the factor that is left to multiply the loss by.
+        """Give DeepSpeed the loss scale of this step; return the factor by which the loss has to be multiplied here.
 
-        The scale is divided by the data ranks: DeepSpeed divides a rank's micro batch by the accumulation steps alone
-        and averages over ranks later, so that its fp16 gradients are as large as the baseline's only then. Stage 0
-        unscales gradients but never scales the loss (``DeepSpeedEngine.backward`` asks for a ``ZeROOptimizer``).
+        The scale is divided by the number of data ranks, so that fp16 gradients are as large as the baseline's:
+        DeepSpeed divides the loss of a micro batch by the accumulation steps alone, and averages over ranks later.
+        Stage 0 unscales gradients but never scales the loss (``DeepSpeedEngine.backward`` does so only with a
+        ``ZeROOptimizer``).
         """
         if not self._scale.enabled:
             return 1.0
@@ -131,13 +132,13 @@ class DeepSpeedStrategy(Strategy):
         return take_part(name, whole, rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Strategy``; not the matrices that tensor ranks share, nor what ZeRO-3 splits.
+        """See ``Strategy``; without what tensor ranks or ZeRO-3 split.
 
-        ZeRO-3 leaves an empty tensor where a parameter was; parameters that are too small to be worth splitting stay.
+        ZeRO-3 leaves an empty tensor in place of a parameter that it splits. It keeps small parameters whole.
         """
         for name, parameter in self._parameters.items():
-            shared = self._topology.sizes.tensor > 1 and is_split(name)
-            if not shared and parameter.shape == getattr(parameter, "ds_shape", parameter.shape):
+            split = self._topology.sizes.tensor > 1 and is_split(name)
+            if not split and parameter.shape == getattr(parameter, "ds_shape", parameter.shape):
                 yield name, parameter.detach()
 
     def state_tensors(self) -> StateTensors:

@@ -47,7 +47,7 @@ class EngineState(ABC):
     """The state of an engine at stage 0, 1 or 2.
 
     Args:
-        optimizer: torch's, inside of DeepSpeed's where there is one.
+        optimizer: the torch optimizer, which DeepSpeed's may wrap.
         parameters: of this rank, by canonical name.
     """
 
@@ -56,7 +56,7 @@ class EngineState(ABC):
         self._parameters = parameters
 
     def moment_names(self) -> list[str]:
-        """Those of ``STATE_NAMES`` that exist by now; call it before reading any of them."""
+        """Those of ``STATE_NAMES`` that the optimizer has; call it before reading any of them."""
         return [key for key in STATE_NAMES if any(key in state for state in self._torch.state.values())]
 
     @abstractmethod
@@ -80,7 +80,7 @@ class EngineState(ABC):
             self._replace(parameter, state)
 
     def _begin_moments(self, *, steps: int) -> None:
-        """Give the torch optimizer the state that it has after ``steps`` steps, its moments zero."""
+        """Give the torch optimizer the state that it has after ``steps`` steps, but with moments of zero."""
         for group in self._torch.param_groups:
             for held in group["params"]:
                 begin_state(self._torch, held, steps=steps)
@@ -91,7 +91,7 @@ class EngineState(ABC):
 
 
 class WholeState(EngineState):
-    """Stage 0: every rank holds all of it.
+    """Stage 0: every rank holds the whole state.
 
     In fp32 the engine's optimizer is torch's own, and it changes the parameters. In bf16 and fp16
     (``FP16_UnfusedOptimizer``) every parameter has an fp32 master.
@@ -163,7 +163,7 @@ class PartitionedState(EngineState):
 
     def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
         fragment: ParameterFragment | None = attached(parameter, "_hp_mapping")
-        if fragment is None:  # other data ranks have all of it
+        if fragment is None:  # other data ranks hold all of the parameter
             return
         piece = fragment.lp_fragment_address
         for key in (None, *(fragment.optim_fragment or ())):

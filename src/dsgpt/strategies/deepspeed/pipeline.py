@@ -1,7 +1,7 @@
-"""DeepSpeed's pipeline of stages, times ZeRO stage 0 or 1 over data ranks, times tensor parallelism inside blocks.
+"""Pipeline parallelism x ZeRO stage 0 or 1 over data ranks x tensor parallelism inside blocks.
 
 Written for DeepSpeed 0.19.8. DeepSpeed assigns the layers to stages, runs the schedule, moves activations and gradients
-between stages and reduces gradients. The steps of the schedule that DeepSpeed gets wrong are replaced here.
+between stages and reduces gradients. This module replaces the steps of the schedule that DeepSpeed gets wrong.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,31 +42,31 @@ class PipelineParallel(DeepSpeedStrategy):
         with quietly():
             self._module = StageModule(config, self._loss)
             self._parameters = self._module.canonical_parameters()
-            self._start(self._module, config, ours=engine_config(config))
+            self._start(self._module, config, ds_config=engine_config(config))
         self._tensor_group = self._engine.grid.get_slice_parallel_group()
         self._mend_schedule()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Of a micro batch, fp32: the mean in training; in validation, where some targets do not count, the sum."""
+        """Loss of a micro batch, fp32: the mean in training; the sum in validation, where some targets do not count."""
         reduction = "mean" if self._module.training else "sum"
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
     def _mend_schedule(self) -> None:
-        """Put our own steps into DeepSpeed's schedule, in the place of those that compute something else."""
+        """Replace the steps of DeepSpeed's schedule that compute something wrong."""
         from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads  # noqa: PLC0415
 
-        ours: dict[type, Callable[..., None]] = {}
+        replaced: dict[type, Callable[..., None]] = {}
         if self._stage == 0:
-            ours[OptimizerStep] = self._clip_and_step
+            replaced[OptimizerStep] = self._clip_and_step
         if self._scale.enabled:
-            ours[ReduceTiedGrads] = self._sum_tied_gradients
-        self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, **ours}
+            replaced[ReduceTiedGrads] = self._sum_tied_gradients
+        self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, **replaced}
 
     def _clip_and_step(self, engine: PipelineEngine, **arguments: dict[str, Any] | None) -> None:
         """Clip by the norm of all stages, and let DeepSpeed step; its own clipping is switched off.
 
-        ``clip_fp32_gradients`` takes the stages for tensor peers that hold the same parameters, so that it clips by the
-        norm of the first stage alone, and does not return that.
+        ``clip_fp32_gradients`` treats the stages as tensor peers that hold the same parameters. So it clips by the norm
+        of the first stage alone. It does not return a norm.
         """
         self._own_norm = self._global_norm()
         if self._clipping > 0:
@@ -91,19 +91,19 @@ class PipelineParallel(DeepSpeedStrategy):
         """In fp16, sum the fp32 gradients of the tied embedding over its stages.
 
         DeepSpeed's ``_exec_reduce_tied_grads`` looks for them in ``grad``, but stage 1 has moved them to
-        ``grad_accum``: each stage would step on its own part, and the copies would drift apart.
+        ``grad_accum``. So each stage would step on its own part, and the copies would drift apart.
         """
         for weight, group in self._module.get_tied_weights_and_groups():
             dist.all_reduce(weight.grad_accum, group=group)
 
     def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
-        """See ``DeepSpeedStrategy``; fp16 is refused at stage 0, so that ``own_factor`` is 1."""
+        """See ``DeepSpeedStrategy``; ``own_factor`` is 1, because fp16 is refused at stage 0."""
         loss = self._engine.train_batch(iter(self._draw(batches)))
-        self._engine.timers(TRAIN_BATCH_TIMER).reset()  # it would keep two events per step for a report nobody asks for
+        self._engine.timers(TRAIN_BATCH_TIMER).reset()  # else it keeps two events per step for a report that is off
         return loss, self._gradient_norm(self._own_norm) / own_factor
 
     def _draw(self, batches: Iterator[Batch]) -> list[Batch]:
-        """The micro batches of one step; stages between the first and the last draw theirs too, and need none."""
+        """The micro batches of one step. Stages between the first and the last draw them too, but use none."""
         return [to_device(next(batches), self._device) for _ in range(self._accumulation)]
 
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:

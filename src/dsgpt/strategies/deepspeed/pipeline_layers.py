@@ -45,13 +45,13 @@ class PositionEmbedding(nn.Embedding):
 
 
 class StageBlock(Block):
-    """A transformer block of one stage, split over tensor peers where there are some.
+    """A transformer block of one stage, split over tensor peers if there are any.
 
     Args:
         config: the model's shape.
         layer: the number of the block in the model.
         recompute: whether its activations are computed again in the backward pass instead of kept.
-        tensor_group: gives the tensor peers, None for none; asked when the block is built.
+        tensor_group: returns the tensor peers, or None if there are none; called when the block is built.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
         return self._grid.get_slice_parallel_group() if self._grid.get_slice_parallel_world_size() > 1 else None
 
     def _count_layer_params(self) -> list[int]:
-        """Parameters of every layer, for the partition, without the memory that DeepSpeed would build them in."""
+        """Number of parameters of every layer, for the partition. DeepSpeed would allocate each layer to count them."""
         with torch.device("meta"):
             counts: list[int] = super()._count_layer_params()
         return counts
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """As DeepSpeed does it, without autograd, which would warn of the broadcast in every backward pass."""
+        """As in DeepSpeed, but without autograd, which would warn of the broadcast in every backward pass."""
         super()._synchronize_tied_weights()
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 Written for DeepSpeed 0.19.8. Every rank of a group computes a slice of the positions through the whole model; only
 attention needs the others (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). All ranks hold the same parameters, so
-ZeRO divides its part among all of them.
+ZeRO shards over all of them.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class SequenceParallel(Zero):
     def _spread(self, model: GPT2, config: RunConfig) -> Any:
         from deepspeed.runtime.sequence_parallel import parallel_state_sp  # noqa: PLC0415
 
-        # Not DeepSpeed's ``mesh_param``, with which gradients are reduced over data ranks alone.
+        # Not by DeepSpeed's ``mesh_param``: with it, gradients are reduced over data ranks alone.
         parallel_state_sp.initialize_sequence_parallel(config.topology.sizes.sequence)
         attend = ulysses_attention(parallel_state_sp.get_sequence_parallel_group())
         for module in model.modules():
@@ -44,8 +44,8 @@ class SequenceParallel(Zero):
     def _average_over_all_ranks(self, size: int) -> None:
         """Stage 3: make every path of DeepSpeed average gradients over all ranks, and multiply the loss to match.
 
-        Stages 0 to 2 sum over sequence ranks and average over data ranks, which is what our losses want. So does
-        ``__avg_scatter_contiguous_grads`` of stage 3, but ``reduce_scatter_coalesced``, which most gradients take,
+        Stages 0 to 2 sum over sequence ranks and average over data ranks, as the losses here require. So does
+        ``__avg_scatter_contiguous_grads`` of stage 3. But ``reduce_scatter_coalesced``, which reduces most gradients,
         averages over all ranks.
         """
         optimizer: ShardingOptimizer = self._optimizer
@@ -55,7 +55,7 @@ class SequenceParallel(Zero):
     def _forget_model_parallelism(self) -> None:
         """Tell DeepSpeed's low-precision optimizers that every rank holds the whole model.
 
-        They take sequence ranks for ranks with other parameters: ``BF16_Optimizer`` (stage 1) fails on a rank that adds
+        They treat sequence ranks as ranks with other parameters: ``BF16_Optimizer`` (stage 1) fails on a rank that adds
         nothing to the norm, and ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
         """
         for part in (self._optimizer, getattr(self._optimizer, "overflow_checker", None)):
@@ -74,11 +74,11 @@ class SequenceParallel(Zero):
 
 
 def ulysses_attention(group: dist.ProcessGroup) -> Attend:
-    """Attention over positions that lie on the ranks of ``group``, each with its slice, in the order of the ranks.
+    """Attention over positions of which each rank of ``group`` holds a slice, in the order of the ranks.
 
     Before attention, an all-to-all turns "some positions, all heads" into "all positions, some heads"; after it,
-    another one turns the result back. Queries, keys and values come as (B, nh, T of this rank, hs); the group's size
-    must divide nh.
+    another all-to-all turns the result back. Queries, keys and values come as (B, nh, T of this rank, hs); the group's
+    size must divide nh.
     """
     from deepspeed.sequence.layer import DistributedAttention  # noqa: PLC0415
 

@@ -22,15 +22,15 @@ def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed for ``device``, silence it, and attach it to the process group that exists."""
     os.environ["DS_ACCELERATOR"] = device.type
     if device.type == "cuda":
-        os.environ["LOCAL_RANK"] = str(device.index)  # which DeepSpeed takes for the number of the GPU
+        os.environ["LOCAL_RANK"] = str(device.index)  # from which DeepSpeed takes the number of the GPU
     import deepspeed  # noqa: PLC0415 - reads DS_ACCELERATOR when imported
     import deepspeed.ops  # noqa: PLC0415
 
     _import_muon_uncompiled()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 is about to retire; a user can do nothing about it.
+    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 deprecates; users cannot change that.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.", category=FutureWarning)
-    # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo does without.
+    # The shared-memory all-reduce for CPU is compiled at first use, which needs a compiler and 25 s; gloo works too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -40,8 +40,8 @@ def import_deepspeed(device: torch.device) -> Any:
 def _import_muon_uncompiled() -> None:
     """Import Muon, which no recipe may name, without compiling it.
 
-    Every ZeRO engine imports it to ask whether its optimizer is Muon. Its kernels are decorated with ``torch.compile``,
-    which imports all of Inductor at that moment: 628 modules, about 2 s in every rank.
+    Every ZeRO engine imports it to check whether its optimizer is Muon. Its kernels are decorated with
+    ``torch.compile``, which imports all of Inductor at that moment: 628 modules, about 2 s in every rank.
     """
     from deepspeed.runtime import compiler  # noqa: PLC0415
 
@@ -59,42 +59,42 @@ def quietly() -> contextlib.AbstractContextManager[Any]:
 
 
 def engine_config(config: RunConfig) -> dict[str, Any]:
-    """The JSON as DeepSpeed shall see it: the recipe's DeepSpeed keys, and everything else as it was resolved."""
+    """The JSON that DeepSpeed gets: the recipe's DeepSpeed keys, and resolved values for everything else."""
     recipe, batch = config.recipe, config.batch
-    ours = {key: copy.deepcopy(recipe.raw[key]) for key in DEEPSPEED_KEYS if key in recipe.raw}
-    ours.update(
+    ds_config = {key: copy.deepcopy(recipe.raw[key]) for key in DEEPSPEED_KEYS if key in recipe.raw}
+    ds_config.update(
         train_batch_size=batch.global_batch_size,
         train_micro_batch_size_per_gpu=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
         gradient_clipping=recipe.gradient_clipping,
-        zero_allow_untested_optimizer=True,  # SGD, which the parity tests hold against plain PyTorch
+        zero_allow_untested_optimizer=True,  # SGD, which the parity tests compare with plain PyTorch
         steps_per_print=None,
     )
     if config.topology.sizes.pipeline > 1 and recipe.zero_stage == 0:
-        ours["gradient_clipping"] = 0.0  # ``PipelineParallel`` clips, by the norm of all stages
+        ds_config["gradient_clipping"] = 0.0  # ``PipelineParallel`` clips, by the norm of all stages
     if config.precision == "bf16":
-        ours["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
+        ds_config["bf16"] = {**recipe.raw.get("bf16", {}), "enabled": True}
     if config.precision == "fp16":
-        ours["fp16"] = {"enabled": True, "loss_scale": 1}  # fixed; ``_set_loss_scale`` replaces it
+        ds_config["fp16"] = {"enabled": True, "loss_scale": 1}  # fixed; ``_set_loss_scale`` replaces it
     if config.precision != "fp32" and recipe.zero_stage > 0:
-        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.topology.sizes.tensor > 1 and config.topology.sizes.pipeline == 1:
-        ours["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
+        ds_config["tensor_parallel"] = _autotp_block(config.topology.sizes.tensor)
     if recipe.offload_optimizer != "none" and not recipe.uses_deepspeed_adam:
-        ours["zero_force_ds_cpu_optimizer"] = False
+        ds_config["zero_force_ds_cpu_optimizer"] = False
     if recipe.zero_stage > 0:
-        # DeepSpeed's own default is true at stage 3. There were races on GPUs, where parity has not been shown.
-        ours["zero_optimization"].setdefault("overlap_comm", False)
-    _complete_swapping(ours, config)
-    return ours
+        # DeepSpeed's default at stage 3 is true, which has had races on GPUs. Parity has not been shown there.
+        ds_config["zero_optimization"].setdefault("overlap_comm", False)
+    _complete_swapping(ds_config, config)
+    return ds_config
 
 
-def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
+def _complete_swapping(ds_config: dict[str, Any], config: RunConfig) -> None:
     """Add what offload to nvme needs: this run's folder, and buffers of a size that fits this model."""
     for name, folder in nvme_paths(config.recipe, config.run_dir).items():
-        block = ours["zero_optimization"][name]
+        block = ds_config["zero_optimization"][name]
         block["nvme_path"] = str(folder)
-        if name == "offload_param":  # DeepSpeed locks five buffers of 100 million elements, or fails on larger parts
+        if name == "offload_param":  # by default five pinned buffers of 100 million elements; larger parts fail
             part = -(-config.model.largest_parameter() // config.topology.world_size)
             block.setdefault("buffer_size", part)
         else:
@@ -102,7 +102,7 @@ def _complete_swapping(ours: dict[str, Any], config: RunConfig) -> None:
 
 
 def _autotp_block(size: int) -> dict[str, Any]:
-    """The layers that DeepSpeed shall split over ``size`` tensor ranks, as ``tensor_layout`` describes."""
+    """The layers that DeepSpeed has to split over ``size`` tensor ranks, as ``tensor_layout`` describes."""
     layers = [
         {"patterns": [r".*\.attn\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
         {"patterns": [r".*\.mlp\.fc\.weight$"], "partition_type": "column"},
@@ -135,7 +135,7 @@ def repeat_counting(optimizer: Any, *, steps: int) -> None:
 
     Args:
         optimizer: from ``deepspeed.initialize``.
-        steps: that it took before.
+        steps: the number of steps that the checkpoint's optimizer has taken.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
 

@@ -21,7 +21,7 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
 
     Args:
         config: the run.
-        engine_config: the JSON that the engine will be given.
+        engine_config: the JSON that the engine will get.
     """
     import deepspeed  # noqa: PLC0415 - takes seconds
 
@@ -30,7 +30,7 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
     with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
         model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-    # The head's own weight, which the embedding's replaced, refers to itself through DeepSpeed's closures.
+    # Frees the head's own weight, which the embedding's replaced: DeepSpeed's closures put it into a reference cycle.
     gc.collect()
     values = initial_values(config)
     for name, parameter in model.named_parameters():

@@ -3,7 +3,7 @@
 Written for DeepSpeed 0.19.8, whose own accessors read a whole sub-group from the drive for each parameter and each
 moment.
 
-A rank has an equal part of every parameter, cut from its elements in a row; the last parts may be shorter. The parts of
+Each rank has an equal, contiguous part of the elements of every parameter; the last parts may be shorter. The parts of
 a sub-group's parameters lie end to end in one flat fp32 tensor.
 """
 
@@ -88,10 +88,10 @@ class ShardedState:
                 _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
-            optimizer._optimizer_states_and_gradient_swap_out(index)  # gives moments in memory files of their own
+            optimizer._optimizer_states_and_gradient_swap_out(index)  # also moments that have no file yet
 
 
 def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
-    """Fill ``part``, the flat one of ``rank``; elements of it past the end of ``whole`` are padding, and stay."""
+    """Fill ``part``, the flat part of ``rank``; its elements past the end of ``whole`` are padding and stay as is."""
     own = whole.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
     part[: own.numel()].copy_(own)

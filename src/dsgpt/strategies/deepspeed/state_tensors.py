@@ -1,7 +1,7 @@
-"""Where DeepSpeed 0.19.8 keeps a rank's model state; imports none of it.
+"""The tensors in which DeepSpeed 0.19.8 keeps a rank's model state, found without importing DeepSpeed.
 
-Its optimizers share no interface for this: every attribute that one of them has is looked up on each. A test compares
-the sum with every tensor alive in the process.
+Its optimizers share no interface for this, so every attribute that one of them has is looked up on each. A test
+compares the sum with every tensor alive in the process.
 """
 
 from collections.abc import Iterable, Iterator
@@ -73,7 +73,7 @@ def _buffers(optimizer: Any) -> Iterator[Tensor]:
 
 
 def pipeline_buffers(engine: Any) -> list[Tensor]:
-    """What a pipeline engine keeps from step to step: where it receives, and activations of its last micro batches."""
+    """What a pipeline engine keeps between steps: receive buffers, and activations of its last micro batches."""
     return [*_tensors(engine.pipe_buffers), *_present(engine, "pipe_recv_buf", "grad_layer")]
 
 

@@ -1,7 +1,7 @@
-"""Folders for the files that DeepSpeed swaps to nvme: one for each machine of each run, removed at its end.
+"""Folders for the files that DeepSpeed swaps to nvme: one for each machine of each run, removed when the run ends.
 
-DeepSpeed names its files by rank only, so that two runs under one ``nvme_path`` would write into each other's files,
-and it never removes them.
+DeepSpeed names its files by rank only, so two runs under one ``nvme_path`` would write into each other's files. It
+never removes them.
 """
 
 import contextlib
@@ -20,46 +20,46 @@ from dsgpt.runtime.topology import Topology
 
 
 def _own_prefix() -> str:
-    """How the names of this host's folders begin; the dot ends the host's name, which has none here."""
+    """The beginning of the names of this host's folders. The dot ends the host's name, in which dots are replaced."""
     return f"nvme-swap-{re.sub(r'[^A-Za-z0-9_-]', '_', socket.gethostname())}."
 
 
 class SwapSpace:
-    """The folders of this machine, which its first rank makes, holds and removes.
+    """The folders of this machine, which its first rank makes, locks and removes.
 
-    Each is held by a lock that the system frees with the process, however it ends: the next run of this host under the
-    same path removes the folders of killed runs. Folders of other hosts stay, because a file system that hosts share
-    may show a host only its own locks (Lustre with ``localflock``, NFS with ``local_lock``).
+    The operating system releases the locks when the process ends, however it ends. So the next run of this host under
+    the same path removes the folders of killed runs. Folders of other hosts stay, because a file system that hosts
+    share may show a host only its own locks (Lustre with ``localflock``, NFS with ``local_lock``).
     """
 
     def __init__(self, engine_config: dict[str, Any], recipe: Recipe, topology: Topology) -> None:
-        """Make the folders, and write them into ``engine_config`` in place of those that it names; collective.
+        """Make the folders, and replace the paths in ``engine_config`` by them; collective.
 
         Raises:
-            UserError: on every rank, where one of them cannot be made.
+            UserError: on every rank, if one of the folders cannot be made.
         """
         blocks = [engine_config["zero_optimization"][name] for name in recipe.nvme_blocks]
         name = f"{_own_prefix()}{from_main(secrets.token_hex(4))}-{topology.rank - topology.local_rank}"
         self._held: dict[Path, Lock] = {}
-        trouble = ""
+        problem = ""
         for base in {Path(block["nvme_path"]) for block in blocks if topology.local_rank == 0}:
             try:
                 _remove_abandoned(base)
                 self._held[base / name] = _make(base / name)
             except OSError as error:
                 place, reason = error.filename or base, error.strerror or error
-                trouble = f"nvme_path {place}: cannot be used ({reason}): name another folder"
+                problem = f"nvme_path {place}: cannot be used ({reason}): name another folder"
                 break
-        if told := sorted(set(filter(None, gather_objects(trouble)))):
+        if problems := sorted(set(filter(None, gather_objects(problem)))):
             self.close()
-            raise UserError(*told)
+            raise UserError(*problems)
         for block in blocks:
             block["nvme_path"] = str(Path(block["nvme_path"]) / name)
 
     def close(self) -> None:
-        """Remove the folders and everything in them; no rank may need them any more.
+        """Remove the folders and everything in them, when no rank needs them any more.
 
-        After an error other ranks may still write there; the next run removes what is left then.
+        After an error, other ranks may still write there; the next run removes what they leave.
         """
         while self._held:
             folder, lock = self._held.popitem()
@@ -68,7 +68,7 @@ class SwapSpace:
 
 
 def _make(folder: Path) -> Lock:
-    """Make ``folder`` so that it is never seen without its lock, which this process then holds."""
+    """Make and lock ``folder``; no other process ever sees it without its lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir()
@@ -87,8 +87,8 @@ def _make(folder: Path) -> Lock:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Remove the folders under ``base`` that ended processes of this host left, where that is possible."""
+    """Remove the folders under ``base`` that ended processes of this host left, as far as possible."""
     for folder in base.glob(f"{_own_prefix()}*"):
-        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:  # somebody else's, a link, or removed
+        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:  # another user's, a link, or removed
             if lock.take():  # otherwise another run holds it
                 shutil.rmtree(folder, ignore_errors=True)  # another user's, or one that another run removes too

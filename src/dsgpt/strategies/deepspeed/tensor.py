@@ -24,8 +24,8 @@ class TensorParallel(Zero):
     The model is made whole in host memory, in fp32, and only what a rank keeps is copied to its device: AutoTP
     (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and frees the whole one, and the engine
     moves the rest after that (``_configure_distributed_model``). So a model may be larger than one device, but each
-    rank needs host memory for all of it while it starts. For a larger model take ``ds_configs/3d.json``, which builds
-    parts alone.
+    rank needs host memory for all of it while it starts. For a larger model take ``ds_configs/3d.json``, with which
+    each rank builds only its part.
     """
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:
@@ -43,10 +43,10 @@ class TensorParallel(Zero):
         return groups
 
     def _before_step(self) -> Tensor | None:
-        """See ``Zero``; also tell DeepSpeed's stage 0 in bf16 and fp16 which gradients are parts.
+        """See ``Zero``; at stage 0, also mark the gradients of which this rank holds a part.
 
-        ``FP16_UnfusedOptimizer.step`` passes gradients to ``get_weight_norm``, which looks for a mark that only their
-        parameters have: of the split ones, it would count the first tensor rank's parts alone.
+        In bf16 and fp16, ``FP16_UnfusedOptimizer.step`` passes gradients to ``get_weight_norm``, which looks for a mark
+        that only their parameters have. Of split gradients, it would count only the first tensor rank's parts.
         """
         if self._stage == 0:
             for name, parameter in self._parameters.items():
@@ -55,7 +55,7 @@ class TensorParallel(Zero):
         return super()._before_step()
 
     def _reduced_gradient_norm(self) -> Tensor:
-        """See ``Zero``; the parts of all tensor ranks, and once what each of them holds whole."""
+        """See ``Zero``; counts the parts of all tensor ranks, and once what every rank holds whole."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         parts = global_norm(gradient for name, gradient in gradients.items() if is_split(name)).double() ** 2
         dist.all_reduce(parts, group=self._tensor_group)

@@ -30,7 +30,7 @@ def split_block(block: Block, group: dist.ProcessGroup) -> None:
     mlp.fc = ColumnParallelLinear(mlp.fc.in_features, mlp.fc.out_features // size, group)
     mlp.proj = RowParallelLinear(mlp.proj.in_features // size, mlp.proj.out_features, group)
     for name, parameter in block.named_parameters():
-        # DeepSpeed's gradient norms read these marks: peers hold different values, and each of them counts.
+        # DeepSpeed's gradient norms read these marks: peers hold different values of such a parameter, and all count.
         attach(parameter, tensor_model_parallel=name in SPLIT, model_parallel=name in SPLIT)
 
 

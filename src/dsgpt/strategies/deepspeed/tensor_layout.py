@@ -33,7 +33,7 @@ def _rule(name: str) -> tuple[int, int] | None:
 
 
 def is_split(name: str) -> bool:
-    """Whether each tensor rank holds a part of its own of the parameter with this canonical name."""
+    """Whether each tensor rank holds a different part of the parameter with this canonical name."""
     return _rule(name) is not None
 
 
@@ -61,11 +61,11 @@ def join_parts(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def attend_with_own_dropout(attend: Attend, *, rank: int) -> Attend:
-    """``attend`` whose dropout differs between tensor ranks, although their random streams are the same.
+    """``attend`` with dropout masks that differ between tensor ranks, although their random streams are the same.
 
-    The streams are the same so that all ranks drop the same elements of the activations that all of them hold. Heads
-    differ between ranks, and would share their masks too. The seed of their masks is drawn from the common stream: so
-    the streams stay equal, and a recomputed forward pass draws the same masks again.
+    The streams are the same so that all ranks drop the same elements of the activations that all of them hold. But each
+    rank has other heads, which need other masks. The seed of these masks is drawn from the common stream and the rank
+    is added to it. So the streams stay equal, and a recomputed forward pass draws the same masks again.
     """
 
     def attend_with_own_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:

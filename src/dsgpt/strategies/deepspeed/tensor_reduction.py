@@ -1,9 +1,9 @@
-"""DeepSpeed 0.19.8's tensor-parallel sums, of whatever layout the tensors have. Import after DeepSpeed was set up.
+"""DeepSpeed 0.19.8's tensor-parallel sums, corrected for tensors of any layout. Import it after DeepSpeed was set up.
 
 ``RowParallel.forward`` and ``ColumnParallel.backward`` (``deepspeed/module_inject/layers.py``) reduce
-``x.contiguous()`` in place and return ``x``. Of a tensor that is not contiguous, ``contiguous`` is a copy: the sum is
-lost, and every rank computes on with its own part, without an error. Today's matrix products give contiguous tensors;
-nothing promises that.
+``x.contiguous()`` in place and return ``x``. If ``x`` is not contiguous, ``x.contiguous()`` is a copy: the sum is lost,
+and every rank continues with its own part, without an error. Matrix products give contiguous tensors today, but nothing
+guarantees that.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from deepspeed.module_inject import layers
 from torch import Tensor
 
 _ROW, _COLUMN = layers.RowParallel, layers.ColumnParallel
-"""DeepSpeed's own, also after ``reduce_contiguous``."""
+"""DeepSpeed's classes; these names keep them after ``reduce_contiguous``."""
 
 
 class ContiguousColumnParallel(_COLUMN):  # type: ignore[misc, valid-type]  # DeepSpeed ships no types
@@ -36,5 +36,5 @@ class ContiguousRowParallel(_ROW):  # type: ignore[misc, valid-type]  # DeepSpee
 
 
 def reduce_contiguous() -> None:
-    """Let DeepSpeed's layers use these classes in this process; a second call changes nothing."""
+    """Make DeepSpeed's layers use these classes in this process; a second call changes nothing."""
     layers.ColumnParallel, layers.RowParallel = ContiguousColumnParallel, ContiguousRowParallel

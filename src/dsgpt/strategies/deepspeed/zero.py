@@ -25,17 +25,17 @@ from dsgpt.strategies.initial_weights import initialize_whole
 
 
 class Zero(DeepSpeedStrategy):
-    """Data parallelism; subclasses that also split the model over ranks add to the private steps."""
+    """Data parallelism. Subclasses that also split the model over ranks extend the private methods."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
-        self._loss_factor: float = 1  # on a rank's loss, where DeepSpeed averages over more than the data ranks
+        self._loss_factor: float = 1  # multiplies a rank's loss if DeepSpeed averages over more than the data ranks
         self._precision = config.precision
-        ours = self._engine_config(config)
-        model = build_sharded(config, ours) if self._stage == 3 else _build_whole(config, device)
+        ds_config = self._engine_config(config)
+        model = build_sharded(config, ds_config) if self._stage == 3 else _build_whole(config, device)
         self._parameters = dict(model.named_parameters())
-        self._start(model, config, ours=ours, groups=self._spread(model, config))
+        self._start(model, config, ds_config=ds_config, groups=self._spread(model, config))
         self._gradient_sum: GradientSum | None = None
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()
@@ -44,7 +44,7 @@ class Zero(DeepSpeedStrategy):
             model.compile()
 
     def _engine_config(self, config: RunConfig) -> dict[str, Any]:
-        """The JSON as DeepSpeed shall see it on this rank."""
+        """The JSON that DeepSpeed gets on this rank."""
         return engine_config(config)
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:  # noqa: ARG002 - for subclasses
@@ -56,7 +56,7 @@ class Zero(DeepSpeedStrategy):
 
     @torch.no_grad()
     def _undo_first_step(self) -> None:
-        """Take back the optimizer step on zero gradients that DeepSpeed makes at stage 0 to allocate moments.
+        """Undo the optimizer step on zero gradients that DeepSpeed takes at stage 0 to allocate moments.
 
         ``FP16_UnfusedOptimizer.initialize_optimizer_states`` leaves Adam's counter at 1, so that every later bias
         correction is off, and decays the master weights once.
@@ -68,7 +68,7 @@ class Zero(DeepSpeedStrategy):
                 high.copy_(low)
 
     def _sum_gradients_in_fp32(self) -> None:
-        """Add up micro batches here: stage 0 does it in bf16 or fp16, the other stages in fp32 as was asked."""
+        """Sum the micro batches' gradients here: DeepSpeed's stage 0 would do it in bf16 or fp16."""
         if self._accumulation > 1:
             self._gradient_sum = GradientSum(self._parameters.values())
             self._engine.enable_backward_allreduce = False
@@ -99,7 +99,7 @@ class Zero(DeepSpeedStrategy):
             self._engine.allreduce_gradients()
 
     def _micro_batch_loss(self, batch: Batch) -> Tensor:
-        """What this rank adds to the mean loss of its micro batch; the whole of it, unless it reads a part."""
+        """What this rank adds to the mean loss of its micro batch: all of it, unless the rank reads only a part."""
         return self._engine(batch.inputs, batch.targets)
 
     def _micro_batch_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class GradientSum:
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
 
     def add(self) -> None:
-        """Add the gradients that a backward pass left, and clear them."""
+        """Add the gradients of a backward pass to the sums, and clear them."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 so_far = self._sums[index]
@@ -156,7 +156,7 @@ class GradientSum:
                 parameter.grad = None
 
     def hand_over(self) -> None:
-        """Set each gradient to its sum, in the parameter's precision, and start anew."""
+        """Set each gradient to its sum, in the parameter's precision, and clear the sums."""
         for index, parameter in enumerate(self._parameters):
             so_far = self._sums[index]
             parameter.grad = None if so_far is None else so_far.to(parameter.dtype)
@@ -178,10 +178,10 @@ class ZeroNvme(Zero):
             raise
 
     def _engine_config(self, config: RunConfig) -> dict[str, Any]:
-        ours = super()._engine_config(config)
+        ds_config = super()._engine_config(config)
         load_ops("PinMemoryBuilder", "AsyncIOBuilder")
-        self._swap_space = SwapSpace(ours, config.recipe, config.topology)
-        return ours
+        self._swap_space = SwapSpace(ds_config, config.recipe, config.topology)
+        return ds_config
 
     def close(self) -> None:
         """See ``Strategy``; remove the files."""

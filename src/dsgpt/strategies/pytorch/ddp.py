@@ -67,7 +67,7 @@ class Ddp(TorchStrategy):
             yield
         if last:
             for parameter in self._low:
-                parameter.grad = None  # its average is in the master's gradient already, and unrounded
+                parameter.grad = None  # the master's gradient has its average already, without rounding
 
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
@@ -75,11 +75,11 @@ class Ddp(TorchStrategy):
         self._order_buckets()
 
     def _order_buckets(self) -> None:
-        """Let DDP arrange its buckets as it has them from the second step of a process on.
+        """Make DDP arrange its buckets as they are from the second step of a process on.
 
         DDP rearranges them after the first backward pass. The position of an element in its bucket decides in which
-        order three or more ranks add it up: without this, the first step of a resumed run would differ from that of an
-        uninterrupted one in the last bit.
+        order three or more ranks add it up. Without this, the first step of a resumed run would differ from that of an
+        uninterrupted run in the last bit.
         """
         tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
         with self._micro_batch(last=True):
@@ -95,7 +95,7 @@ def average_in_fp32(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) 
     """Leave the mean over ranks of a bucket's gradients in the masters, in fp32.
 
     A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. DDP writes the hook's
-    result into the low-precision gradients, which nobody reads.
+    result into the low-precision gradients, which are not read.
 
     Args:
         masters: from the model's low-precision parameters to the fp32 ones.

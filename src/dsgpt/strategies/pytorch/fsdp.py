@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 (``fully_shard``): weights, gradients and optimizer state are cut into a shard per rank.
+"""PyTorch's FSDP2 (``fully_shard``): weights, gradients and optimizer state are cut into one shard per rank.
 
 Every parameter is cut along its first dimension. A block's weights are gathered before it computes and freed after it;
 gradients are averaged over the ranks and scattered as shards. The shards are fp32 in every precision: they are the
@@ -25,7 +25,7 @@ from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy, compile_block
 
 
 class Fsdp(TorchStrategy):
-    """A shard of everything per rank."""
+    """Each rank holds one shard of all weights, gradients and optimizer state."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         model = sharded_model(config, device)
@@ -40,8 +40,8 @@ class Fsdp(TorchStrategy):
         """Until the ``last`` micro batch, every rank sums whole gradients; then they are reduced to shards.
 
         Weights that stay gathered between forward and backward pass stay until the next micro batch too: their memory
-        is needed anyway, and they need not be gathered again. The root's weights always stay, those of the blocks where
-        the recipe says so.
+        is needed anyway, and they need not be gathered again. The root's weights always stay; those of the blocks stay
+        if the recipe says so.
         """
         self._fully_sharded.set_requires_gradient_sync(last)
         self._fully_sharded.set_reshard_after_backward(last or self._reshard_after_forward)
@@ -49,7 +49,7 @@ class Fsdp(TorchStrategy):
         return contextlib.nullcontext()
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Over all ranks; no two of them hold the same element, so that the norm's square is the sum of theirs."""
+        """The norm over all ranks. No two ranks hold the same element, so its square is the sum of their squares."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         squares = torch.stack(norms).square().sum()
         return self._sum_over_ranks(squares.to(self._device)).sqrt().float()
@@ -59,7 +59,7 @@ class Fsdp(TorchStrategy):
         sums = super().eval_step(batches)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # in training the backward pass does
+                module.reshard()  # in training, the backward pass does it
         return sums
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Fsdp(TorchStrategy):
         return _own_rows(whole, self._rank, self._ranks)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Strategy``: none, but for a single rank, whose shards are whole."""
+        """See ``Strategy``: none, except on a single rank, whose shards are whole."""
         if self._ranks == 1:
             for name, parameter in self._weights.parameters.items():
                 yield name, parameter.detach()
@@ -154,7 +154,7 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
 
 @torch.no_grad()
 def _fill(model: GPT2, config: RunConfig, home: torch.device) -> None:
-    """Give this rank's shards storage on ``home`` and their initial values; a tied parameter stays one."""
+    """Give this rank's shards storage on ``home`` and their initial values; tied parameters stay tied."""
     values = initial_values(config)
     filled: dict[nn.Parameter, nn.Parameter] = {}
     shards = {}

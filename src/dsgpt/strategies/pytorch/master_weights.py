@@ -48,7 +48,7 @@ class MasterWeights:
         """Canonical name to the parameter that the optimizer changes."""
 
     def by_low_parameter(self) -> dict[Tensor, nn.Parameter]:
-        """Each parameter of the model to its master."""
+        """From each parameter of the model to its master."""
         return {low: self.parameters[name] for name, low in self._low.items()}
 
     def gather_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""What the plain-PyTorch strategies do alike: the optimizer step, validation, and a state that can be saved.
+"""The base class of the plain-PyTorch strategies: the optimizer step, validation, and the state to save.
 
 Baseline, DDP and FSDP differ only in which rank holds which weights and in how gradients are reduced. Optimizer,
 schedule, clipping, accumulation and loss scale are the same.
@@ -77,7 +77,7 @@ class TorchStrategy(Strategy):
         return StepResult(loss=loss_mean, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
-        """Around one forward and backward pass; gradients are reduced over the ranks in the ``last`` one only."""
+        """A context for one forward and backward pass; gradients are reduced over ranks in the ``last`` one only."""
         return contextlib.nullcontext()
 
     def _training_loss(self, batch: Batch) -> Tensor:
