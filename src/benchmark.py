@@ -33,7 +33,8 @@ Options_contra = TypeVar("Options_contra", bound=SuiteOptions, contravariant=Tru
 class RunSuite(Protocol[Options_contra]):
     """Runs a suite; the exit code comes back."""
 
-    def __call__(self, options: Options_contra, *, repository: Path) -> int: ...
+    def __call__(self, options: Options_contra, *, repository: Path) -> int:
+        """Run it as ``options`` say, with the scripts and recipes of ``repository``."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,20 @@ class StepValues(Protocol):
     """What the meter reads of a ``strategies.base.StepResult``, which telemetry may not import."""
 
     @property
-    def loss(self) -> Tensor: ...
+    def loss(self) -> Tensor:
+        """Mean over the global batch, in nats per token."""
+
     @property
-    def grad_norm(self) -> Tensor: ...
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the whole gradient, before clipping."""
+
     @property
-    def lr(self) -> float: ...
+    def lr(self) -> float:
+        """The learning rate of the step."""
+
     @property
-    def skipped(self) -> Tensor: ...
+    def skipped(self) -> Tensor:
+        """Whether the loss scaler skipped the step."""
 
 
 class TimedBatches:

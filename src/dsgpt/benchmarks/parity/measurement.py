@@ -24,11 +24,11 @@ FIRST_CHANGE = 3
 
 
 def validated_after(total_steps: int) -> tuple[int, int]:
-    """The steps after which to validate: after half of them, to show that a validation does not change training; and
-    after the last.
+    """The steps after which to validate: the middle one and the last.
 
-    Not before the first step: DeepSpeed's ZeRO-3 learns from its first forward pass what to gather when, and sends an
-    eighth more in every training step if that pass was a validation.
+    The middle one shows that a validation does not change training. None comes before the first step: DeepSpeed's
+    ZeRO-3 learns from its first forward pass what to gather when, and sends an eighth more in every training step if
+    that pass was a validation.
     """
     return total_steps // 2, total_steps
 

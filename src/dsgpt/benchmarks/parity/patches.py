@@ -56,6 +56,8 @@ def _after_building(strategy: type, change: Callable[[Any], None]) -> Patch:
 
 
 def sum_over_ranks() -> Patch:
+    """Gradients are summed over the data ranks instead of averaged."""
+
     def add_up(_strategy: ddp.Ddp, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
         summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
@@ -65,6 +67,8 @@ def sum_over_ranks() -> Patch:
 
 
 def accumulation_counted_twice() -> Patch:
+    """Gradients are divided by the accumulation steps twice."""
+
     def divide_again(strategy: Any) -> None:
         strategy._loss_factor /= strategy._accumulation  # DeepSpeed's ``backward`` has divided by it already
 
@@ -101,6 +105,7 @@ def dropped_last_micro_batch() -> Patch:
 
 
 def positions_not_shifted() -> Patch:
+    """Every sequence rank numbers its positions from 0."""
     forward = GPT2.forward
 
     def forget_the_shift(self: GPT2, *arguments: Any, **named: Any) -> Tensor:
@@ -110,6 +115,8 @@ def positions_not_shifted() -> Patch:
 
 
 def not_reduced_over_sequence_ranks() -> Patch:
+    """Gradients are reduced over data ranks, but not over sequence ranks."""
+
     def reduce_nothing(strategy: Any) -> None:
         strategy._engine.allreduce_gradients = lambda *_arguments, **_named: None  # the one data rank is alone
 
@@ -117,6 +124,8 @@ def not_reduced_over_sequence_ranks() -> Patch:
 
 
 def skipped_tied_gradient_sum() -> Patch:
+    """First and last stage each train their own copy of the tied embedding."""
+
     def tie_nothing(strategy: Any) -> None:
         strategy._module.get_tied_weights_and_groups = list
 
@@ -124,6 +133,7 @@ def skipped_tied_gradient_sum() -> Patch:
 
 
 def clipping_norm_of_one_stage() -> Patch:
+    """Every pipeline stage clips by the norm of its own gradients."""
     clip = torch.nn.utils.clip_grads_with_norm_
 
     def clip_by_own_norm(parameters: Any, max_norm: float, _whole_norm: Tensor) -> None:
@@ -134,7 +144,7 @@ def clipping_norm_of_one_stage() -> Patch:
 
 
 def mean_of_ranks_means() -> Patch:
-    """Validation averages the ranks' means, although they are over unequal numbers of targets."""
+    """Validation averages the ranks' means, though ranks find unequal numbers of targets."""
 
     def average_the_averages(strategy: Any, batches: Iterator[Any]) -> tuple[Tensor, Tensor]:
         """As ``eval_step``, but every rank's mean has the same weight."""
@@ -150,11 +160,12 @@ def mean_of_ranks_means() -> Patch:
 
 
 def micro_batches_summed_in_bf16() -> Patch:
+    """ZeRO-0 in bf16 adds up its micro batches in bf16."""
     return _replaced(Zero, "_sum_gradients_in_fp32", lambda _strategy: None)
 
 
 def rounded_before_the_reduction() -> Patch:
-    """DDP rounds gradients to the precision of the weights before it reduces them."""
+    """DDP in bf16 rounds its fp32 sums before it adds those of the other ranks."""
     average, reduce = ddp.average_in_fp32, dist.all_reduce
 
     def round_and_reduce(flat: Tensor, **named: Any) -> Any:
@@ -168,7 +179,7 @@ def rounded_before_the_reduction() -> Patch:
 
 
 def scaled_after_the_norm() -> Patch:
-    """Gradients are scaled after their norm was read, so that the reported norm stays right."""
+    """Gradients are multiplied by the number of ranks after their norm was read."""
     before_step = Zero._before_step
 
     def scale_after_reading(strategy: Any) -> Tensor | None:
@@ -181,6 +192,8 @@ def scaled_after_the_norm() -> Patch:
 
 
 def second_group_keeps_its_rate() -> Patch:
+    """The schedule reaches the first group of parameters alone, and is reported."""
+
     def set_the_first(optimizer: Any, lr: float) -> None:
         optimizer.param_groups[0]["lr"] = lr
 
@@ -188,11 +201,12 @@ def second_group_keeps_its_rate() -> Patch:
 
 
 def biases_decay() -> Patch:
+    """Weight decay acts on biases and LayerNorms too."""
     return _replaced(optimization, "decays", lambda _name: True)
 
 
 def large_epsilon() -> Patch:
-    """Adam's epsilon is 1e-6 instead of the recipe's 1e-8."""
+    """AdamW's epsilon is 1e-6 instead of 1e-8."""
 
     def wrap(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
         return lambda groups, recipe: build(groups, replace(recipe, eps=1e-6))
