@@ -31,14 +31,14 @@ Options_contra = TypeVar("Options_contra", bound=SuiteOptions, contravariant=Tru
 
 
 class RunSuite(Protocol[Options_contra]):
-    """Runs a suite; the exit code comes back."""
+    """Runs a suite and returns its exit code."""
 
     def __call__(self, options: Options_contra, *, repository: Path) -> int: ...
 
 
 @dataclass(frozen=True)
 class Suite(Generic[Options]):
-    """A measurement: its flags by their names, what runs it, and its page."""
+    """A measurement: its options (the fields are its flags), the function that runs it, and its page."""
 
     options: type[Options]
     run: RunSuite[Options]
@@ -109,7 +109,7 @@ names: {", ".join(RECORDS)}""",
 
 
 def main() -> int:
-    """Read the flags and run; the exit code comes back."""
+    """Read the flags, run the command, and return its exit code."""
     words = sys.argv[1:]
     what = words[0] if words and words[0] in COMMANDS else ""
     reader = Reader()
@@ -137,7 +137,7 @@ def _remake(flags: argparse.Namespace) -> int:
 
 
 def _parser(what: str, reader: Reader) -> Parser:
-    """The parser of one command; without one, of the first word alone."""
+    """The parser of the command ``what``; if that is empty, a parser of the first word only."""
     parser = Parser(
         description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
         epilog=EXAMPLES[what] if what else "flags: python src/benchmark.py parity --help, and so on",
@@ -157,7 +157,7 @@ class _Flags:
         self._parser, self._reader = parser, reader
 
     def add(self, what: str) -> None:
-        """Those of the command ``what``."""
+        """Add the flags of the command ``what``."""
         add_own = {
             "parity": self._of_parity,
             "resume": self._of_resume,

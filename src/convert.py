@@ -1,4 +1,4 @@
-"""Weights that others can use: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
+"""Write weights for other programs: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ KEPT = "nothing was written"
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Read the flags, convert, say what was done."""
+    """Read the flags, convert, and print what was done."""
     reader = Reader()
     options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
     for flag, value, what in (

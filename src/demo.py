@@ -116,7 +116,7 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
 
 
 def _prepare(demo: Demo) -> int:
-    """Prepare the text unless there is one: another Python has another text, and runs may depend on the first."""
+    """Prepare the text, unless it is there: another Python has another text, and runs may depend on the first one."""
     if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
         print(f"{demo.data} holds prepared text: it is taken as it is", flush=True)
         return 0

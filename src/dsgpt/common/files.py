@@ -16,7 +16,7 @@ from typing import Any
 _BLOCK = 1 << 22
 
 PRINTABLE = "dsgpt.printable"
-"""Error handler for ``encode``: a byte that is not UTF-8, or a character that the encoding lacks, is ``\\xe9``."""
+"""Error handler for ``encode``: escapes bytes that are not UTF-8 and characters that the encoding lacks (``\\xe9``)."""
 
 
 def _spelt_out(error: UnicodeError) -> tuple[str, int]:

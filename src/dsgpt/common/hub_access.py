@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: found out in seconds, before a library retries for minutes."""
+"""Checks in seconds whether the Hugging Face hub answers. Its library would retry for minutes."""
 
 import os
 import ssl
@@ -14,7 +14,7 @@ def explain_offline(what: str, *, cure: str) -> None:
     """Return if the hub answers.
 
     Args:
-        what: needs the hub; begins the message.
+        what: what needs the hub; begins the message.
         cure: what the user can do without it; ends the message.
 
     Raises:
@@ -27,7 +27,7 @@ def explain_offline(what: str, *, cure: str) -> None:
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # it answers; what the code means is for the library to report
+        return  # the hub answers; the library reports what the code means
     except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is not an address
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):

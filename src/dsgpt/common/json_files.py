@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 MAX_BYTES = 16 << 20
-"""The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have a limit of
-their own."""
+"""The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have
+their own limit."""
 MAX_DEPTH = 40
-"""How deep objects and arrays may be nested; our own files use at most 8 levels."""
+"""How deep objects and arrays may be nested; dsgpt's files use at most 8 levels."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]

@@ -115,7 +115,7 @@ def _whole_batch(batch: object) -> object:
 def _loader(
     dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
 ) -> DataLoader[Batch]:
-    # The dataset returns a whole micro batch, so there is nothing to collate. With a generator of its own, the loader
+    # The dataset returns a whole micro batch, so there is nothing to collate. With its own generator, the loader
     # draws no seed from the default generator, whose state belongs to dropout and is restored at a resume.
     return DataLoader(
         dataset,

@@ -25,7 +25,7 @@ class TokenFileError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """The tokenizer that made the ids, as a sidecar names it."""
+    """The tokenizer that made the ids."""
 
     name: str | None = None
     """Name on the hub, or of the folder beside the file."""
@@ -65,7 +65,7 @@ class Sidecar:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """Size and time of change of a file: shows without reading it that it changed, unless its time was set back."""
+    """Size and time of change of a file: shows a change without reading the file, unless the time was set back."""
 
     size: int
     """Bytes."""
@@ -121,7 +121,6 @@ def note_stamp(beside: Path, stamp: Stamp, *, sha256: str) -> None:
         if said.get("sha256") != sha256:
             return
         write_json_atomic(beside, said | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
-        os.chown(
-            beside, before.st_uid, before.st_gid
-        )  # the sidecar is a new file now, and must stay readable to others
+        # The sidecar is a new file now, and must stay readable to others.
+        os.chown(beside, before.st_uid, before.st_gid)
         beside.chmod(stat.S_IMODE(before.st_mode))

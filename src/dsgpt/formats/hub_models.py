@@ -13,7 +13,7 @@ _VOCABULARY = ("tokenizer.json", "vocab.json")
 
 
 def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
-    """The folder that holds a published model.
+    """The folder with a published model.
 
     Args:
         given: a folder, or a name on the hub; then the folder is in the hub library's cache.
@@ -21,7 +21,7 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
         quiet: fetch without progress bars.
 
     Raises:
-        UserError: there is no such model, or it can neither be found here nor fetched.
+        UserError: there is no such model, or it is neither on this machine nor can it be fetched.
     """
     folder = Path(given)
     if folder.is_dir():

@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class PretrainedWeights:
-    """The weights of a Hugging Face folder as canonical parameters; each is read when it is asked for.
+    """The weights of a Hugging Face folder as canonical parameters; each call reads one.
 
     Args:
         folder: contains ``model.safetensors`` or ``pytorch_model.bin``, whole or in parts.

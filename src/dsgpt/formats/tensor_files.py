@@ -1,7 +1,7 @@
 """Files of named tensors, read and written one tensor at a time, so that a whole model is never in memory.
 
 Only safetensors files are written (https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON
-header, the header, the tensors' bytes). Their library can only write a model that is in memory as a whole.
+header, the header, the tensors' bytes). The safetensors library can only write a model that is entirely in memory.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         file: _SafetensorsFile = safe_open(path, framework="pt")
         found = {}
-        for name in file.keys():  # noqa: SIM118 - no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             part = file.get_slice(name)
             dtype = _DTYPE_NAMES.get(part.get_dtype())
             found[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=partial(file.get_tensor, name))

@@ -46,7 +46,7 @@ _UNUSED = {"tokenizer_file", "special_tokens_map_file"}
 
 
 class RefusedTokenizerError(UserError):
-    """The tokenizer asks for code of its own or for files of unknown names, and is not opened."""
+    """The tokenizer would run its own code or open files of other names, so it is not opened."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -132,7 +132,7 @@ def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Parsed as transformers does it, where the last of equal keys counts: the check must see what it would use."""
+    """The object in a file, parsed as by transformers (the last of equal keys counts): it must be checked as it is used."""
     try:
         value = json.loads(read_bytes(path))
     except RecursionError as error:
@@ -149,7 +149,7 @@ def _object(path: Path) -> dict[str, Any]:
 def open_tokenizer(
     source: Path | str, *, what: str, named: bool = False, fetch: bool = False, **settings: Any
 ) -> "PreTrainedTokenizerBase":
-    """Open a tokenizer with transformers. One that comes with code is refused, without a question to the user.
+    """Open a tokenizer with transformers. One that comes with code is refused without asking the user.
 
     Transformers opens a copy of a folder's known regular files, because it looks for other files and follows links.
 

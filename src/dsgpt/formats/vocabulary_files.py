@@ -29,7 +29,7 @@ def token_ids(folder: Path) -> dict[str, int] | None:
 
 
 def end_of_text_id(folder: Path) -> int | None:
-    """The id of the tokenizer's ``eos_token``; None if the files do not say it.
+    """The id of the tokenizer's ``eos_token``; None if the files do not name one.
 
     Raises:
         UserError: a file cannot be read.

@@ -75,9 +75,9 @@ def parse_options(argv: Sequence[str] | None = None, *, description: str, exampl
 
     Args:
         argv: the words; by default those of this process.
-        description: what ``--help`` says of the script.
+        description: of the script, for ``--help``.
         examples: commands that ``--help`` ends with.
-        small: whether only the first documents are prepared, as many as ``--num_documents`` says.
+        small: whether only the first ``--num_documents`` documents are prepared.
 
     Raises:
         UserError: all of its mistakes, one line each.

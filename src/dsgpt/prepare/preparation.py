@@ -23,7 +23,7 @@ from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
 from dsgpt.prepare.vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
 
 _NAMED = 3
-"""How many of the skipped links are named."""
+"""How many skipped links are named."""
 
 
 def prepare(options: PrepareOptions) -> None:

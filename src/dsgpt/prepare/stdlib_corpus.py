@@ -59,7 +59,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _read_library_file(file: SourceFile) -> Iterator[Document]:
-    """One document in the encoding that the file declares (PEP 263; UTF-8 unless it says otherwise)."""
+    """One document in the encoding that the file declares (PEP 263; UTF-8 by default)."""
     with file.path.open("rb") as lines:
         encoding = tokenize.detect_encoding(lines.readline)[0] if file.path.suffix == ".py" else "utf-8"
     data = file.path.read_bytes()
@@ -67,7 +67,7 @@ def _read_library_file(file: SourceFile) -> Iterator[Document]:
 
 
 def _read_topics(file: SourceFile) -> Iterator[Document]:
-    """The language reference that ``help()`` shows: a dict in the source, one document per topic here."""
+    """The language reference that ``help()`` shows, one document per topic; the file is a dict of topics."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB that only this reader needs
 
     size = file.path.stat().st_size // len(topics)

@@ -1,4 +1,4 @@
-"""The numbers of all runs side by side: comparison.md, and the table on the console."""
+"""The figures of all runs side by side: comparison.md, and the table on the console."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -94,7 +94,7 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
 def asked_for(runs: Sequence[Run]) -> list[str]:
     """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
 
-    Where one was resumed, ``RESUME_FACTS`` are asked for all the same: that nobody recorded them is then no default.
+    If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: then their absence is not a default.
     """
     later = LATER_FACTS - RESUME_FACTS if any(run.resumed for run in runs) else LATER_FACTS
     return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]

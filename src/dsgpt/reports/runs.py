@@ -78,7 +78,7 @@ class Run:
     train_curve: Curve
     val_curve: Curve
     notes: tuple[str, ...]
-    """Remarks on this record for the reader of the comparison."""
+    """Remarks on this record, for comparison.md."""
 
     @property
     def too_short_to_time(self) -> bool:
@@ -230,7 +230,7 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
 
 
 def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
-    """Peak memory of the whole run. Records of versions without segments only have that of the last process."""
+    """Peak memory of the whole run; unknown if an earlier version resumed it and recorded only the last process."""
     summary = record.section("summary")
     peaks = {
         "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),

@@ -19,7 +19,7 @@ from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
 from dsgpt.runtime.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""From schedulers and launchers, from Slurm and spot instances, from the keyboard, from a terminal that is closed."""
+"""In this order sent by schedulers and launchers, by Slurm and spot instances, by the keyboard, by a closed terminal."""
 ECHO_SEC = {True: 2.0, False: 0.2}
 """Seconds after the first signal in which further signals count as the same request, with and without a launcher: a
 launcher forwards signals that its ranks already got from the terminal or the batch system."""
@@ -32,11 +32,11 @@ _CLOSE = b"\0"
 
 
 class Interruption:
-    """Whether this process was asked to stop its run, and by what. A context: it listens from enter to exit.
+    """Whether this process was asked to stop its run, and by what. A context manager: handles signals inside.
 
     Args:
         launcher: the launcher of this rank; None if there is none.
-        speaks: whether this rank prints that it got the request.
+        speaks: whether this rank prints a line about the request.
     """
 
     def __init__(self, launcher: Launcher | None = None, *, speaks: bool = True) -> None:
