@@ -57,23 +57,23 @@ DESCRIPTIONS = {
     "parity": """\
 parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
 AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
-is caught. Exit code 0: all are equal and all bugs were caught; 1: not so.""",
+is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise.""",
     "resume": """\
-resume: let every strategy load one and the same checkpoint and write it again, which must give the same bytes; and let
-pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must give
-the losses of an undisturbed run. Exit code 0: they do; 1: not so.""",
+resume: let every strategy load the same checkpoint and write it again, which must give the same bytes. Then let pairs
+of strategies share a run: one trains 10 steps and saves, the other resumes for 10 more, which must give the losses of
+an undisturbed run. Exit code 0: they do; 1: otherwise.""",
     "faults": """\
 faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
 resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
-not so.""",
+otherwise.""",
     "saving": """\
 saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
-is skipped, so that an interrupted run continues with the record that it was at. Exit code 0: all are up to date, or
---check; 1: a source changed meanwhile; else that of the command that failed.""",
+is skipped, so an interrupted command continues with the record that it was remaking. Exit code 0: all are up to date,
+or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
 }
 EXAMPLES = {
     "parity": f"""\
@@ -176,7 +176,7 @@ class _Flags:
             nargs="+",
             default=(),
             metavar="N",
-            help="only these numbers of processes (default: 1, 2, 4 and 8)",
+            help="only these numbers of ranks (default: 1, 2, 4 and 8)",
         )
         self._only("STRATEGY", "strategies")
         self._core("only what `make test` runs: each strategy in a few trainings")
@@ -184,14 +184,12 @@ class _Flags:
 
     def _of_resume(self) -> None:
         self._number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
-        self._number(
-            "--seed", default=SEED, text=f"that the pairs are drawn with (default: {SEED}, as in docs/resume.md)"
-        )
+        self._number("--seed", default=SEED, text=f"seed that draws the pairs (default: {SEED}, as in docs/resume.md)")
         self._core("only what `make test` runs")
 
     def _of_faults(self) -> None:
         self._number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
-        drawn = f"that victims and instants are drawn with (default: {FAULT_SEED}, as in docs/faults.md)"
+        drawn = f"seed that draws victims and instants (default: {FAULT_SEED}, as in docs/faults.md)"
         self._number("--seed", default=FAULT_SEED, text=drawn)
         self._core("only what `make test` runs")
 
@@ -224,7 +222,7 @@ class _Flags:
         for flag, default, metavar, text in (
             ("--output", record, "RECORD", f"the record to write (default: {record.as_posix()})"),
             ("--page", None, "MD", "the page to write (default: beside the record)"),
-            ("--table-from", None, "RECORD", "run nothing; make the page from a record of before"),
+            ("--table-from", None, "RECORD", "run nothing; make the page from an earlier record"),
             ("--keep", None, "DIR", "leave recipes, logs and measurements of every training there"),
         ):
             self._parser.add_argument(flag, type=Path, default=default, metavar=metavar, help=text)

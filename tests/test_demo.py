@@ -37,7 +37,7 @@ def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mod
 def baseline(demo: ModuleType, *, steps: int) -> str:
     """Train it, as the demo decides; the decision comes back."""
     words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
-    decision = demo._go_on_or_anew(words)
+    decision = demo._resume_or_overwrite(words)
     assert train([*words, decision]) == 0
     record = json.loads(Path("checkpoint/demo-baseline/training_metrics.json").read_text())
     assert (record["status"], record["training_config"]["total_steps"]) == ("completed", steps)
@@ -51,7 +51,7 @@ def test_the_same_steps_go_on_and_others_start_anew(demo, capsys):
     for steps in (3, 1):
         assert baseline(demo, steps=steps) == "--overwrite"
         out = capsys.readouterr().out
-        assert out.startswith("checkpoint/demo-baseline holds another run, which is replaced:\n  total steps is ")
+        assert out.startswith("checkpoint/demo-baseline contains another run, which is replaced:\n  total steps is ")
 
 
 def test_an_interrupted_run_goes_on(demo, capsys):
@@ -80,7 +80,7 @@ def test_what_starting_anew_does_not_cure_is_left_to_the_run(demo, capsys):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"of": "somebody else"}')
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
     assert capsys.readouterr() == ("", "")
 
 
@@ -100,10 +100,10 @@ def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch):
     assert commands[0][-1] == "--resume" and sorted(RUN.iterdir()) == before
     said = capsys.readouterr()
     assert "bring them back" in said.err
-    assert "if what it lacks is lost, remove it (rm -r checkpoint/demo-baseline) and repeat make demo" in said.out
+    assert "if the missing files are lost, remove it (rm -r checkpoint/demo-baseline) and repeat make demo" in said.out
     for steps in (2, 3):  # another length besides is no reason
         words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
-        assert demo._go_on_or_anew(words) == "--resume"
+        assert demo._resume_or_overwrite(words) == "--resume"
 
 
 def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
     (RUN / "RUN_COMPLETE.txt").unlink()
     (RUN / "step-00000001" / "model.safetensors").write_bytes(b"")
     words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -127,7 +127,7 @@ def test_a_passing_error_is_no_other_run(demo, monkeypatch, number):
 
     monkeypatch.setattr(preparation, "plan_resume", fail_once)
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
     assert not failures
 
 
@@ -137,7 +137,7 @@ def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
     monkeypatch.setattr(preparation, "plan_resume", lambda *given, **named: os.kill(os.getpid(), number))
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
     with pytest.raises(KeyboardInterrupt):
-        demo._go_on_or_anew(words)
+        demo._resume_or_overwrite(words)
 
 
 def test_another_fault_besides_is_not_another_run(demo, capsys):
@@ -149,7 +149,7 @@ def test_another_fault_besides_is_not_another_run(demo, capsys):
     shutil.rmtree("data/python-stdlib/tokenizer", ignore_errors=True)
     capsys.readouterr()
     words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
     assert capsys.readouterr() == ("", "")
 
 
@@ -158,7 +158,7 @@ def test_text_that_is_there_is_taken(demo, monkeypatch, capsys):
     monkeypatch.setattr(demo, "_run", lambda command: started.append(command) or 0)
     here = demo.Demo(into=Path(), steps=1, gpus=0)
     assert demo._prepare(here) == 0
-    assert not started and "data/python-stdlib holds prepared text" in capsys.readouterr().out
+    assert not started and "data/python-stdlib contains prepared text" in capsys.readouterr().out
     (here.data / "preparation.json").unlink()
     assert demo._prepare(here) == 0
     assert started[0][1:] == ["data_prep/preprocess.py", "--output_dir", "data/python-stdlib"]

@@ -84,7 +84,7 @@ def test_a_reader_that_had_enough_ends_a_script_without_a_word(script, nobody, t
 def test_a_full_disk_behind_the_output_is_told(script, tmp_path):
     with Path("/dev/full").open("w") as full:
         done = start(script, "--help", cwd=tmp_path, stdout=full)
-    said = "error: standard output: No space left on device: what was printed is not complete\n"
+    said = "error: standard output: No space left on device: the output is incomplete\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -161,7 +161,10 @@ def test_a_path_that_no_library_opens_is_refused(script, flags, there, tmp_path)
     lines = done.stderr.splitlines()
     assert all(line.startswith("error: ") for line in lines), done.stderr
     (line,) = [line for line in lines if "UTF-8" in line]
-    assert f" {SHOWN}: is not valid UTF-8, and the libraries that read tokenizers and weights open no such path" in line
+    assert (
+        f" {SHOWN}: is not valid UTF-8, and the libraries that read tokenizers and weights cannot open such a path"
+        in line
+    )
     assert [path.name for path in tmp_path.iterdir()] == ([LATIN] if there else [])
 
 

@@ -38,10 +38,10 @@ def test_all_mistakes_are_noted():
         "--many needs a value",
         "--kind must be one of one, two, not tow (did you mean two?)",
         "--share must be a number above 0 and below 1, such as 0.05, not 1",
-        "-x is no known flag; see --help",
-        "--texts is no known flag (did you mean --text?)",
-        "--size is no known flag: give --share",
-        "--zzz is no known flag; see --help",
+        "-x is not a known flag; see --help",
+        "--texts is not a known flag (did you mean --text?)",
+        "--size is not a known flag: give --share",
+        "--zzz is not a known flag; see --help",
     ]
 
 

@@ -31,8 +31,8 @@ class Shape:
         (b"{", "Expecting property name"),
         (b"[" * 200_000, f"nested more than {MAX_DEPTH} deep"),
         (b'{"a":' * 200_000, f"nested more than {MAX_DEPTH} deep"),
-        (b"NaN", "NaN is no JSON number"),
-        (b"-Infinity", "-Infinity is no JSON number"),
+        (b"NaN", "NaN is not a JSON number"),
+        (b"-Infinity", "-Infinity is not a JSON number"),
         (b"[1e999]", "1e999 is too large"),
         (b"9" * 5000, "4300 digits"),
         (b'"\xff"', "not UTF-8 text (byte 1)"),
@@ -101,7 +101,7 @@ def test_only_regular_files_of_a_sane_size_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
     (tmp_path / "list").write_bytes(b"[]")
-    for name, said in (("pipe", "no regular file"), ("missing", "No such file"), ("large", "larger than 10 bytes")):
+    for name, said in (("pipe", "not a regular file"), ("missing", "No such file"), ("large", "larger than 10 bytes")):
         with pytest.raises(JsonError, match=said):
             read_bytes(tmp_path / name, max_bytes=10)
     with pytest.raises(JsonError, match="Is a directory"):

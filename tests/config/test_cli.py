@@ -135,11 +135,11 @@ def test_a_value_may_stand_behind_an_equals_sign():
             ["--model_size", "smal"],
             "--model_size must be one of demo, tiny, small, medium, large, xl, not smal (did you",
         ),
-        (["--max_steps", "5"], "--max_steps is no known flag (did you mean --max_val_steps?)"),
-        (["--epoch", "5"], "--epoch is no known flag (did you mean --epochs?)"),
-        (["--epoch=5"], "--epoch is no known flag (did you mean --epochs?)"),
-        (["--xyzzy"], "--xyzzy is no known flag"),
-        (["train.bin"], "'train.bin' belongs to no flag"),
+        (["--max_steps", "5"], "--max_steps is not a known flag (did you mean --max_val_steps?)"),
+        (["--epoch", "5"], "--epoch is not a known flag (did you mean --epochs?)"),
+        (["--epoch=5"], "--epoch is not a known flag (did you mean --epochs?)"),
+        (["--xyzzy"], "--xyzzy is not a known flag"),
+        (["train.bin"], "'train.bin' is neither a flag nor the value of one"),
         (["--epochs"], "--epochs needs a value"),
         (["--train_data_path", "--resume"], "--train_data_path needs a value"),
     ],
@@ -171,7 +171,7 @@ def test_a_value_for_a_flag_that_takes_none():
 
 def test_flags_are_not_abbreviated():
     """A script that says --grad_accum would change its meaning with the next flag that starts so."""
-    assert mistakes("--grad_accum", "2") == ["--grad_accum is no known flag (did you mean --grad_accum_steps?)"]
+    assert mistakes("--grad_accum", "2") == ["--grad_accum is not a known flag (did you mean --grad_accum_steps?)"]
 
 
 def test_help_teaches_every_flag(tmp_path: Path):

@@ -26,7 +26,7 @@ def test_empty_token_file(here, refused):
 def test_odd_byte_count(here, refused):
     (here / "train.bin").write_bytes(b"\0" * 1001)
     assert refused() == [
-        "train.bin: 1,001 bytes is no whole number of 2-byte uint16 ids; the file is cut off or is no token file"
+        "train.bin: 1,001 bytes is not a whole number of 2-byte uint16 ids; the file is cut off or is not a token file"
     ]
 
 

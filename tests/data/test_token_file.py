@@ -10,7 +10,7 @@ from small_run import random_ids, write_tokens
 
 from dsgpt.data.token_file import TokenFileError, TokenFileWriter, dtype_for, open_token_file, sidecar_path
 
-IS_NONE = "a.json: is no sidecar of a token file ("
+INVALID = "a.json: is not the sidecar of a token file ("
 DOCUMENTS = [[1, 2, 3], [], [65_535, 0], np.array([7])]
 
 
@@ -123,36 +123,36 @@ def test_folder(tmp_path):
 def test_odd_byte_counts(tmp_path, size, vocab_size, width):
     path = write_tokens(tmp_path / "a.bin", random_ids(5), dtype=f"uint{8 * width}", vocab_size=vocab_size)
     path.write_bytes(bytes(size))
-    assert refused(path).startswith(f"{path}: {size} bytes is no whole number of {width}-byte uint{8 * width} ids")
+    assert refused(path).startswith(f"{path}: {size} bytes is not a whole number of {width}-byte uint{8 * width} ids")
 
 
 def test_odd_byte_count_without_a_sidecar(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"abc")
-    assert refused(path).startswith(f"{path}: 3 bytes is no whole number of 2-byte uint16 ids")
+    assert refused(path).startswith(f"{path}: 3 bytes is not a whole number of 2-byte uint16 ids")
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
         ({"tokens": 4}, "a.bin: holds 5 uint16 ids but a.json says 4; one of them is from another preparation"),
-        ({"tokens": 0}, f"{IS_NONE}tokens: Input should be greater than or equal to 1, not 0)"),
-        ({"tokens": True}, f"{IS_NONE}tokens: Input should be a valid integer, not True)"),
-        ({"tokens": 5.0}, f"{IS_NONE}tokens: Input should be a valid integer, not 5.0)"),
-        ({"documents": "two"}, f"{IS_NONE}documents: Input should be a valid integer, not 'two')"),
+        ({"tokens": 0}, f"{INVALID}tokens: Input should be greater than or equal to 1, not 0)"),
+        ({"tokens": True}, f"{INVALID}tokens: Input should be a valid integer, not True)"),
+        ({"tokens": 5.0}, f"{INVALID}tokens: Input should be a valid integer, not 5.0)"),
+        ({"documents": "two"}, f"{INVALID}documents: Input should be a valid integer, not 'two')"),
         ({"vocab_size": None}, "a.json: vocab_size is null, not a positive whole number"),
         ({"dtype": "uint32", "tokens": 2, "vocab_size": 2**33}, "a.json: vocab_size 8,589,934,592 does not fit dtype"),
         ({"vocab_size": 65_537}, "a.json: vocab_size 65,537 does not fit dtype uint16"),
-        ({"dtype": "int64"}, f"{IS_NONE}dtype: Input should be 'uint16' or 'uint32', not 'int64')"),
-        ({"dtype": ["uint16"]}, f"{IS_NONE}dtype: Input should be 'uint16' or 'uint32', not ['uint16'])"),
-        ({"dtype": "uint32"}, "a.bin: 10 bytes is no whole number of 4-byte uint32 ids"),
-        ({"tokenizer": "gpt2"}, f"{IS_NONE}tokenizer: Input should be an object, not 'gpt2')"),
-        ({"tokenizer": {"sha256": "a"}}, f"{IS_NONE}tokenizer.sha256: String should match pattern"),
-        ({"sha256": 5}, f"{IS_NONE}sha256: Input should be a valid string, not 5)"),
-        ({"sha256": "a" * 64 + "\n"}, f"{IS_NONE}sha256: String should match pattern"),
-        ({"source": {}}, f"{IS_NONE}source: Input should be a valid string, not {{}})"),
-        ({"size": -1}, f"{IS_NONE}size: Input should be greater than or equal to 0, not -1)"),
-        ({"mtime_ns": 1e18}, f"{IS_NONE}mtime_ns: Input should be a valid integer, not 1e+18)"),
+        ({"dtype": "int64"}, f"{INVALID}dtype: Input should be 'uint16' or 'uint32', not 'int64')"),
+        ({"dtype": ["uint16"]}, f"{INVALID}dtype: Input should be 'uint16' or 'uint32', not ['uint16'])"),
+        ({"dtype": "uint32"}, "a.bin: 10 bytes is not a whole number of 4-byte uint32 ids"),
+        ({"tokenizer": "gpt2"}, f"{INVALID}tokenizer: Input should be an object, not 'gpt2')"),
+        ({"tokenizer": {"sha256": "a"}}, f"{INVALID}tokenizer.sha256: String should match pattern"),
+        ({"sha256": 5}, f"{INVALID}sha256: Input should be a valid string, not 5)"),
+        ({"sha256": "a" * 64 + "\n"}, f"{INVALID}sha256: String should match pattern"),
+        ({"source": {}}, f"{INVALID}source: Input should be a valid string, not {{}})"),
+        ({"size": -1}, f"{INVALID}size: Input should be greater than or equal to 0, not -1)"),
+        ({"mtime_ns": 1e18}, f"{INVALID}mtime_ns: Input should be a valid integer, not 1e+18)"),
     ],
 )
 def test_sidecars_that_contradict(tmp_path, changes, what):
@@ -168,7 +168,7 @@ def test_sidecars_that_contradict(tmp_path, changes, what):
         (b"[" * 200_000, "its objects and arrays are nested more than 40 deep)"),
         (b'{"tokens": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
         (b'{"tokens": 1, "tokens": 2}', 'the key "tokens" is given twice: keep one of them)'),
-        (b'{"tokens": NaN}', "NaN is no JSON number)"),
+        (b'{"tokens": NaN}', "NaN is not a JSON number)"),
         (b"[]", "Input should be an object, not [])"),
         (b'"text"', "Input should be an object, not 'text')"),
         (b"{}", "dtype: Field required; tokens: Field required; documents: Field required; and 5 more)"),
@@ -178,14 +178,14 @@ def test_sidecars_that_contradict(tmp_path, changes, what):
 def test_unreadable_sidecars(tmp_path, text, what):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).write_bytes(text)
-    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file ({what}")
+    assert refused(path).startswith(f"{sidecar_path(path)}: is not the sidecar of a token file ({what}")
 
 
 def test_a_folder_in_place_of_the_sidecar(tmp_path):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).unlink()
     sidecar_path(path).mkdir()
-    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file (Is a directory)")
+    assert refused(path).startswith(f"{sidecar_path(path)}: is not the sidecar of a token file (Is a directory)")
 
 
 def test_a_link_to_nowhere_in_place_of_the_sidecar(tmp_path):
@@ -193,7 +193,7 @@ def test_a_link_to_nowhere_in_place_of_the_sidecar(tmp_path):
     path = write_tokens(tmp_path / "a.bin", random_ids(5))
     sidecar_path(path).unlink()
     sidecar_path(path).symlink_to("nowhere")
-    assert refused(path).startswith(f"{sidecar_path(path)}: is no sidecar of a token file (No such file")
+    assert refused(path).startswith(f"{sidecar_path(path)}: is not the sidecar of a token file (No such file")
 
 
 def test_a_device_is_no_token_file():

@@ -144,8 +144,8 @@ def test_mistakes_are_told_together(run_dir, tmp_path):
         "--to must be one of hf, portable, deepspeed, not hg",
         "--dtype must be one of fp32, bf16, fp16, not int8",
         "--which must be one of latest, best, not worst",
-        "--checkpoint is no known flag: give --from",
-        "--quantize is no known flag; see --help",
+        "--checkpoint is not a known flag: give --from",
+        "--quantize is not a known flag; see --help",
         "--from is missing: give a run folder such as checkpoint/demo-zero1",
     ]
     (tmp_path / "full").mkdir()

@@ -92,7 +92,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
         file = folder / "pytorch_model.bin"
         torch.save({"wte.weight": RunsCode(tmp_path / "ran")}, file, _use_new_zipfile_serialization=new)
         (line,) = refused(folder)
-        assert line.startswith("HF/pytorch_model.bin: holds more than tensors, and what it holds could run code")
+        assert line.startswith("HF/pytorch_model.bin: holds more than tensors, and loading it could run code")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
@@ -114,7 +114,9 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
     assert refusal({key: value for key, value in weights.items() if key != name}) == [
         "h.1.mlp.c_fc.bias is missing: it must hold every weight that config.json announces"
     ]
-    assert refusal(weights | {"score.weight": torch.ones(2)}) == ["score.weight is no weight of a GPT-2 language model"]
+    assert refusal(weights | {"score.weight": torch.ones(2)}) == [
+        "score.weight is not a weight of a GPT-2 language model"
+    ]
     assert refusal(weights | {name: torch.ones(7)}) == [
         "h.1.mlp.c_fc.bias has the shape [7], by config.json it must be [128]"
     ]
@@ -122,16 +124,16 @@ def test_weights_of_something_else(model_and_folder, tmp_path):
         "h.1.mlp.c_fc.bias holds no floating-point numbers: quantized weights cannot be loaded"
     ]
     assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == [
-        "lm_head.weight differs from wte.weight: a GPT-2 with an untied head is no GPT-2"
+        "lm_head.weight differs from wte.weight: in GPT-2 they are the same tensor"
     ]
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     (line,) = refused(tmp_path)
-    assert line.startswith("HF/model.safetensors: is no readable safetensors file (")
+    assert line.startswith("HF/model.safetensors: is not a readable safetensors file (")
     (tmp_path / "model.safetensors").unlink()
     assert refused(tmp_path) == ["HF: holds neither model.safetensors nor pytorch_model.bin"]
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "../model.safetensors"}}')
     (line,) = refused(tmp_path)
-    assert line == "HF/model.safetensors.index.json: names ../model.safetensors, which is no file beside it"
+    assert line == "HF/model.safetensors.index.json: names ../model.safetensors, which is not a file beside it"
 
 
 # Around a run.
@@ -187,7 +189,7 @@ def test_training_starts_from_them_and_does_not_need_them_again(folder, capsys):
     assert record(folder)["training_config"]["init_from"] == source
     assert record(folder)["summary"]["optimizer_steps"] == 4
     (line,) = mistakes(folder, capsys, checkpoint_path=folder / "other")
-    assert line == "--init_from HERE/hf: is no folder: give one, or a name on the Hugging Face hub"
+    assert line == "--init_from HERE/hf: is not a folder: give a folder, or a name on the Hugging Face hub"
 
 
 def test_flags_that_contradict_the_shape(folder, capsys):

@@ -73,5 +73,5 @@ def test_a_vocabulary_of_wrong_types_is_one_line(checkpoint, tmp_path, text):
     (checkpoint / "tokenizer" / "tokenizer.json").write_text(text)
     seal(checkpoint)
     (line,) = refusal("--from", checkpoint, "--to", "hf", tmp_path / "out")
-    assert "tokenizer.json: is no readable vocabulary (" in line
+    assert "tokenizer.json: is not a readable vocabulary (" in line
     assert json.loads((checkpoint / "manifest.json").read_text())["step"] == 1

@@ -44,7 +44,7 @@ def test_another_version_of_the_vocabulary_is_refused(folder, other, linked):
     version = folder / "tokenizer.4.0.0.json"
     version.symlink_to(other) if linked else shutil.copy(other, version)
     assert refusal(folder) == (
-        "here: its tokenizer_config.json names other files to open (fast_tokenizer_files), which nothing vouches for: "
+        "here: its tokenizer_config.json names other files to open (fast_tokenizer_files), which nothing has checked: "
         "remove this entry, and leave the vocabulary in tokenizer.json"
     )
 
@@ -102,7 +102,7 @@ def test_an_error_names_the_folder(folder):
     with pytest.raises(UserError) as caught:
         open_tokenizer(folder, what="here")
     (line,) = caught.value.problems
-    assert line.startswith("here: is no tokenizer folder that can be read") and "/tokenizer-" not in line
+    assert line.startswith("here: is not a readable tokenizer folder") and "/tokenizer-" not in line
 
 
 def test_a_copy_opens_as_the_original_does(folder, tmp_path):

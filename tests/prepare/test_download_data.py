@@ -44,7 +44,7 @@ def test_set_with_its_own_split(run, prepare_here, hub_folder: Path, bytes_token
 
     flags = ["--dataset", "tinystories", "--tokenizer", bytes_tokenizer]
     (line,) = errors(run("preprocess.py", *flags, "--val_fraction", 0.5, cwd=tmp_path, code=2))
-    assert "brings its own validation split" in line
+    assert "has its own validation split" in line
     prepare_here(*flags, cwd=tmp_path)
     assert documents_of(raw.parent, "train") == STORIES
     assert documents_of(raw.parent, "val") == VALIDATION

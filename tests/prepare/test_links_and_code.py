@@ -61,7 +61,7 @@ def test_a_tokenizers_code_is_refused(run, text, tokenizer, tmp_path, where):
     done = run("preprocess.py", "--input", text, "--tokenizer", given, cwd=tmp_path, code=2, **variables)
     assert not marker.exists()
     (line,) = errors(done)
-    assert line.startswith(f"error: --tokenizer {given}: its tokenizer_config.json asks for code of its own (auto_map)")
+    assert line.startswith(f"error: --tokenizer {given}: its tokenizer_config.json asks for its own code (auto_map)")
     assert "[y/N]" not in done.stdout + done.stderr
 
 

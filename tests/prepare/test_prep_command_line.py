@@ -20,8 +20,8 @@ def test_all_mistakes_are_reported_together(run, tmp_path: Path):
     assert sorted(lines) == sorted(
         f"error: {line}"
         for line in (
-            "--inpt is no known flag (did you mean --input?)",
-            "'stray' belongs to no flag",
+            "--inpt is not a known flag (did you mean --input?)",
+            "'stray' is neither a flag nor the value of one",
             f"--dataset must be one of {', '.join(DATASETS)}, not tinystoris (did you mean tinystories?)",
             "--vocab_size must be a whole number of at least 257, not 12",
             "--seed must be a whole number of at least 0, not x",
@@ -89,7 +89,7 @@ def test_folder_that_is_no_tokenizer(run, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text\n" * 9)
     (tmp_path / "folder").mkdir()
     (line,) = errors(run("preprocess.py", "--input", "a.txt", "--tokenizer", "folder", cwd=tmp_path, code=2))
-    assert "--tokenizer folder: is no tokenizer folder" in line
+    assert "--tokenizer folder: is not a readable tokenizer folder" in line
 
 
 @pytest.mark.parametrize("script", ["preprocess.py", "preprocess_small.py", "download_data.py"])

@@ -49,14 +49,14 @@ def test_a_file_of_another_preparation_is_told(again, tmp_path, name):
         path.unlink()
     else:
         path.write_text("{}")
-    with pytest.raises(UserError, match=r"is not what preparation\.json speaks of; replace it with --overwrite"):
+    with pytest.raises(UserError, match=r"not the file that preparation\.json describes; replace it with --overwrite"):
         again()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"identity": 5}', "[" * 200])
 def test_a_record_that_is_none_is_told(again, tmp_path, text):
     (tmp_path / "out" / "preparation.json").write_text(text)
-    with pytest.raises(UserError, match=r"preparation\.json: is no record of a preparation \(.*--overwrite"):
+    with pytest.raises(UserError, match=r"preparation\.json: is not the record of a preparation \(.*--overwrite"):
         again()
 
 

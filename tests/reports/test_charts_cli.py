@@ -74,7 +74,7 @@ def test_all_mistakes_are_told_together_one_line_each(tmp_path, two_runs, capsys
     lines = output.err.splitlines()
     for part in (
         "--optimized-json needs a value",
-        "--optimised-json is no known flag (did you mean --optimized-json?)",
+        "--optimised-json is not a known flag (did you mean --optimized-json?)",
         "--run 'zero1': expected NAME=PATH",
         "two runs are called 'twice'",
         f"{torn} is a file, not a folder",
@@ -95,9 +95,9 @@ def test_all_mistakes_are_told_together_one_line_each(tmp_path, two_runs, capsys
         (["--run", "=x"], "expected NAME=PATH"),
         (["--run", "a="], "expected NAME=PATH"),
         (["--run", "a\nb=x"], "expected NAME=PATH"),
-        (["--nonsense"], "--nonsense is no known flag; see --help"),
+        (["--nonsense"], "--nonsense is not a known flag; see --help"),
         (["--output-dir", "-x"], "--output-dir needs a value"),
-        (["surplus"], "'surplus' belongs to no flag"),
+        (["surplus"], "'surplus' is neither a flag nor the value of one"),
         (["--baseline-json", "a", "--baseline-json", "b"], "--baseline-json is given 2 times"),
     ],
 )

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Reader:
-    """Converts words to values. A word that it cannot convert adds a line to ``problems``; the flag then has no value."""
+    """Converts words to values. If it cannot, it adds a line to ``problems``, and the flag has no value."""
 
     def __init__(self) -> None:
         self.problems = Problems()
@@ -153,9 +153,9 @@ def read_words(
         name = word.split("=")[0]
         if _is_flag(word, parser):
             hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
-            reader.problems.add(f"{name} is no known flag{hint or '; see --help'}")
+            reader.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
         elif not previous_unknown:  # otherwise it is the value of the unknown flag
-            reader.problems.add(f"{word!r} belongs to no flag")
+            reader.problems.add(f"{word!r} is neither a flag nor the value of one")
         previous_unknown = _is_flag(word, parser)
     return namespace
 

@@ -7,7 +7,7 @@ import urllib.request
 
 from dsgpt.common.errors import UserError
 
-_PATIENCE_SECONDS = 10
+_TIMEOUT_SECONDS = 10
 
 
 def explain_offline(what: str, *, cure: str) -> None:
@@ -25,7 +25,7 @@ def explain_offline(what: str, *, cure: str) -> None:
             raise UserError(f"{what}: needs the Hugging Face hub, but {name} is set; {cure}")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
         return  # the hub answers; the library reports what the code means
     except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is not an address

@@ -126,7 +126,7 @@ class _Output(io.FileIO):
 def _output_lost(error: OutputError) -> int:
     if error.errno == errno.EPIPE:
         return EXIT_READER_GONE
-    return complain([f"standard output: {error.strerror}: what was printed is not complete"], EXIT_USER_ERROR)
+    return complain([f"standard output: {error.strerror}: the output is incomplete"], EXIT_USER_ERROR)
 
 
 def _with(kept: str, line: str) -> str:

@@ -98,7 +98,7 @@ def read_sidecar(beside: Path) -> Sidecar:
     try:
         sidecar = read_as(beside, Sidecar, unknown_keys=True)
     except JsonError as error:
-        raise TokenFileError(f"{beside}: is no sidecar of a token file ({error}); make the data again") from error
+        raise TokenFileError(f"{beside}: is not the sidecar of a token file ({error}); make the data again") from error
     if sidecar.vocab_size is None:
         raise TokenFileError(f"{beside}: vocab_size is null, not a positive whole number; make the data again")
     if sidecar.vocab_size > 1 << (8 * DTYPES[sidecar.dtype].itemsize):
@@ -117,10 +117,10 @@ def note_stamp(beside: Path, stamp: Stamp, *, sha256: str) -> None:
         may_replace = os.geteuid() in (0, before.st_uid) and os.access(beside, os.W_OK)
         if not stat.S_ISREG(before.st_mode) or not may_replace:
             return
-        said = read_object(beside)
-        if said.get("sha256") != sha256:
+        values = read_object(beside)
+        if values.get("sha256") != sha256:
             return
-        write_json_atomic(beside, said | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
+        write_json_atomic(beside, values | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
         # The sidecar is a new file now, and must stay readable to others.
         os.chown(beside, before.st_uid, before.st_gid)
         beside.chmod(stat.S_IMODE(before.st_mode))

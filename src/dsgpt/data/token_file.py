@@ -79,7 +79,7 @@ class TokenFile:
         before = Stamp.of(self.path)
         computed = self.computed_sha256(progress)
         if Stamp.of(self.path) != before:
-            raise TokenFileError(f"{self.path}: was changed while it was hashed: start again when nothing writes to it")
+            raise TokenFileError(f"{self.path}: changed while it was hashed: start again when no program writes to it")
         claimed = self.sidecar.sha256
         if claimed and computed != claimed:
             raise TokenFileError(
@@ -132,8 +132,8 @@ def _check_size(path: Path, size: int, sidecar: Sidecar, inferred: bool) -> None
     width = DTYPES[sidecar.dtype].itemsize
     if size % width:
         raise TokenFileError(
-            f"{path}: {size:,} bytes is no whole number of {width}-byte {sidecar.dtype} ids; the file is cut off or "
-            "is no token file"
+            f"{path}: {size:,} bytes is not a whole number of {width}-byte {sidecar.dtype} ids; the file is cut off or "
+            "is not a token file"
         )
     if not inferred and size != sidecar.tokens * width:
         raise TokenFileError(

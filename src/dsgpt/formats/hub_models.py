@@ -27,7 +27,7 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists() or not _HUB_NAME.fullmatch(given):
-        raise UserError(f"--init_from {given}: is no folder: give one, or a name on the Hugging Face hub")
+        raise UserError(f"--init_from {given}: is not a folder: give a folder, or a name on the Hugging Face hub")
     return _HubModel(given, quiet=quiet).fetch(weights=weights)
 
 
@@ -89,7 +89,7 @@ class _HubModel:
             return None
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
             raise UserError(
-                f"--init_from {self._name}: is no folder here, and no model on the hub that may be read"
+                f"--init_from {self._name}: is neither a folder here nor a readable model on the hub"
             ) from error
         except OSError as error:
             raise self._failed("could not be fetched", error) from error

@@ -1,4 +1,4 @@
-"""The shape of a GPT-2, its published sizes, and its parameter count. Imports no torch, so that planning starts fast."""
+"""The shape of a GPT-2, its published sizes, and its parameter count. Imports no torch, so planning starts fast."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -37,7 +37,7 @@ def stdlib_source(*, root: Path | None = None) -> Source:
     root = root or Path(sysconfig.get_path("stdlib"))
     keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
     if not keyed:
-        raise UserError(f"{root}: this Python ships no sources of its library; use another Python, or --input")
+        raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
     return Source(
         description=f"sources and documentation of the Python {platform.python_version()} standard library",
         files=tuple(

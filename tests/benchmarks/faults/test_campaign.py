@@ -41,7 +41,7 @@ def test_the_kills_are_the_same_for_a_seed_and_spread_over_everything():
     [
         (["--kills", "some"], "error: --kills must be a whole number of at least 0, not some"),
         (["--table-from", "nowhere.json"], "error: --table-from nowhere.json: cannot be read as a record"),
-        (["--pairs", "3"], "error: --pairs is no known flag"),
+        (["--pairs", "3"], "error: --pairs is not a known flag"),
     ],
 )
 def test_mistakes(arguments, line, tmp_path):

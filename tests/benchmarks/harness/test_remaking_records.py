@@ -251,7 +251,7 @@ def test_the_command_lists_every_record():
     ("arguments", "line"),
     [
         (["--only", "fault"], "error: --only fault: is no record (did you mean faults?); known are demo, parity, "),
-        (["--chek"], "error: --chek is no known flag (did you mean --check?)"),
+        (["--chek"], "error: --chek is not a known flag (did you mean --check?)"),
     ],
 )
 def test_mistakes(arguments, line, tmp_path):

@@ -32,7 +32,7 @@ RECORD = (REFERENCE / "parity.json").as_posix()
         ),
         (["parity", "--ranks", "two"], "error: --ranks must be a whole number of at least 1, not two"),
         (["parity", "--table-from", "nowhere.json"], "error: --table-from nowhere.json: cannot be read as a record"),
-        (["parity", "--oly", "ddp"], "error: --oly is no known flag (did you mean --only?)"),
+        (["parity", "--oly", "ddp"], "error: --oly is not a known flag (did you mean --only?)"),
         (["parety"], "error: argument what: invalid choice: 'parety'"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "_reference", refuse)
     (result,) = suite.run([cell])
     assert (result.status, result.as_expected) == ("error", False)
-    why = "there is nothing to compare with; its reference failed: --no_such_flag is no known flag"
+    why = "there is nothing to compare with; its reference failed: --no_such_flag is not a known flag"
     assert result.message.startswith(why)
 
 

@@ -20,7 +20,7 @@ from dsgpt.benchmarks.saving.command import SAVES, SavingOptions, run_saving
         (["resume", "--pairs", "many"], "error: --pairs must be a whole number of at least 0, not many"),
         (["resume", "--table-from", "nowhere.json"], "error: --table-from nowhere.json: cannot be read as a record"),
         (["saving", "--rounds", "0"], "error: --rounds must be a whole number of at least 1, not 0"),
-        (["saving", "--pairs", "3"], "error: --pairs is no known flag"),
+        (["saving", "--pairs", "3"], "error: --pairs is not a known flag"),
         ([], "error: the following arguments are required: what"),
     ],
 )
