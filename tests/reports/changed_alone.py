@@ -1,4 +1,4 @@
-"""For each option, recipe key and model field, two runs that differ in it alone."""
+"""For each option, recipe key and model field, two runs that differ only in it."""
 
 from dataclasses import Field, fields, replace
 from typing import Any
@@ -55,7 +55,7 @@ DYNAMIC = {"fp16.enabled": True}
 
 
 def in_fp16(config: RunConfig) -> RunConfig:
-    """No CPU trains so."""
+    """In fp16, which no CPU can train in."""
     return replace(config, precision="fp16")
 
 
@@ -70,7 +70,7 @@ def offload(block: str, name: str, before: Any, after: Any) -> Pair:
 
 
 def quantized(what: str) -> Pair:
-    """On GPUs alone."""
+    """Zero++, which needs GPUs."""
     place = f"zero_optimization.zero_quantized_{what}"
     return key(place, None, True, flags=OPTIMIZED, recipe=ZERO_3, ranks=2, elsewhere=True)
 
@@ -94,7 +94,7 @@ def as_options(**changes: Any) -> Pair:
 
 
 def published(config: RunConfig) -> RunConfig:
-    """As a resumed run remembers what it started from."""
+    """As in a resumed run, which keeps the source of its initial weights."""
     shape = {name: value for name, value in config.model.as_dict().items() if name != "dropout"}
     return replace(config, init_from=InitFrom(given="somebody/gpt2", shape=shape, sha256="5" * 64))
 

@@ -89,7 +89,7 @@ def test_each_fact_missing_alone_makes_it_unknown(read, path, on_both, missing):
     assert [stamp.split(":")[0] for stamp in work_stamps(verdict)] == ([] if later else ["WORK NOT VERIFIED"])
 
 
-def test_facts_that_nobody_recorded_are_asked_for_only_where_every_record_has_them(read):
+def test_facts_that_no_run_recorded_are_compared_only_if_every_version_records_them(read):
     bare = without(without(record(), "training_config__val_windows"), "training_config__optimizer_params")
     assert judge([read("a", bare), read("b", bare)]).answer == "yes"
     assert judge([read("old", flat_record()), read("b", bare)]).line() == (
@@ -98,8 +98,8 @@ def test_facts_that_nobody_recorded_are_asked_for_only_where_every_record_has_th
 
 
 @pytest.mark.parametrize("others", ["resumed too", "never resumed"])
-def test_what_a_resume_changed_is_asked_for_though_nobody_recorded_it(read, others):
-    """One of two may have gone on with other data, or with Zero++."""
+def test_changes_at_resume_are_unknown_if_no_run_recorded_them(read, others):
+    """One of the two may have resumed with other data, or with Zero++."""
     resumed = record(resumed_from="step-00000030")
     other = record(resumed_from="step-00000010") if others == "resumed too" else without(record(), "resumed_from")
     verdict = judge([read("a", resumed), read("b", other)])
@@ -107,12 +107,12 @@ def test_what_a_resume_changed_is_asked_for_though_nobody_recorded_it(read, othe
     assert verdict.unknown["a"] == ("quantized communication", "changed at resume")
 
 
-def test_seeds_that_a_float_cannot_tell_apart_differ(read):
+def test_seeds_that_are_equal_as_floats_differ(read):
     runs = [read(str(seed), record(training_config__seed=seed)) for seed in (2**53, 2**53 + 1)]
     assert judge(runs).line() == f"same work: no (seed {2**53} vs {2**53 + 1})"
 
 
-def test_a_seed_that_is_no_whole_number_is_unknown(read):
+def test_a_seed_that_is_not_a_whole_number_is_unknown(read):
     runs = [read(name, record(training_config__seed=7.5)) for name in "ab"]
     assert judge(runs).line() == "same work: unknown (a did not record seed; b did not record seed)"
 
@@ -138,7 +138,7 @@ def test_the_old_generation_leaves_the_work_unknown(read):
     assert verdict.line() == "same work: unknown (old did not record its work)"
 
 
-def test_two_others_may_differ_although_the_baseline_is_silent(read):
+def test_two_others_may_differ_though_the_baseline_recorded_nothing(read):
     runs = [
         read("old", flat_record()),
         read("b", record(training_config__global_batch_size=8)),
@@ -149,7 +149,7 @@ def test_two_others_may_differ_although_the_baseline_is_silent(read):
     assert verdict.differences[0].text(verdict.names) == "global batch unknown vs 8 (b), 16 (c)"
 
 
-def test_a_model_without_any_size_is_said_once(read):
+def test_a_model_without_any_size_is_named_once(read):
     verdict = judge([read("a", record()), read("b", without(record(), "training_config__model"))])
     assert verdict.line() == "same work: unknown (b did not record model)"
 
@@ -160,7 +160,7 @@ def test_values_that_look_alike_when_shortened_are_shown_whole(read):
     assert a in verdict.line() and b in verdict.line()
 
 
-def test_one_run_has_nothing_to_equal(read):
+def test_one_run_has_nothing_to_compare_with(read):
     verdict = judge([read("a", record())])
     assert verdict.line() == "same work: unknown (one run, nothing to compare it with)"
     assert work_stamps(verdict) == []
@@ -191,7 +191,7 @@ def test_other_hardware_is_stamped_and_unknown_hardware_is_not(read):
     ("shift", "precision", "answer"),
     [(0.015, "fp32", "yes"), (0.03, "fp32", "no"), (0.03, "bf16", "yes"), (0.06, "bf16", "no")],
 )
-def test_equal_loss_is_judged_by_a_stated_tolerance(read, shift, precision, answer):
+def test_equal_loss_is_judged_by_a_tolerance_that_the_line_names(read, shift, precision, answer):
     values = record(training_config__precision=precision)
     a, b = read("a", values, step_lines()), read("b", values, step_lines(shift=shift))
     line = equal_loss_line(a, b)
@@ -221,7 +221,7 @@ def test_equal_loss_needs_common_steps(read):
     assert equal_loss_line(a, old).startswith("equal loss: unknown (old against a: no optimizer step")
 
 
-def test_equal_loss_of_unknown_work_says_so(read):
+def test_equal_loss_of_unknown_work_is_labelled(read):
     a, b = read("a", record(), step_lines()), read("b", record(data__val_sha256=None), step_lines())
     assert equal_loss_line(a, b).endswith("whether the work was the same is unknown)")
 

@@ -1,6 +1,6 @@
-"""Everything that changes the training counts: shown on two real records, for each option, recipe key and model field.
+"""Two runs count as the same work only if no option, recipe key or model field that changes the training differs.
 
-The records are those that the program writes of runs that it resolved here and did not train.
+The program writes the two records of runs that it resolved here and did not train.
 """
 
 import json
@@ -61,8 +61,8 @@ GROUPS: dict[str, set[str]] = {
 }
 
 
-def test_everything_that_can_be_asked_for_is_counted_or_harmless():
-    """A new option, recipe field or key fails here until somebody decides; a stale name fails too."""
+def test_every_option_key_and_field_is_counted_or_harmless():
+    """A new option, recipe field or key fails here until it is listed; so does a name that no longer exists."""
     there = {f"--{each.name}" for each in fields(Options)}
     there |= {f"{group}.{name}" for group, names in GROUPS.items() for name in names}
     assert there == COUNTED.keys() | HARMLESS.keys() | BLOCKS.keys()
@@ -74,7 +74,7 @@ def test_everything_that_can_be_asked_for_is_counted_or_harmless():
 @pytest.mark.parametrize(
     ("place", "record"), [("recipe", Recipe), ("zero_optimization", ZeroRecipe), ("dsgpt", TorchStrategies)]
 )
-def test_a_block_of_the_recipe_is_looked_into(place, record):
+def test_the_keys_of_every_block_of_the_recipe_are_compared(place, record):
     blocks = {name for name, hint in get_type_hints(record).items() if _is_block(hint)}
     assert blocks
     assert {f"{place}.{name}" for name in blocks} <= BLOCKS.keys()
@@ -97,7 +97,7 @@ def pair(folder: Path, name: str) -> list[Run]:
 
 
 @pytest.mark.parametrize("name", sorted(COUNTED.keys() - {"--train_data_path", "--val_data_path"}))
-def test_what_counts_makes_it_another_training(tmp_path, name):
+def test_what_is_counted_makes_another_training(tmp_path, name):
     verdict = judge(pair(tmp_path, name))
     assert verdict.answer == "no"
     assert any(difference.fact.startswith(COUNTED[name]) for difference in verdict.differences), verdict.line()
@@ -129,7 +129,7 @@ def test_ids_of_another_width_are_other_data(tmp_path):
 
 
 def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
-    """Stopped after as many steps as the other one had in all."""
+    """One run was stopped after the number of steps that the other has in total."""
 
     def stopped(record: dict[str, Any]) -> None:
         record["summary"].update(optimizer_steps=2, tokens_processed_global=2 * 8 * SEQUENCE)
@@ -141,7 +141,7 @@ def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
 
 @pytest.mark.parametrize("fact", sorted(LATER_FACTS))
 def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
-    """As one of an earlier version does; where both lack it, nobody asks, but of runs that were resumed."""
+    """As in a record of an earlier version. If both lack it, it is compared only for resumed runs."""
     places: dict[str, Callable[[dict[str, Any]], Any]] = {
         "train tokens": lambda record: record["data"].pop("train_tokens"),
         "validation tokens": lambda record: record["data"].pop("val_tokens"),
@@ -165,7 +165,7 @@ def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
 
 @pytest.mark.parametrize("other", ["quantized", "plain"])
 def test_what_an_earlier_version_recorded_otherwise_is_understood(tmp_path, other):
-    """The JSON as given tells of Zero++, a precision of the loss scaling, and no resume of changes at one."""
+    """Zero++ follows from the recipe, loss scaling from the precision, and no changes from a run never resumed."""
 
     def earlier(record: dict[str, Any]) -> None:
         for key in ("loss_scaling", "quantized_weights", "quantized_gradients"):
