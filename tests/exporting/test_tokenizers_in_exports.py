@@ -19,7 +19,7 @@ def test_code_goes_nowhere(checkpoint, tmp_path, form):
     bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
     said = converted("--from", checkpoint, "--to", form, tmp_path / "out")
-    assert f"tokenizer   left out: {checkpoint}/tokenizer: its tokenizer_config.json asks for code" in said
+    assert f"tokenizer   left out: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code" in said
     assert not [name for name in names(tmp_path / "out") if name.endswith(".py") or "tokenizer" in name]
     assert not (tmp_path / "ran").exists()
 

@@ -26,8 +26,8 @@ def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ)
     if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
         return ""
     return (
-        f"{processes} processes were started on this machine but it has {gpus} GPUs: start at most {gpus} (deepspeed "
-        f"--num_gpus {gpus}), or use --device cpu"
+        f"{processes} processes were started on this machine, but it has only {gpus} GPU{'s' * (gpus != 1)}: start at "
+        f"most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
     )
 
 
