@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.token_file import open_token_file
-from dsgpt.prepare.preparation import only_one
+from dsgpt.prepare.preparation import locked_folder
 
 
 def test_every_document_comes_back_byte_for_byte(prepared: Path):
@@ -131,9 +131,9 @@ def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command,
 
 def test_two_at_once_do_not_mix(tmp_path: Path):
     out = tmp_path / "out"
-    with only_one(out), pytest.raises(UserError, match="another preparation"), only_one(out):
+    with locked_folder(out), pytest.raises(UserError, match="another preparation"), locked_folder(out):
         pass
-    with only_one(out):
+    with locked_folder(out):
         pass
 
 

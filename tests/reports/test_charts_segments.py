@@ -66,13 +66,11 @@ def test_a_resume_that_changed_nothing_is_not_stamped(read):
     assert (run.machine, run.devices, run.strategy) == ("Fixture CPU, 2 cores", "1 CPU device of 1 thread", "zero1")
 
 
-def test_hardware_of_every_segment_counts(read, tmp_path):
+def test_hardware_of_every_segment_counts(read, tmp_path, snapshot):
     """The hardware of the last segment alone is the same as the other run's."""
     moved = read(first=segment(1, 30, hardware=OTHER_CPU))
-    stamp = "Other CPU, 2 cores to step 30, Fixture CPU, 2 cores from step 31"
-    assert machine_stamps([moved]) == [f"DIFFERENT HARDWARE: b: {stamp}"]
     plain = read_run(write_run(tmp_path / "a", record()), name="a")
-    assert machine_stamps([plain, moved]) == [f"DIFFERENT HARDWARE: a: Fixture CPU, 2 cores; b: {stamp}"]
+    assert [machine_stamps([moved]), machine_stamps([plain, moved])] == snapshot
     assert machine_line([plain, moved]).startswith("several machines or devices.")
 
 
@@ -120,11 +118,9 @@ def test_the_peak_memory_of_the_last_process_alone_is_unknown(tmp_path):
     assert read_run(write_run(tmp_path, record()), name="old").host_memory == 2**30
 
 
-def test_zero_plus_plus_for_some_of_the_steps_is_another_training(read):
+def test_zero_plus_plus_for_some_of_the_steps_is_another_training(read, snapshot):
     plain, mixed = read("a"), read("b", first=segment(1, 30, quantized_weights=True))
-    assert judge([plain, mixed]).line() == (
-        "same work: no (quantized communication none vs weights to step 30, none from step 31)"
-    )
+    assert judge([plain, mixed]).line() == snapshot
     twice = copy.deepcopy(mixed)
     assert judge([mixed, twice]).answer == "yes"
 

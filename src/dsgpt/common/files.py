@@ -109,16 +109,16 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     The file is durable on return. A failure leaves no partial file behind.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:  # never through a link of that name
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link of that name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 

@@ -10,8 +10,8 @@ from dsgpt.common.errors import UserError
 _TIMEOUT_SECONDS = 10
 
 
-def explain_offline(what: str, *, cure: str) -> None:
-    """Return if the hub answers.
+def require_hub(what: str, *, cure: str) -> None:
+    """Check that the hub answers.
 
     Args:
         what: what needs the hub; begins the message.

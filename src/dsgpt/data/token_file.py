@@ -114,9 +114,9 @@ def open_token_file(path: Path) -> TokenFile:
         raise TokenFileError(f"{path}: is empty; make it again with `python data_prep/preprocess.py --overwrite`")
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
-    beside = sidecar_path(path)
-    inferred = not os.path.lexists(beside)  # a broken link is there, and is an error
-    sidecar = _inferred(size) if inferred else read_sidecar(beside)
+    sidecar_file = sidecar_path(path)
+    inferred = not os.path.lexists(sidecar_file)  # a broken link is there, and is an error
+    sidecar = _inferred(size) if inferred else read_sidecar(sidecar_file)
     _check_size(path, size, sidecar, inferred)
     return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
 

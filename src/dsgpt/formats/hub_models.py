@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.hub_access import explain_offline
+from dsgpt.common.hub_access import require_hub
 from dsgpt.formats.pretrained import WEIGHT_FILES, index_file, parts_of
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -43,7 +43,7 @@ class _HubModel:
         self._revision: str | None = None
         self._offline: UserError | None = None
         try:
-            explain_offline(f"--init_from {name}", cure="fetch it where there is one, and give its folder")
+            require_hub(f"--init_from {name}", cure="fetch it on a machine with a network, and give its folder")
         except UserError as error:
             self._offline = error
 

@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then MLP, each behind a LayerNorm and beside the residual stream."""
+    """One transformer block: attention, then MLP, each after a LayerNorm and added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
-from dsgpt.common.hub_access import explain_offline
+from dsgpt.common.hub_access import require_hub
 from dsgpt.prepare.console import Bar, counted, progress
 from dsgpt.prepare.downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.name == STDLIB_NAME:
             keep_stdlib(options.folder, max_documents=options.max_documents)
         else:
-            explain_offline(
+            require_hub(
                 f"the set {options.name}",
                 cure="use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input",
             )

@@ -34,7 +34,7 @@ def prepare(options: PrepareOptions) -> None:
     """
     source = _source(options)
     place = Place(folder=options.output_dir, suffix=options.suffix)
-    with only_one(place.folder):
+    with locked_folder(place.folder):
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
         if not options.overwrite and already_prepared(place, identity):
             _report(place, "already prepared:")
@@ -97,8 +97,8 @@ def _print_left_out(source: Source) -> None:
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it, so that two preparations cannot mix.
+def locked_folder(folder: Path) -> Iterator[None]:
+    """A context that creates the folder and locks it, so that two preparations cannot mix.
 
     Raises:
         UserError: another preparation holds the lock.

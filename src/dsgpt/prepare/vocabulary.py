@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import remove
-from dsgpt.common.hub_access import explain_offline
+from dsgpt.common.hub_access import require_hub
 from dsgpt.formats.tokenizer_files import (
     SETTINGS,
     TOKENIZER,
@@ -115,9 +115,7 @@ def save_loaded(name: str, folder: Path) -> None:
 
 
 def _download(name: str) -> "PreTrainedTokenizerBase":
-    explain_offline(
-        f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json"
-    )
+    require_hub(f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json")
     try:
         return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, clean_up_tokenization_spaces=False)
     except RefusedTokenizerError:

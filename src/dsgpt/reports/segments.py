@@ -10,7 +10,7 @@ from dsgpt.reports.fields import Fields
 
 HARDWARE, DEVICES, STRATEGY = "hardware", "devices", "strategy"
 NOTED = ("host", "launcher", "code")
-"""Entries of ``setup`` that may differ without affecting times; mentioned in the notes."""
+"""Entries of ``setup`` that may differ between segments whose times are compared; mentioned in the notes."""
 VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
 FIGURES = (
     "train_time_sec",
