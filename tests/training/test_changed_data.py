@@ -147,7 +147,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, ca
     monkeypatch.setattr(TokenFile, "computed_sha256", changing)
     assert train(command_line(here)) == 2
     assert errors(capsys) == [
-        f"error: {here / 'train.bin'}: was changed while it was hashed: start again when nothing writes to it"
+        f"error: {here / 'train.bin'}: changed while it was hashed: start again when no program writes to it"
     ]
     assert sidecar(here) == before
 
