@@ -1,8 +1,9 @@
-"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each resumes the run of
-any other, ``faults`` that no fault costs more than the steps since the last checkpoint; ``saving`` measures how long
-training waits for checkpoints. ``records`` remakes the committed records of all of them.
+"""Measure what strategies do, and remake the committed records of these measurements (``records``).
 
-Every measurement is a command with its own flags, and writes a JSON record and a page made of it.
+``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
+``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
+waits for checkpoints. Every measurement is a command with its own flags, and writes a JSON record and a page made of
+it.
 """
 
 import argparse
@@ -33,7 +34,9 @@ Options_contra = TypeVar("Options_contra", bound=SuiteOptions, contravariant=Tru
 class RunSuite(Protocol[Options_contra]):
     """Runs a suite and returns its exit code."""
 
-    def __call__(self, options: Options_contra, *, repository: Path) -> int: ...
+    def __call__(self, options: Options_contra, *, repository: Path) -> int:
+        """Run the suite as ``options`` ask for."""
+        ...
 
 
 @dataclass(frozen=True)

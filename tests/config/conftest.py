@@ -1,4 +1,4 @@
-"""A folder with data and a recipe, and a training in it that must be refused."""
+"""A folder with data and a recipe, and a run in it that must be refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ Refused = Callable[..., list[str]]
 
 @pytest.fixture
 def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Train with changed flags, which must fail as a user's mistake; the error lines come back, ``here`` cut off."""
+    """Train with changed flags, which must fail as a user's mistake. Returns the error lines without ``here``."""
 
     def run(**changes: Any) -> list[str]:
         before = sorted(here.rglob("*"))

@@ -1,4 +1,4 @@
-"""Recipes in files: what a test changes in one, what is read of it, and what is wrong with it."""
+"""Recipe files: change one, read one, list its mistakes."""
 
 import copy
 from pathlib import Path

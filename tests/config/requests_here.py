@@ -1,4 +1,4 @@
-"""Requests that are resolved and not trained."""
+"""Resolves a request without training it."""
 
 from pathlib import Path
 from typing import Any

@@ -20,7 +20,7 @@ def request(total: int | None = None, micro: int | None = None, steps: int | Non
 
 
 def planned(asked: BatchRequest, ranks: int, *, enforce: bool = False) -> tuple[BatchPlan | None, str | None, str]:
-    """Plan, what was changed, and the error line."""
+    """The plan, what was changed, and the error line."""
     problems = Problems()
     plan, changed = plan_batch(asked, data_parallel_size=ranks, enforce_global=enforce, problems=problems)
     try:
@@ -33,7 +33,7 @@ def planned(asked: BatchRequest, ranks: int, *, enforce: bool = False) -> tuple[
     return plan, changed, ""
 
 
-def test_every_plan_is_whole_and_keeps_what_was_asked():
+def test_every_plan_gives_the_global_batch_and_keeps_the_given_sizes():
     plans = 0
     for total, micro, steps, ranks in EVERYTHING:
         plan, changed, _ = planned(request(total, micro, steps), ranks)
@@ -50,7 +50,7 @@ def test_every_plan_is_whole_and_keeps_what_was_asked():
     assert plans > 300
 
 
-def test_a_plan_is_refused_only_where_none_exists():
+def test_a_request_is_refused_only_if_no_plan_exists():
     for total, micro, steps, ranks in EVERYTHING:
         plan, _, line = planned(request(total, micro, steps), ranks)
         if total is None:
@@ -134,7 +134,7 @@ def test_accumulation_alone_changes_the_micro_batch_only():
         assert (plan.global_batch_size, plan.gradient_accumulation_steps) == (32, 16 // micro)
 
 
-def test_flags_beat_the_json():
+def test_flags_override_the_json():
     assert request(64).over(request(32)) == request(64)
     assert request(64, 2, 4).over(request(32, 1, 1)) == request(64, 2, 4)
     assert request().over(request(32, 4, 8)) == request(32, 4, 8)
@@ -142,45 +142,23 @@ def test_flags_beat_the_json():
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "line"),
+    ("asked", "ranks"),
     [
-        (request(), 2, "the global batch is not given: set train_batch_size in the JSON or --global_batch_size"),
-        (request(micro=4), 2, "the global batch is not given: set train_batch_size in the JSON or --global_batch_size"),
-        (
-            request(32),
-            3,
-            "global batch 32 is not divisible by 3 ranks: take --global_batch_size 30 or 33, or 2 or 4 ranks",
-        ),
-        (request(2), 4, "global batch 2 is not divisible by 4 ranks: take --global_batch_size 4, or 2 ranks"),
-        (
-            request(32, 3),
-            2,
-            "micro batch 3 on 2 ranks does not give the global batch of 32: take micro batch 2 with accumulation 8 or "
-            "micro batch 4 with accumulation 4, or add --enforce_global_batch_size to have it chosen",
-        ),
-        (
-            request(32, 4, 4),
-            1,
-            "micro batch 4 x accumulation 4 on 1 rank does not give the global batch of 32: take micro batch 2 with "
-            "accumulation 16 or micro batch 4 with accumulation 8, "
-            "or add --enforce_global_batch_size to have it chosen",
-        ),
-        (
-            request(8, steps=16),
-            1,
-            "accumulation 16 on 1 rank does not give the global batch of 8: take micro batch 1 with accumulation 8 or "
-            "micro batch 2 with accumulation 4, or add --enforce_global_batch_size to have it chosen",
-        ),
+        (request(), 2),
+        (request(micro=4), 2),
+        (request(32), 3),
+        (request(2), 4),
+        (request(32, 3), 2),
+        (request(32, 4, 4), 1),
+        (request(8, steps=16), 1),
+        (request(999_999_999_989), 2),
     ],
+    ids=lambda value: str(value) if isinstance(value, int) else "-".join(str(size) for size in vars(value).values()),
 )
-def test_errors_name_the_way_out(asked, ranks, line):
-    assert planned(asked, ranks)[2] == line
+def test_errors_name_the_nearest_valid_sizes(snapshot, asked, ranks):
+    assert planned(asked, ranks)[2] == snapshot
 
 
-def test_left_alone_the_micro_batch_is_moderate():
+def test_default_micro_batch():
     for total, micro in ((32, 8), (36, 6), (7, 7), (97, 1), (8, 8), (480, 8)):
         assert planned(request(total), 1)[0].micro_batch_size == micro
-
-
-def test_a_global_batch_given_in_tokens_by_mistake_fails_fast():
-    assert planned(request(999_999_999_989), 2)[2] == "global batch 999,999,999,989 is too large: at most 2,147,483,648"

@@ -1,4 +1,4 @@
-"""The command line: every flag is read, every mistake is noted, and none stops the reading of the rest."""
+"""The command line: every flag is read and every mistake is reported; no mistake stops the reading."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def options(*words: str) -> Options:
     return found
 
 
-def test_without_flags_every_default_is_the_options_own():
+def test_without_flags_all_options_have_their_defaults():
     assert options() == Options()
 
 
@@ -84,72 +84,59 @@ def test_every_option_has_a_flag_that_is_read():
     found = options(*words)
     for name, value in EVERY_FLAG.items():
         read = getattr(found, name)
-        said = ",".join(read) if isinstance(read, tuple) else str(read)
-        assert read is True if value is None else said == value, name
+        text = ",".join(read) if isinstance(read, tuple) else str(read)
+        assert read is True if value is None else text == value, name
         assert read != getattr(Options(), name), name
 
 
-def test_a_value_may_stand_behind_an_equals_sign():
+def test_a_value_may_follow_an_equals_sign():
     assert options("--epochs=3", "--run_type=optimized") == Options(epochs=3, run_type="optimized")
     assert options("--max_train_steps", "1,000", "--seed", "1_000") == Options(max_train_steps=1000, seed=1000)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--max_train_steps", "-5"], "--max_train_steps must be a whole number of at least 1, not -5"),
-        (["--epochs", "0"], "--epochs must be a whole number of at least 1, not 0"),
-        (["--epochs", "1.5"], "--epochs must be a whole number of at least 1, not 1.5"),
-        (["--epochs", "many"], "--epochs must be a whole number of at least 1, not many"),
-        (["--epochs="], "--epochs must be a whole number of at least 1, not "),
-        (["--eval_every", "-1"], "--eval_every must be a whole number of at least 0, not -1"),
-        (["--save_every", "-1"], "--save_every must be a whole number of at least 0, not -1"),
-        (["--keep_checkpoints", "0"], "--keep_checkpoints must be a whole number of at least 1, not 0"),
-        (["--num_workers", "-1"], "--num_workers must be a whole number of at least 0, not -1"),
-        (["--threads_per_device", "0"], "--threads_per_device must be a whole number of at least 1, not 0"),
-        (["--seed", "-1"], "--seed must be a whole number of at least 0, not -1"),
-        (["--num_heads", "0"], "--num_heads must be a whole number of at least 1, not 0"),
-        (["--dropout", "1"], "--dropout must be a number of at least 0 and below 1, not 1"),
-        (["--dropout", "-0.1"], "--dropout must be a number of at least 0 and below 1, not -0.1"),
-        (["--dropout", "nan"], "--dropout must be a number of at least 0 and below 1, not nan"),
-        (["--dropout", "some"], "--dropout must be a number of at least 0 and below 1, not some"),
-        (
-            ["--run_type", "base"],
-            "--run_type must be one of baseline, ddp, fsdp, optimized, not base (did you mean baseline?)",
-        ),
-        (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not gpu"),
-        (
-            ["--on_save_failure", "stopp"],
-            "--on_save_failure must be one of stop, continue, not stopp (did you mean stop?)",
-        ),
-        (
-            ["--allow_changed", "dat"],
-            "--allow_changed must be data or recipe, or several with commas between them, not dat",
-        ),
-        (
-            ["--allow_changed", "data,"],
-            "--allow_changed must be data or recipe, or several with commas between them, not ",
-        ),
-        (["--precision", "fp8"], "--precision must be one of auto, fp32, bf16, fp16, not fp8"),
-        (
-            ["--model_size", "smal"],
-            "--model_size must be one of demo, tiny, small, medium, large, xl, not smal (did you",
-        ),
-        (["--max_steps", "5"], "--max_steps is not a known flag (did you mean --max_val_steps?)"),
-        (["--epoch", "5"], "--epoch is not a known flag (did you mean --epochs?)"),
-        (["--epoch=5"], "--epoch is not a known flag (did you mean --epochs?)"),
-        (["--xyzzy"], "--xyzzy is not a known flag"),
-        (["train.bin"], "'train.bin' is neither a flag nor the value of one"),
-        (["--epochs"], "--epochs needs a value"),
-        (["--train_data_path", "--resume"], "--train_data_path needs a value"),
-    ],
-)
-def test_each_mistake_is_one_line(words, line):
-    (found,) = mistakes(*words)
-    assert found.startswith(line)
+WRONG = [
+    "--max_train_steps -5",
+    "--epochs 0",
+    "--epochs 1.5",
+    "--epochs many",
+    "--epochs=",
+    "--eval_every -1",
+    "--save_every -1",
+    "--keep_checkpoints 0",
+    "--num_workers -1",
+    "--threads_per_device 0",
+    "--seed -1",
+    "--num_heads 0",
+    "--dropout 1",
+    "--dropout -0.1",
+    "--dropout nan",
+    "--dropout some",
+    "--run_type base",
+    "--device gpu",
+    "--on_save_failure stopp",
+    "--allow_changed dat",
+    "--allow_changed data,",
+    "--precision fp8",
+    "--model_size smal",
+    "--max_steps 5",
+    "--epoch 5",
+    "--epoch=5",
+    "--batch_size 5",
+    "--lr 5",
+    "--xyzzy",
+    "train.bin",
+    "--epochs",
+    "--train_data_path --resume",
+]
 
 
-def test_mistakes_are_noted_together_and_the_rest_is_read():
+def test_each_mistake_is_one_line(snapshot):
+    found = {line: mistakes(*line.split()) for line in WRONG}
+    assert {len(lines) for lines in found.values()} == {1}
+    assert {line: lines[0] for line, lines in found.items()} == snapshot
+
+
+def test_all_mistakes_are_reported_together_and_the_rest_is_read():
     words = ["--epochs", "--seq_length", "x", "stray", "--dropout", "2", "--device", "cpu", "--resum", "--seed", "5"]
     found, problems = parse_arguments(words)
     assert (found.device, found.seed, found.epochs) == ("cpu", 5, None)
@@ -170,16 +157,17 @@ def test_a_value_for_a_flag_that_takes_none():
 
 
 def test_flags_are_not_abbreviated():
-    """A script that says --grad_accum would change its meaning with the next flag that starts so."""
-    assert mistakes("--grad_accum", "2") == ["--grad_accum is not a known flag (did you mean --grad_accum_steps?)"]
+    """--grad_accum in a script would change its meaning with the next flag of that prefix."""
+    (line,) = mistakes("--grad_accum", "2")
+    assert "did you mean --grad_accum_steps?" in line
 
 
-def test_help_teaches_every_flag(tmp_path: Path):
+def test_help_explains_every_flag(tmp_path: Path):
     done = subprocess.run([sys.executable, SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     for name in EVERY_FLAG:
         assert f"--{name} " in done.stdout or f"--{name}\n" in done.stdout, name
     defaults = Options()
     for name in ("seed", "save_every", "keep_checkpoints"):
-        told = done.stdout.rsplit(f"--{name} N", 1)[1].split("--")[0]
-        assert f"(default: {getattr(defaults, name)})" in " ".join(told.split())
+        text = done.stdout.rsplit(f"--{name} N", 1)[1].split("--")[0]
+        assert f"(default: {getattr(defaults, name)})" in " ".join(text.split())

@@ -1,4 +1,4 @@
-"""A recipe is read as DeepSpeed reads it, and what is written is read again."""
+"""A recipe is read as DeepSpeed reads it, and a written recipe can be read again."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
 
-def test_what_is_written_is_what_is_understood(file):
+def test_each_written_key_is_read(file):
     recipe = understood(write_recipe(file))
     assert recipe.optimizer == OptimizerRecipe(type="AdamW", lr=0.001, betas=(0.9, 0.95), weight_decay=0.1)
     assert recipe.scheduler == SchedulerRecipe(type="WarmupCosineLR", warmup_num_steps=2, warmup_type="linear")
@@ -55,7 +55,7 @@ def test_precision_by_block(file, blocks, precision):
     assert understood(write_recipe(file, RECIPE, **blocks)).precision == precision
 
 
-def test_deepspeeds_own_habits_are_understood(file):
+def test_deepspeeds_float_sizes_and_device_none_are_accepted(file):
     zero = {"stage": 2, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"}}
     assert understood(write_recipe(file, RECIPE, zero_optimization=zero)).zero_stage == 2
 
@@ -83,7 +83,7 @@ def test_activation_checkpointing_by_its_block(file):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_what_is_written_is_read_again(file, path):
+def test_a_written_recipe_is_read_as_the_same_recipe(file, path):
     recipe = understood(path)
     written = recipe.as_json()
     assert "path" not in written

@@ -1,4 +1,4 @@
-"""Our keys are DeepSpeed's keys, with its kinds of values and its defaults; the shipped recipes fit both."""
+"""Our keys have DeepSpeed's names, types and defaults; the shipped recipes are valid for both."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -18,11 +18,11 @@ from dsgpt.runtime.topology import ParallelSizes, read_topology
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 OURS_ALONE = {"overlap_comm", "buffer_count", "buffer_size", "offload_optimizer", "offload_param"}
-"""Keys whose default strategies replace by one that fits the run."""
+"""Keys whose default strategies replace by a value for the run."""
 
 
 def deepspeeds(model: type) -> dict[str, Any]:
-    """The default of every key of a schema of DeepSpeed's, by each of its names."""
+    """The default of every key of one of DeepSpeed's schemas, by each name of the key."""
     return {name: each.get_default() for key, each in model.model_fields.items() for name in (key, each.alias) if name}
 
 
@@ -50,7 +50,7 @@ def test_every_key_and_its_default_is_deepspeeds():
                 assert defaults[each.name] == each.default, (ours, each.name)
 
 
-def takes(model: type, key: str, value: Any, **others: Any) -> bool:
+def accepts(model: type, key: str, value: Any, **others: Any) -> bool:
     try:
         model(**others | {key: value})
     except ValidationError:
@@ -58,18 +58,18 @@ def takes(model: type, key: str, value: Any, **others: Any) -> bool:
     return True
 
 
-def test_kinds_of_values_are_deepspeeds():
-    """What we take, DeepSpeed's schema takes; what is of another kind, both refuse."""
+def test_types_of_values_are_deepspeeds():
+    """DeepSpeed's schema accepts what ours accepts; both refuse values of another type."""
     wrong = {bool: "so-so", int: -1, str: 5}
     for ours, theirs in schemas()[:3]:
         needed = {"stage": 3} if ours is ZeroRecipe else {}
         for each in fields(ours):
-            taken = [value for value in (True, 1, 5e8, "cpu", "/tmp") if takes(ours, each.name, value, **needed)]
+            taken = [value for value in (True, 1, 5e8, "cpu", "/tmp") if accepts(ours, each.name, value, **needed)]
             assert taken or each.name in {"offload_optimizer", "offload_param"}
-            assert all(takes(theirs, each.name, value, **needed) for value in taken), each.name
+            assert all(accepts(theirs, each.name, value, **needed) for value in taken), each.name
             if type(each.default) in wrong:
-                assert not takes(ours, each.name, wrong[type(each.default)])
-                assert not takes(theirs, each.name, wrong[type(each.default)])
+                assert not accepts(ours, each.name, wrong[type(each.default)])
+                assert not accepts(theirs, each.name, wrong[type(each.default)])
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -92,7 +92,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-def test_recipes_ship_for_every_stage():
+def test_a_recipe_is_shipped_for_every_stage():
     stages = {"zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme", "zeropp"}
     assert {path.stem for path in SHIPPED} >= stages | {"tensor", "sequence", "pipeline", "3d"}
 
@@ -129,11 +129,11 @@ def test_shipped_recipes_describe_the_same_training():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("path", [path for path in SHIPPED if "zero" in path.stem], ids=lambda path: path.stem)
-def test_deepspeed_accepts_what_its_engine_is_given(data, monkeypatch, path, precision):
+def test_deepspeed_accepts_the_engine_config(data, monkeypatch, path, precision):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    for lacking in ("_check_nvme", "_check_zero_plus_plus"):  # to be understood, a recipe needs no drive and no GPUs
-        monkeypatch.setattr(compatibility, lacking, lambda request, problems: None)
+    for check in ("_check_nvme", "_check_zero_plus_plus"):  # reading a recipe needs no drive and no GPUs
+        monkeypatch.setattr(compatibility, check, lambda request, problems: None)
     config = resolved(data, path, precision=precision, grad_accum_steps=2)
     theirs = DeepSpeedConfig(engine_config(config))
     ours = understood(path)

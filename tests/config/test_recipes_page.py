@@ -1,4 +1,4 @@
-"""``ds_configs/README.md`` is complete and tells the truth: every recipe, key and command, and figures by formula."""
+"""``ds_configs/README.md`` is complete and correct: every recipe, key and command, and the figures by formula."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def rows(title: str) -> list[list[str]]:
 
 
 def section(name: str) -> str:
-    """What stands under the heading of a recipe, or of a run type of plain PyTorch."""
+    """The text under the heading of a recipe, or of a run type of plain PyTorch."""
     return PAGE.split(f"\n### `{name}`", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
 
 
@@ -61,7 +61,7 @@ def test_every_recipe_has_its_row_with_every_column():
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *SHIPPED])
-def test_every_recipe_is_explained_trained_and_proven(name):
+def test_every_recipe_has_an_explanation_a_training_and_a_parity_command(name):
     text, _, block = section(name).partition("```bash")
     assert len(text.split()) > 15
     train, prove = block.replace("\\\n", " ").strip("`\n ").splitlines()
@@ -84,7 +84,7 @@ def test_training_commands_parse(command):
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "benchmark.py" in command])
-def test_proving_commands_name_trainings(command):
+def test_parity_commands_name_trainings(command):
     words = shlex.split(command)
     assert words[:3] == [".venv/bin/python", "src/benchmark.py", "parity"]
     only, ranks = words.index("--only"), words.index("--ranks")
@@ -95,14 +95,14 @@ def test_proving_commands_name_trainings(command):
     assert {cell.strategy for cell in chosen} == set(names)
 
 
-def test_every_other_command_is_known_elsewhere():
+def test_the_only_other_command_draws_a_chart():
     others = [command for command in COMMANDS if "src/" not in command]
     assert len(others) == 1
     assert others[0].startswith(".venv/bin/python charts/generate_charts.py --run zero3=")
 
 
 def test_every_key_of_a_shipped_file_is_explained_with_its_value():
-    told = {row[0].strip("`"): row[1] for row in rows("Buckets and limits")}
+    explained = {row[0].strip("`"): row[1] for row in rows("Buckets and limits")}
     structure = {"stage", "offload_optimizer", "offload_param", "zero_quantized_weights", "zero_quantized_gradients"}
     seen = set()
     for name in SHIPPED:
@@ -110,14 +110,14 @@ def test_every_key_of_a_shipped_file_is_explained_with_its_value():
         for key in block.keys() - structure:
             seen.add(key)
             value = block[key]
-            assert (str(value).lower() if isinstance(value, bool) else f"{value:,}") in told[key], (name, key)
-    assert seen == told.keys()
+            assert (str(value).lower() if isinstance(value, bool) else f"{value:,}") in explained[key], (name, key)
+    assert seen == explained.keys()
     for key in structure - {"stage"}:
         assert key in PAGE
 
 
 def test_default_limits_would_keep_all_of_gpt2_large_whole():
-    """What the page says of ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
+    """The page says so of ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
     shipped = example("zero3.json").recipe
     limits = {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"}
     zero = {key: value for key, value in shipped.raw["zero_optimization"].items() if key not in limits}
@@ -168,8 +168,8 @@ def example_rows() -> list[list[str]]:
     return [*plain, *(example_row(f"`{name}`", example(name)) for name in shipped)]
 
 
-def test_the_example_is_what_the_formulas_give():
-    assert rows("What it comes to") == example_rows()
+def test_the_example_follows_the_formulas():
+    assert rows("Example: GPT-2 small") == example_rows()
 
 
 STAGES = {
@@ -178,8 +178,8 @@ STAGES = {
 }
 
 
-def test_the_example_in_the_other_precisions_is_what_the_formulas_give():
-    table = rows("The same in fp32 and fp16")
+def test_the_example_in_the_other_precisions_follows_the_formulas():
+    table = rows("The example in fp32 and fp16")
     for (label, how), row in zip(STAGES.items(), table, strict=True):
         setups = {precision: example(**how, precision=precision) for precision in ("fp32", "bf16", "fp16")}
         sent = {precision: most_sent_bytes(setup) for precision, setup in setups.items()}
@@ -188,29 +188,29 @@ def test_the_example_in_the_other_precisions_is_what_the_formulas_give():
         assert row == [f"`{label}`", *(f"{size / 1e6:,.0f}" for size in sizes)]
 
 
-def test_the_commands_models_are_what_the_formulas_give():
+def test_the_models_of_the_commands_follow_the_formulas():
     """The demo model with the embedded corpus's vocabulary, on the commands' 2 ranks."""
     model = replace(PRESETS["demo"], vocab_size=8192)
-    for precision, row in zip(("fp32", "bf16"), rows("Who holds what"), strict=True):
+    for precision, row in zip(("fp32", "bf16"), rows("The recipes one by one"), strict=True):
         setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
         assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
     setup = example("zero3.json", model=model, ranks=2)
     assert {part.name for part in gathered(setup)} == {"wte.weight"}
 
 
-def test_gradients_that_are_gone_when_the_optimizer_steps_are_told():
-    """ZeRO-1's at the end of the backward pass, and FSDP's until the last micro batch: 4P beside the rest."""
+def test_the_page_gives_the_gradients_that_are_freed_before_the_step():
+    """ZeRO-1 at the end of the backward pass, FSDP until the last micro batch: 4P besides the rest."""
     whole = 4 * total(model_parameters(PRESETS["small"]))
 
     def before_the_step(label: str, **how) -> str:
         state = largest_model_state(example(**STAGES[label], **how))
         return f"{(state.total - state.gradients + whole) / 1e6:,.0f} MB"
 
-    told = PAGE.replace("\n", " ")
-    assert f"whole gradients, {before_the_step('fsdp')} in all" in told
-    assert f"`fsdp` reaches {before_the_step('fsdp', precision='fp16')} in each" in told
+    text = PAGE.replace("\n", " ")
+    assert f"whole gradients, {before_the_step('fsdp')} in all" in text
+    assert f"`fsdp` reaches {before_the_step('fsdp', precision='fp16')} in each" in text
     fp32, fp16 = (before_the_step("zero1.json", precision=precision) for precision in ("fp32", "fp16"))
-    assert f"a rank has at least {fp32} in fp32 and {fp16} in fp16" in told
+    assert f"a rank has at least {fp32} in fp32 and {fp16} in fp16" in text
     cloud = {"ranks": 4, "precision": "fp16"}
     state = {
         label: f"{largest_model_state(example(**how, **cloud)).total / 1e6:,.0f} MB" for label, how in STAGES.items()

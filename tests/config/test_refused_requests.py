@@ -1,7 +1,7 @@
-"""Requests that cannot be trained are refused, every mistake in one line.
+"""Requests that cannot be trained are refused, with one line per mistake.
 
-Refusals go through ``dsgpt.main.train``, which is all that ``src/gpt2.py`` calls: exit code 2, one line each, before
-any model is built and before anything is written.
+The tests call ``dsgpt.main.train``, as ``src/gpt2.py`` does. It exits with code 2 before a model is built and before
+anything is written.
 """
 
 import copy
@@ -15,6 +15,7 @@ import pytest
 from requests_here import resolved
 from small_run import RECIPE, REPOSITORY, command_line, random_ids, write_recipe, write_tokens
 
+from dsgpt.config import compatibility
 from dsgpt.config.compatibility import nvme_paths
 from dsgpt.main import train
 
@@ -27,14 +28,13 @@ Refused = Callable[..., list[str]]
 def test_unknown_json_key(here, refused):
     write_recipe(here / "recipe.json", RECIPE, train_batch=8)
     (line,) = refused()
-    assert line.startswith("recipe.json: train_batch is no known key (did you mean train_batch_size?")
+    assert line.startswith("recipe.json: train_batch ")
+    assert "did you mean train_batch_size?" in line
 
 
-def test_json_that_does_not_parse(here, refused):
+def test_json_that_does_not_parse(here, refused, snapshot):
     write_recipe(here / "recipe.json", '{"train_batch_size": 8')
-    assert refused() == [
-        "--deepspeed_config recipe.json: is not valid JSON: Expecting ',' delimiter: line 1 column 23 (char 22)"
-    ]
+    assert refused() == snapshot
 
 
 @pytest.mark.parametrize("text", ["[]", "5", '"zero1"', "null", "[[1, 2], {}]"])
@@ -44,11 +44,8 @@ def test_json_of_another_kind(here, refused, text):
     assert line.startswith("--deepspeed_config recipe.json: must be an object in braces, not ")
 
 
-def test_batch_that_is_not_divisible(here, refused):
-    assert refused(micro_batch_size_per_gpu=3) == [
-        "micro batch 3 on 1 rank does not give the global batch of 8: take micro batch 2 with accumulation 4 or micro "
-        "batch 4 with accumulation 2, or add --enforce_global_batch_size to have it chosen"
-    ]
+def test_batch_that_is_not_divisible(here, refused, snapshot):
+    assert refused(micro_batch_size_per_gpu=3) == snapshot
 
 
 def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(here):
@@ -62,16 +59,13 @@ def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(
     }
 
 
-def test_nvme_offload_below_stage_3(here, refused):
+def test_nvme_offload_below_stage_3(here, refused, snapshot):
     zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
     write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
-    assert refused(run_type="optimized") == [
-        "recipe.json: zero_optimization: offload_optimizer to nvme needs ZeRO stage 3; at stages 1 and 2 take device "
-        "cpu"
-    ]
+    assert refused(run_type="optimized") == snapshot
 
 
-def test_offload_needs_a_compiler_unless_torch_does_the_work(here, refused, monkeypatch):
+def test_offload_needs_a_compiler_unless_torch_steps(here, refused, monkeypatch):
     monkeypatch.setenv("PATH", str(here / "nothing"))
     monkeypatch.delenv("CXX", raising=False)
     recipe = copy.deepcopy(RECIPE) | {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
@@ -93,48 +87,39 @@ def test_compile_needs_a_compiler(here, refused, monkeypatch):
 # The flags
 
 
-def test_heads_that_do_not_divide_the_width(refused):
-    assert refused(num_heads=3) == ["--num_heads 3 does not divide --embedding_size 16: take 2 or 4 heads"]
+def test_heads_that_do_not_divide_the_width(refused, snapshot):
+    assert refused(num_heads=3) == snapshot
 
 
-def test_negative_steps(refused):
-    assert refused(max_train_steps=-5) == ["--max_train_steps must be a whole number of at least 1, not -5"]
+def test_negative_steps(refused, snapshot):
+    assert refused(max_train_steps=-5) == snapshot
 
 
-def test_sequences_longer_than_the_positions(refused):
-    assert refused(seq_length=17) == [
-        "--seq_length 17 is longer than the model's 16 positions: lower it, or add --max_position_embeddings 17"
-    ]
+def test_sequences_longer_than_the_positions(refused, snapshot):
+    assert refused(seq_length=17) == snapshot
 
 
-def test_resume_with_overwrite(refused):
-    assert refused(resume=True, overwrite=True) == [
-        "--resume goes on with the run in the folder, --overwrite deletes it: give one of them"
-    ]
+def test_resume_with_overwrite(refused, snapshot):
+    assert refused(resume=True, overwrite=True) == snapshot
 
 
-def test_fp16_needs_a_gpu(here, refused):
-    assert refused(precision="fp16") == ["--precision fp16 needs a GPU: on CPU take --precision bf16 or fp32"]
+def test_fp16_needs_a_gpu(here, refused, snapshot):
+    assert refused(precision="fp16") == snapshot
     write_recipe(here / "recipe.json", RECIPE, fp16={"enabled": True})
-    assert refused() == ["recipe.json: fp16 needs a GPU: on CPU take --precision bf16 or fp32"]
+    assert refused() == snapshot
     assert resolved(here, precision="fp32").precision == "fp32"
 
 
-def test_baseline_under_a_launcher(refused, monkeypatch):
+def test_baseline_under_a_launcher(refused, monkeypatch, snapshot):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert refused() == [
-        "--run_type baseline is one process, but the launcher started 2: run it with `python src/gpt2.py ...`, or take "
-        "--run_type ddp, fsdp or optimized"
-    ]
+    assert refused() == snapshot
 
 
-def test_ranks_that_do_not_divide_the_batch(refused, monkeypatch):
+def test_ranks_that_do_not_divide_the_batch(refused, monkeypatch, snapshot):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert refused(run_type="optimized") == [
-        "global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks"
-    ]
+    assert refused(run_type="optimized") == snapshot
 
 
 def test_required_flags(capsys):
@@ -148,11 +133,9 @@ def test_required_flags(capsys):
     ]
 
 
-def test_run_folder_below_a_file(here, refused):
+def test_run_folder_below_a_file(here, refused, snapshot):
     (here / "file").write_text("")
-    assert refused(checkpoint_path=here / "file" / "run") == [
-        "--checkpoint_path file/run: file is a file, not a folder: name another folder"
-    ]
+    assert refused(checkpoint_path=here / "file" / "run") == snapshot
 
 
 def test_run_folder_that_is_a_file(here, refused):
@@ -160,31 +143,28 @@ def test_run_folder_that_is_a_file(here, refused):
     assert line == "--checkpoint_path train.bin: train.bin is a file, not a folder: name another folder"
 
 
-def test_run_folder_where_nobody_may_write(refused):
-    """In /proc not even root may make a folder."""
+def test_run_folder_that_cannot_be_written(refused):
+    """Not even root can create a folder in /proc."""
     (line,) = refused(checkpoint_path="/proc/runs/a")
     assert line.startswith("--checkpoint_path /proc/runs/a: ")
     assert line.endswith(": name another folder")
 
 
-def test_an_existing_run_is_not_touched_unasked(here, refused):
+def test_an_existing_run_is_kept_without_overwrite(here, refused, snapshot):
     assert train(command_line(here, save_every=0)) == 0
-    assert refused() == [
-        "--checkpoint_path run: holds a run already (training_metrics.json): add --resume to go on with it, "
-        "--overwrite to delete it, or name another folder"
-    ]
+    assert refused() == snapshot
     assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0
     assert [path.name for path in (here / "run").glob("step-*")] == ["step-00000001"]
 
 
-def test_what_is_not_a_runs_is_never_deleted(here):
+def test_files_of_others_in_the_folder_are_never_deleted(here):
     (here / "run").mkdir()
     (here / "run" / "notes.txt").write_text("mine")
     assert train(command_line(here, overwrite=True, max_train_steps=1)) == 0
     assert (here / "run" / "notes.txt").read_text() == "mine"
 
 
-def test_every_mistake_of_flags_json_and_data_is_told_together(here, refused):
+def test_all_mistakes_in_flags_json_and_data_are_reported_together(here, refused):
     write_tokens(here / "train.bin", random_ids(9))
     (here / "val.bin").unlink()
     write_recipe(here / "recipe.json", {"train_batch_size": 7, "optimizer": {"type": "AdamW", "params": {}}, "amp": {}})
@@ -202,21 +182,61 @@ def test_every_mistake_of_flags_json_and_data_is_told_together(here, refused):
     parts = (
         "--epochs must be",
         "--steps is not a known flag",
-        "--resume goes on",
+        "--resume continues",
         "recipe.json: amp is not supported",
         "recipe.json: optimizer: params: lr is missing",
         "val.bin: cannot be read",
         "--num_heads 3 does not divide",
         "--precision fp16 needs a GPU",
-        "train.bin: its 9 tokens are less",
+        "train.bin: its 9 tokens are fewer",
     )
     for part in parts:
         assert sum(line.startswith(part) for line in found) == 1, (part, found)
     assert len(found) == len(parts), found
 
 
+def test_a_mistake_in_the_recipe_hides_no_mistake_elsewhere(here, refused, monkeypatch, snapshot):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    write_recipe(here / "recipe.json", RECIPE, gradient_cliping=1, scheduler={}, zero_optimization={"stage": 3})
+    found = refused(run_type="optimized", compile=True)
+    assert len(found) == 4
+    assert found == snapshot
+
+
+NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "flags"),
+    [
+        (1, {"train_batch_size": "8"}, {}),
+        (16, {"tensor_parallel": {"autotp_size": "2"}}, {"num_heads": 4}),
+        (16, {"tensor_parallel": {"autotp_siz": 2}}, {"num_heads": 4}),
+        (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": "1"}}, {"precision": "bf16"}),
+        (1, {"zero_optimization": NVME, "aio": {"block_size": 4096}}, {}),
+    ],
+)
+def test_what_follows_from_a_mistake_in_the_recipe_is_not_reported(here, refused, monkeypatch, ranks, changes, flags):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}.items():
+        monkeypatch.setenv(name, value)
+    probes = {"compiler": ("g++",), "libaio_problem": "", "direct_io_problem": "has no O_DIRECT", "may_lock": True}
+    for name, value in probes.items():
+        monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
+    write_recipe(here / "recipe.json", RECIPE, **changes)
+    (line,) = refused(run_type="optimized", **flags)
+    assert line.startswith(f"recipe.json: {next(iter(changes)) if ranks != 2 else 'zero_optimization'}")
+
+
+def test_a_misspelt_batch_size_is_one_mistake(here, refused):
+    recipe = {("train_batch_siez" if key == "train_batch_size" else key): value for key, value in RECIPE.items()}
+    write_recipe(here / "recipe.json", recipe)
+    (line,) = refused()
+    assert "did you mean train_batch_size?" in line
+
+
 def test_the_command_itself(here):
-    """As a user runs it, on a machine whose GPUs, if any, are hidden."""
+    """As a user runs it. GPUs are hidden."""
     words = command_line(here, device="cuda", num_heads=5, batch=3)
     done = subprocess.run(
         [sys.executable, REPOSITORY / "src" / "gpt2.py", *words],

@@ -1,4 +1,4 @@
-"""Initial weights depend on the seed and the parameter's name, and on nothing else."""
+"""Initial weights depend on the seed and the parameter's name, and nothing else."""
 
 import pytest
 import torch
@@ -24,15 +24,15 @@ SHAPES = {name: parameter.shape for name, parameter in GPT2(CONFIG).named_parame
 DRAWN = [name for name in SHAPES if name.endswith(".weight") and "ln_" not in name]
 
 
-def test_a_parameter_alone_in_any_order_starts_like_in_the_whole_model():
+def test_a_parameter_initialized_alone_has_the_same_values():
     torch.manual_seed(5)
     whole = initialized()
-    torch.manual_seed(6)  # the global stream plays no part
+    torch.manual_seed(6)  # the global random stream has no influence
     for name in reversed(SHAPES):
         assert torch.equal(value(name), whole[name]), name
 
 
-def test_other_parameters_play_no_part():
+def test_other_parameters_have_no_influence():
     deeper = initialized(GPT2Config(**(CONFIG.as_dict() | {"n_layer": 2, "dropout": 0.3})))
     whole = initialized()
     assert set(deeper) < set(whole)
@@ -41,15 +41,15 @@ def test_other_parameters_play_no_part():
         torch.testing.assert_close(part, whole[name] * scale, atol=1e-8, rtol=1e-6)
 
 
-def test_every_name_and_every_seed_draws_its_own_values():
+def test_every_name_and_every_seed_has_different_values():
     firsts = [value(name, seed=seed).flatten()[:4] for name in DRAWN for seed in (1, 2, 12)]
     directions = torch.stack([torch.nn.functional.normalize(first, dim=0) for first in firsts])
-    likeness = directions @ directions.T - torch.eye(len(firsts))
-    assert likeness.abs().max() < 0.999999
+    similarity = directions @ directions.T - torch.eye(len(firsts))
+    assert similarity.abs().max() < 0.999999
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_spread(name):
+def test_standard_deviation_and_mean(name):
     drawn = value(name)[: CONFIG.vocab_size] if name == "wte.weight" else value(name)
     residual = name.endswith(("attn.proj.weight", "mlp.proj.weight"))
     std = 0.02 / (2 * CONFIG.n_layer) ** 0.5 if residual else 0.02
@@ -57,7 +57,7 @@ def test_spread(name):
     assert abs(drawn.mean().item()) < 5 * std / drawn.numel() ** 0.5
 
 
-def test_the_rest_is_constant():
+def test_biases_layer_norms_and_padding_are_constant():
     for name, parameter in initialized().items():
         if name.endswith(".bias"):
             assert not parameter.any(), name
@@ -69,6 +69,6 @@ def test_the_rest_is_constant():
 
 
 def test_golden_values():
-    """A refactoring that changes where training starts shall not go unnoticed."""
+    """Fails if a refactoring changes the initial weights."""
     drawn = initial_value("blocks.0.attn.qkv.weight", torch.Size([192, 64]), config=CONFIG, seed=1337)
     assert drawn[0, :3].tolist() == pytest.approx([-0.0075954907, 0.0095580406, 0.01964546], abs=1e-8)

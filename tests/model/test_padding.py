@@ -1,4 +1,4 @@
-"""The rows that fill the vocabulary up to a multiple of 64 take no part in anything."""
+"""The rows that pad the vocabulary to a multiple of 64 have no effect."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_padded_size(vocab_size, rows):
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e4, float("inf"), float("nan")])
-def test_the_worst_weights_in_padded_rows_change_nothing(scale):
+def test_extreme_weights_in_padded_rows_change_nothing(scale):
     model = small_model(101).eval()
     logits, loss = model(IDS), model(IDS, IDS.roll(1))
     with torch.no_grad():
@@ -47,6 +47,6 @@ def test_padded_rows_have_no_gradient_and_stay_zero():
         optimizer.zero_grad()
         model(IDS, IDS.roll(1)).backward()
         assert not model.wte.weight.grad[101:].any()
-        assert model.wte.weight.grad[:101].abs().sum(dim=1).min() > 0  # every real row is pushed by the softmax
+        assert model.wte.weight.grad[:101].abs().sum(dim=1).min() > 0  # the softmax gives every real row a gradient
         optimizer.step()
     assert not model.wte.weight[101:].any()

@@ -1,4 +1,4 @@
-"""The published sizes, and shapes that are no model."""
+"""The published sizes, and impossible shapes."""
 
 from dataclasses import asdict
 
@@ -30,7 +30,7 @@ def test_formula_counts_the_real_model(size):
 
 
 def test_names_are_canonical():
-    """Every strategy, checkpoint and export speaks of parameters by these names."""
+    """Every strategy, checkpoint and export uses these names."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=4, block_size=2, vocab_size=3)
     kinds = ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")
     block = [f"blocks.0.{kind}.{what}" for kind in kinds for what in ("weight", "bias")]
@@ -42,27 +42,28 @@ GOOD = {"n_layer": 2, "n_head": 4, "n_embd": 48, "block_size": 8, "vocab_size": 
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("field", "value"),
     [
-        ({"n_head": 5}, "--num_heads 5 does not divide --embedding_size 48: take 4 or 6 heads"),
-        ({"n_head": 17}, "--num_heads 17 does not divide --embedding_size 48: take 16 or 24 heads"),
-        ({"n_head": 96}, "--num_heads 96 does not divide --embedding_size 48: take 48 heads"),
-        ({"n_layer": 0}, "--num_layers must be at least 1, not 0"),
-        ({"n_head": -1}, "--num_heads must be at least 1, not -1"),
-        ({"vocab_size": 0}, "--vocab_size must be at least 1, not 0"),
-        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, not 1.0"),
-        ({"dropout": float("nan")}, "--dropout must be at least 0 and below 1, not nan"),
+        ("n_head", 5),
+        ("n_head", 17),
+        ("n_head", 96),
+        ("n_layer", 0),
+        ("n_head", -1),
+        ("vocab_size", 0),
+        ("dropout", 1.0),
+        ("dropout", float("nan")),
     ],
 )
-def test_impossible_shapes_name_the_flag(changes, line):
-    assert shape_problems(GOOD | changes) == [line]
+def test_impossible_shapes_name_the_flag(snapshot, field, value):
+    changes = {field: value}
+    assert shape_problems(GOOD | changes) == snapshot
     with pytest.raises(ValueError, match="--"):
         GPT2Config(**GOOD | changes)
 
 
 @pytest.mark.parametrize("width", [36, 48, 97, 1_000_000_007])
 @pytest.mark.parametrize("heads", [5, 7, 50])
-def test_heads_that_are_named_do_divide(width, heads):
+def test_suggested_heads_divide_the_width(width, heads):
     (line,) = shape_problems(GOOD | {"n_embd": width, "n_head": heads})
     named = [int(word) for word in line.split("take ")[1].removesuffix(" heads").split(" or ")]
     assert named

@@ -1,4 +1,4 @@
-"""Dropout is drawn in training and in training only; recomputing activations changes no number."""
+"""Dropout is applied only in training; recomputing activations changes no value."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def loss_and_gradients(model: GPT2) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_dropout_is_drawn_in_training_and_not_in_evaluation():
+def test_dropout_is_applied_in_training_and_not_in_evaluation():
     model = model_with(0.5)
     assert not torch.equal(model.train()(IDS[:, :-1]), model(IDS[:, :-1]))
     assert torch.equal(model.eval()(IDS[:, :-1]), model(IDS[:, :-1]))
     assert torch.equal(model(IDS[:, :-1]), model_with(0.0).train()(IDS[:, :-1]))
 
 
-def test_every_dropout_drops_its_share():
+def test_every_dropout_layer_drops_its_share():
     """GPT-2 drops after the embedding, after attention's and the MLP's projection, and inside attention."""
     model = model_with(0.25).train()
     dropped: dict[str, float] = {}
@@ -60,7 +60,7 @@ def test_attention_weights_are_dropped_too():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_no_number(dropout):
+def test_activation_checkpointing_changes_no_value(dropout):
     loss, gradients = loss_and_gradients(model_with(dropout).train())
     again, recomputed = loss_and_gradients(model_with(dropout, activation_checkpointing=True).train())
     assert torch.equal(loss, again)
@@ -81,7 +81,7 @@ def test_activation_checkpointing_recomputes_every_block(checkpointing, passes):
     assert ran == [passes] * 3
 
 
-def test_the_future_plays_no_part():
+def test_later_tokens_do_not_influence_earlier_ones():
     model = model_with(0.0).eval()
     changed = IDS[:, :-1].clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % 101

@@ -1,4 +1,4 @@
-"""The global gradient norm, held against numpy in float64."""
+"""The global gradient norm, compared with numpy in float64."""
 
 import numpy as np
 import pytest
@@ -28,5 +28,5 @@ def test_many_small_values_beside_a_large_one_count():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_value_shows(bad):
+def test_a_non_finite_gradient_gives_a_non_finite_norm(bad):
     assert not torch.isfinite(global_norm([torch.ones(3), torch.tensor([bad])]))

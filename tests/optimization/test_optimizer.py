@@ -1,4 +1,4 @@
-"""The optimizer: decay where it belongs, no parameter lost, and torch's own arithmetic."""
+"""The optimizer: decay for the right parameters, each parameter in one group, and torch's arithmetic."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_decay_is_for_matrices_and_embeddings():
     assert not decays("ln_f.weight")
 
 
-def test_no_parameter_is_lost_and_none_is_twice():
+def test_every_parameter_is_in_exactly_one_group():
     by_name = parameters()
     decayed, plain = parameter_groups(by_name, ADAMW)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.5, 0.0)
@@ -42,7 +42,7 @@ def test_groups_do_not_depend_on_a_shards_shape():
     assert sizes == [len(group["params"]) for group in parameter_groups(parameters(), ADAMW)]
 
 
-def test_adamw_takes_its_numbers_from_the_recipe():
+def test_adamw_uses_the_settings_of_the_recipe():
     by_name = parameters()
     optimizer = build_optimizer(parameter_groups(by_name, ADAMW), ADAMW)
     before = {name: parameter.detach().clone() for name, parameter in by_name.items()}
@@ -51,16 +51,15 @@ def test_adamw_takes_its_numbers_from_the_recipe():
     set_learning_rate(optimizer, 0.02)
     optimizer.step()
     for name, parameter in by_name.items():
-        kept = before[name] * (
-            1 - 0.02 * 0.5 if decays(name) else 1
-        )  # decoupled decay, then a step of 0.1 / (0.1 + eps)
+        # decoupled decay, then a step of 0.1 / (0.1 + eps)
+        kept = before[name] * (1 - 0.02 * 0.5 if decays(name) else 1)
         torch.testing.assert_close(parameter.detach(), kept - 0.02 * 0.1 / (0.1 + 1e-6), atol=1e-6, rtol=1e-5)
         assert optimizer.state[parameter]["exp_avg"].flatten()[0].item() == pytest.approx(0.2 * 0.1, rel=1e-5)
         assert optimizer.state[parameter]["exp_avg_sq"].flatten()[0].item() == pytest.approx(0.1 * 0.01, rel=1e-5)
 
 
 @pytest.mark.parametrize(("nesterov", "second"), [(False, 0.1 * (1 + 0.5)), (True, 0.1 * (1 + 0.5 * (1 + 0.5)))])
-def test_sgd_takes_its_numbers_from_the_recipe(nesterov, second):
+def test_sgd_uses_the_settings_of_the_recipe(nesterov, second):
     recipe = OptimizerRecipe(type="SGD", lr=1.0, momentum=0.5, nesterov=nesterov)
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = build_optimizer(parameter_groups({"wte.weight": weight}, recipe), recipe)
@@ -76,7 +75,7 @@ def test_sgd_takes_its_numbers_from_the_recipe(nesterov, second):
     [ADAMW, OptimizerRecipe(type="SGD", lr=1.0, momentum=0.5), OptimizerRecipe(type="SGD", lr=1.0)],
     ids=["AdamW", "momentum", "SGD"],
 )
-def test_a_state_that_is_begun_is_what_the_optimizer_would_have_made(recipe):
+def test_begin_state_makes_the_state_of_the_first_step(recipe):
     def built(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
         return build_optimizer(parameter_groups({"wte.weight": weight}, recipe), recipe)
 
@@ -94,7 +93,7 @@ def test_a_state_that_is_begun_is_what_the_optimizer_would_have_made(recipe):
     assert all(not value.any() and not value.requires_grad for value in moments.values())
 
 
-def test_sgd_decays_as_the_recipe_says():
+def test_sgd_uses_the_weight_decay_of_the_recipe():
     recipe = OptimizerRecipe(type="SGD", lr=1.0, weight_decay=0.25)
     named = {"wpe.weight": torch.nn.Parameter(torch.ones(2)), "ln_f.bias": torch.nn.Parameter(torch.ones(2))}
     optimizer = build_optimizer(parameter_groups(named, recipe), recipe)

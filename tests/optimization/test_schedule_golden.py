@@ -1,4 +1,4 @@
-"""Every learning rate is the one that DeepSpeed's own scheduler object sets beside a torch optimizer."""
+"""Every learning rate equals the one that DeepSpeed's scheduler sets on a torch optimizer."""
 
 import itertools
 from typing import Any
@@ -15,7 +15,7 @@ STEPS = 60
 
 
 def deepspeed_rates(kind: str, params: dict[str, Any], *, total_steps: int) -> list[float]:
-    """The rate of every optimizer step, as DeepSpeed's engine drives its scheduler: after the optimizer."""
+    """The rate of every step. As in DeepSpeed's engine, the scheduler steps after the optimizer."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE_LR)
     if kind != "WarmupLR":
         params = {"total_num_steps": total_steps} | params
@@ -67,7 +67,7 @@ def test_every_rate_is_deepspeeds(kind):
 
 
 @pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
-def test_an_omitted_total_is_the_runs(kind):
+def test_an_omitted_total_is_the_length_of_the_run(kind):
     left_out = build_schedule(SchedulerRecipe(type=kind, warmup_num_steps=5), base_lr=1.0, total_steps=30)
     given = build_schedule(
         SchedulerRecipe(type=kind, warmup_num_steps=5, total_num_steps=30), base_lr=1.0, total_steps=999

@@ -15,13 +15,13 @@ Pair = tuple[Asked, Asked]
 
 
 def flag(name: str, value: Any, *, before: Any = None, **both: Any) -> Pair:
-    """``value`` of a flag against ``before``, by default the default; ``both`` are flags of the two runs."""
+    """Two values of a flag: ``before``, None for its default, and ``value``. ``both`` are flags of both runs."""
     first = both if before is None else both | {name: before}
     return Asked(flags=first), Asked(flags=both | {name: value})
 
 
 def key(place: str, before: Any, after: Any, *, flags: Any = None, **both: Any) -> Pair:
-    """A value in the JSON; ``before`` None for its absence. ``both`` are fields of ``Asked``, for the two runs."""
+    """Two values in the JSON; ``before`` is None for a missing key. ``both`` are fields of ``Asked`` of both runs."""
     shared = both.pop("recipe", {})
     first = shared if before is None else shared | {place: before}
     return (
@@ -31,7 +31,7 @@ def key(place: str, before: Any, after: Any, *, flags: Any = None, **both: Any) 
 
 
 def settings(block: str, params: dict[str, Any], other: dict[str, Any], *, kind: str, **both: Any) -> Pair:
-    """The ``params`` of an optimizer or a scheduler."""
+    """Two values of the ``params`` of an optimizer or a scheduler."""
     one, two = ({f"{block}.type": kind, f"{block}.params": each} for each in (params, other))
     return Asked(recipe=one, **both), Asked(recipe=two, **both)
 
@@ -55,7 +55,7 @@ DYNAMIC = {"fp16.enabled": True}
 
 
 def in_fp16(config: RunConfig) -> RunConfig:
-    """In fp16, which no CPU can train in."""
+    """``config`` in fp16, which ``resolve`` refuses on a CPU."""
     return replace(config, precision="fp16")
 
 
@@ -70,7 +70,7 @@ def offload(block: str, name: str, before: Any, after: Any) -> Pair:
 
 
 def quantized(what: str) -> Pair:
-    """Zero++, which needs GPUs."""
+    """Zero++ on or off, which needs GPUs."""
     place = f"zero_optimization.zero_quantized_{what}"
     return key(place, None, True, flags=OPTIMIZED, recipe=ZERO_3, ranks=2, elsewhere=True)
 
@@ -89,12 +89,12 @@ def split(place: str, sizes: int = 2) -> Pair:
 
 
 def as_options(**changes: Any) -> Pair:
-    """An option for which this machine may lack a compiler, or whose run folder must not exist."""
+    """Options set after the checks: they need a compiler, or an existing run in the folder."""
     return Asked(), Asked(adapt=lambda config: replace(config, options=replace(config.options, **changes)))
 
 
 def published(config: RunConfig) -> RunConfig:
-    """As in a resumed run, which keeps the source of its initial weights."""
+    """``config`` with initial weights as a resumed run recorded them."""
     shape = {name: value for name, value in config.model.as_dict().items() if name != "dropout"}
     return replace(config, init_from=InitFrom(given="somebody/gpt2", shape=shape, sha256="5" * 64))
 
@@ -224,4 +224,4 @@ CHANGED: dict[str, Pair] = {
     **{f"activation_checkpointing.{each.name}": key(f"activation_checkpointing.{each.name}", None, False)
        for each in fields(ActivationCheckpointing)},
 }  # fmt: skip
-"""For each name, two runs that differ in it alone."""
+"""For each name, two runs that differ only in it."""

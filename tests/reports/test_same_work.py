@@ -1,6 +1,6 @@
-"""Two runs count as the same work only if no option, recipe key or model field that changes the training differs.
+"""Everything that changes the training counts: tested on two records for each option, recipe key and model field.
 
-The program writes the two records of runs that it resolved here and did not train.
+The program writes the records, for runs that the tests resolve and do not train.
 """
 
 import json
@@ -61,8 +61,8 @@ GROUPS: dict[str, set[str]] = {
 }
 
 
-def test_every_option_key_and_field_is_counted_or_harmless():
-    """A new option, recipe field or key fails here until it is listed; so does a name that no longer exists."""
+def test_every_option_and_field_is_counted_or_harmless():
+    """Fails for a new option, recipe field or key until it is in one of the two, and for a stale name."""
     there = {f"--{each.name}" for each in fields(Options)}
     there |= {f"{group}.{name}" for group, names in GROUPS.items() for name in names}
     assert there == COUNTED.keys() | HARMLESS.keys() | BLOCKS.keys()
@@ -74,7 +74,7 @@ def test_every_option_key_and_field_is_counted_or_harmless():
 @pytest.mark.parametrize(
     ("place", "record"), [("recipe", Recipe), ("zero_optimization", ZeroRecipe), ("dsgpt", TorchStrategies)]
 )
-def test_the_keys_of_every_block_of_the_recipe_are_compared(place, record):
+def test_the_keys_of_every_block_are_judged(place, record):
     blocks = {name for name, hint in get_type_hints(record).items() if _is_block(hint)}
     assert blocks
     assert {f"{place}.{name}" for name in blocks} <= BLOCKS.keys()
@@ -86,7 +86,7 @@ def _is_block(hint: Any) -> bool:
 
 @pytest.fixture(autouse=True)
 def _known_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking git takes longer than everything else here."""
+    """Asking git would take longer than the rest of these tests."""
     monkeypatch.setattr(run_description, "git_commit", lambda: "0" * 40)
 
 
@@ -97,14 +97,14 @@ def pair(folder: Path, name: str) -> list[Run]:
 
 
 @pytest.mark.parametrize("name", sorted(COUNTED.keys() - {"--train_data_path", "--val_data_path"}))
-def test_what_is_counted_makes_another_training(tmp_path, name):
+def test_a_difference_that_counts_is_other_work(tmp_path, name):
     verdict = judge(pair(tmp_path, name))
     assert verdict.answer == "no"
     assert any(difference.fact.startswith(COUNTED[name]) for difference in verdict.differences), verdict.line()
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_what_is_harmless_leaves_the_work_the_same(tmp_path, name):
+def test_a_harmless_difference_is_the_same_work(tmp_path, name):
     assert judge(pair(tmp_path, name)).line() == "same work: yes"
 
 
@@ -129,7 +129,7 @@ def test_ids_of_another_width_are_other_data(tmp_path):
 
 
 def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
-    """One run was stopped after the number of steps that the other has in total."""
+    """One run stopped after the number of steps that the other had in all."""
 
     def stopped(record: dict[str, Any]) -> None:
         record["summary"].update(optimizer_steps=2, tokens_processed_global=2 * 8 * SEQUENCE)
@@ -141,7 +141,7 @@ def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
 
 @pytest.mark.parametrize("fact", sorted(LATER_FACTS))
 def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
-    """As in a record of an earlier version. If both lack it, it is compared only for resumed runs."""
+    """Records of an earlier version lack it. If both lack it, it is not compared, except between resumed runs."""
     places: dict[str, Callable[[dict[str, Any]], Any]] = {
         "train tokens": lambda record: record["data"].pop("train_tokens"),
         "validation tokens": lambda record: record["data"].pop("val_tokens"),
@@ -156,7 +156,7 @@ def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
         ),
         "changed at resume": lambda record: (record.pop("changed_at_resume"), record.update(resumed_from="step-1")),
     }
-    fp16 = Asked(recipe=DYNAMIC, elsewhere=True, adapt=in_fp16)  # in other precisions nothing was scaled
+    fp16 = Asked(recipe=DYNAMIC, elsewhere=True, adapt=in_fp16)  # other precisions have no loss scaling
     new = run_of(tmp_path / "new", fp16, name="new")
     old = run_of(tmp_path / "old", fp16, name="old", change=places[fact])
     assert judge([new, old]).line() == f"same work: unknown (old did not record {fact})"
@@ -164,8 +164,8 @@ def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
 
 
 @pytest.mark.parametrize("other", ["quantized", "plain"])
-def test_what_an_earlier_version_recorded_otherwise_is_understood(tmp_path, other):
-    """Zero++ follows from the recipe, loss scaling from the precision, and no changes from a run never resumed."""
+def test_facts_that_an_earlier_version_recorded_elsewhere_are_found(tmp_path, other):
+    """Zero++ is in the JSON as given; the precision shows whether the loss was scaled; no resume, no changes at one."""
 
     def earlier(record: dict[str, Any]) -> None:
         for key in ("loss_scaling", "quantized_weights", "quantized_gradients"):

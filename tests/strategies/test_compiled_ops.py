@@ -17,7 +17,7 @@ from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 
 LOAD_AND_LOOK = """
 import ctypes
-from dsgpt.strategies import compiled_ops
+from dsgpt.strategies.deepspeed import compiled_ops
 
 compiled_ops.load_ops("AsyncIOBuilder")
 assert ctypes.CDLL(None).deepspeed_pin_tensor_mgr_holder

@@ -1,6 +1,6 @@
-"""How every script starts and ends: its exit code, its error lines, and its output streams. Imports no torch.
+r"""How every script starts and ends: its exit code, its error lines, and its output streams. Imports no torch.
 
-Bytes of a path that are not UTF-8, and characters that the output's encoding lacks, are printed as ``\\xe9``.
+Bytes of a path that are not UTF-8, and characters that the output's encoding lacks, are printed as ``\xe9``.
 """
 
 import contextlib

@@ -6,7 +6,10 @@ from dsgpt.common.divisors import divisors, divisors_around, largest_divisor, mu
 from dsgpt.common.problems import Problems
 
 DEFAULT_MICRO_BATCH_SIZE = 8
-"""The default micro batch is the largest divisor of a rank's share up to this: GPT-2 124M at 1,024 tokens in 16 GB."""
+"""The default micro batch is the largest divisor of a rank's share up to this.
+
+With this many, GPT-2 124M at 1,024 tokens fits 16 GB.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class BatchRequest:
 
 
 LARGEST_BATCH = 1 << 31
-"""Sequences. No training needs more, and finding the divisors of such a number takes milliseconds."""
+"""Sequences. No training needs more, and finding the divisors of a number up to this takes milliseconds."""
 
 
 def plan_batch(
@@ -90,9 +93,9 @@ def plan_batch(
 
 
 def _impossible(total: int | None, micro: int | None, steps: int | None, *, ranks: int) -> str:
-    """Why no split of ``total`` over ``ranks`` exists; empty if one does."""
+    """Why ``total`` cannot be split over ``ranks``; empty if it can."""
     if total is None:
-        # DeepSpeed would multiply the other two by the ranks, and so train another model on every number of them.
+        # DeepSpeed would multiply the other two by the ranks, so the training would depend on their number.
         here = f" ({micro * steps * ranks} is what the split gives on these ranks)" if micro and steps else ""
         return f"the global batch is not given: set train_batch_size in the JSON or --global_batch_size{here}"
     given = {"global batch": total, "micro batch": micro, "accumulation": steps}
@@ -108,7 +111,7 @@ def _impossible(total: int | None, micro: int | None, steps: int | None, *, rank
 
 
 def _matching_micro_batch(share: int, micro: int | None, steps: int | None) -> int | None:
-    """The micro batch that splits ``share`` sequences of a rank as asked; None where there is none."""
+    """The micro batch for a rank's ``share`` of sequences, with the given sizes; None if they do not fit."""
     if micro is None and steps is None:
         return largest_divisor(share, at_most=DEFAULT_MICRO_BATCH_SIZE)
     if micro is None:
@@ -124,5 +127,5 @@ def _inconsistent(total: int, ranks: int, micro: int | None, steps: int | None) 
     asked = " x ".join([f"micro batch {micro}"] * (micro is not None) + [f"accumulation {steps}"] * (steps is not None))
     return (
         f"{asked} on {ranks} rank{'s' if ranks > 1 else ''} does not give the global batch of {total}: take {nearest}, "
-        "or add --enforce_global_batch_size to have it chosen"
+        "or add --enforce_global_batch_size to let the program choose"
     )

@@ -1,4 +1,4 @@
-"""Which options, recipes, models and machines are compatible. A refusal names the reason and the nearest valid value.
+"""Which options, recipes, models and machines are compatible. A refusal gives the reason and the nearest valid value.
 
 All checks run before a process group or a model exists.
 """
@@ -17,7 +17,7 @@ from dsgpt.runtime.topology import ParallelSizes, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Inputs):
-    """Inputs with a recipe: what is checked for compatibility."""
+    """Inputs that have a recipe, to be checked for compatibility."""
 
     recipe: Recipe
 
@@ -30,6 +30,14 @@ class Request(Inputs):
     def split_topology(self) -> Topology:
         """The ranks with the model split over them; only for sizes that divide the number of ranks."""
         return self.topology.split(self.sizes)
+
+    def is_doubtful(self, problems: Problems, *keys: str) -> bool:
+        """Whether ``problems`` has a mistake in one of these top-level keys of the recipe, or a misspelling of one.
+
+        The intended value is then unknown, so no other mistake may be derived from it.
+        """
+        places = [f"{self.recipe.path}: {key}" for key in keys]
+        return any(map(problems.mention, [*keys, *places, *(f"{place}:" for place in places)]))
 
 
 def check_compatibility(request: Request, problems: Problems) -> None:
@@ -52,22 +60,24 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
         problems: takes the refusal.
     """
     low = request.recipe.dsgpt.fsdp.reduce_dtype == "low" and request.precision != "fp32"
-    if request.options.run_type == "fsdp" and low and accumulation > 1:
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    doubtful = request.is_doubtful(problems, "dsgpt", "bf16", "fp16", *sizes)
+    if request.options.run_type == "fsdp" and low and accumulation > 1 and not doubtful:
         problems.add(
             f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
-            f'step, whose gradients PyTorch would then add up in {request.precision} too: take "fp32", or '
+            f'step, whose gradients PyTorch would then also sum in {request.precision}: take "fp32", or '
             "--grad_accum_steps 1"
         )
 
 
 def compatibility_notices(request: Request) -> list[str]:
-    """Lines to print about keys of the recipe that are allowed but ignored or unproven."""
+    """Lines to print about keys of the recipe that are allowed but ignored or untested."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
         if not recipe.deepspeed_only:
             return []
         keys = ", ".join(recipe.deepspeed_only)
-        return [f"{request.options.run_type}: of {recipe.path}, {keys} means nothing here and is ignored"]
+        return [f"{request.options.run_type} ignores the keys of {recipe.path} that only DeepSpeed uses: {keys}"]
     if request.device == "cuda" and stage and recipe.zero_optimization.overlap_comm:
         return [
             f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
@@ -101,7 +111,8 @@ def _check_strategies(request: Request, problems: Problems) -> None:
             f"{recipe.path}: a pipeline does not go with ZeRO stage {stage}, which frees gradients that the pipeline "
             "still adds to: take stage 0 or 1 (ds_configs/pipeline.json)"
         )
-    if sizes.pipeline > 1 and stage == 0 and request.precision != "fp32":
+    stage_is_known = not request.is_doubtful(problems, "zero_optimization", "bf16", "fp16")
+    if sizes.pipeline > 1 and stage == 0 and stage_is_known and request.precision != "fp32":
         problems.add(
             f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
             "micro batches: take stage 1 (ds_configs/pipeline.json), which adds them up in fp32, or --precision fp32"
@@ -109,7 +120,7 @@ def _check_strategies(request: Request, problems: Problems) -> None:
     if sizes.pipeline > 1 and recipe.wall_clock_breakdown:
         problems.add(
             f"{recipe.path}: wall_clock_breakdown does not go with a pipeline, whose engine starts the timer of its "
-            "backward pass twice and fail: leave it out, or look at step_time_sec in metrics.jsonl"
+            "backward pass twice and fails: leave it out, or look at step_time_sec in metrics.jsonl"
         )
     if sizes.tensor > 1 and sizes.pipeline == 1 and stage > 2:
         problems.add(
@@ -139,8 +150,8 @@ def _check_shape(request: Request, problems: Problems) -> None:
             )
     if sizes.pipeline > model.n_layer:
         problems.add(
-            f"{path}: a pipeline of {sizes.pipeline} stages needs as many blocks, but the model has {model.n_layer}: "
-            f"take at most {model.n_layer} stages, or --num_layers {sizes.pipeline}"
+            f"{path}: a pipeline of {sizes.pipeline} stages needs at least as many blocks, but the model has "
+            f"{model.n_layer}: take at most {model.n_layer} stages, or --num_layers {sizes.pipeline}"
         )
     length = request.seq_length
     if length is not None and length % sizes.sequence:
@@ -157,9 +168,11 @@ def _check_offload(request: Request, problems: Problems) -> None:
         return
     if sizes.ranks_per_copy > 1:
         problems.add(
-            f"{recipe.path}: offload is combined with data parallelism alone here: take ds_configs/zero2_offload.json "
+            f"{recipe.path}: offload works only with data parallelism here: take ds_configs/zero2_offload.json "
             "or ds_configs/zero3_offload.json, or leave the offload out"
         )
+    if request.is_doubtful(problems, "zero_optimization", "optimizer"):
+        return
     if recipe.nvme_blocks:
         _check_nvme(request, problems)
     elif recipe.uses_deepspeed_adam and not compiler():
@@ -194,7 +207,7 @@ def _check_nvme(request: Request, problems: Problems) -> None:
 
 
 def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
-    """The folder under which each block of ``zero_optimization`` swaps: ``run_dir`` where the JSON names none."""
+    """The folder in which each block of ``zero_optimization`` swaps: ``run_dir`` if the JSON does not name one."""
     zero = recipe.zero_optimization
     given = {"offload_optimizer": zero.offload_optimizer.nvme_path, "offload_param": zero.offload_param.nvme_path}
     blocks = {name: path for name, path in given.items() if name in recipe.nvme_blocks}
@@ -202,7 +215,7 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
 
 
 def locked_bytes(request: Request, model: GPT2Config) -> int:
-    """Bytes that a rank locks, at least, for the buffers that it swaps ``model`` through (``swap_tensor/utils.py``)."""
+    """Least bytes that a rank locks for the buffers through which it swaps ``model`` (``swap_tensor/utils.py``)."""
     zero, ranks = request.recipe.zero_optimization, request.topology.world_size
     size = 0
     if zero.offload_param.device == "nvme":
@@ -221,9 +234,7 @@ def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
     if not recipe.zero_plus_plus:
         return
     if request.device == "cpu":
-        problems.add(
-            f"{recipe.path}: Zero++ needs GPUs, for which alone DeepSpeed has it: take ds_configs/zero3.json on CPU"
-        )
+        problems.add(f"{recipe.path}: DeepSpeed implements Zero++ only for GPUs: on CPU take ds_configs/zero3.json")
     if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none"):
         problems.add(
             f"{recipe.path}: Zero++ is not combined with offload here: take ds_configs/zeropp.json, or "
@@ -231,7 +242,7 @@ def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
         )
     if request.sizes.ranks_per_copy > 1:
         problems.add(
-            f"{recipe.path}: Zero++ is combined with data parallelism alone here: take ds_configs/zeropp.json, or "
+            f"{recipe.path}: Zero++ works only with data parallelism here: take ds_configs/zeropp.json, or "
             "leave its keys out"
         )
     size = recipe.zero_optimization.zero_hpz_partition_size

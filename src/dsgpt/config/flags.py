@@ -27,10 +27,10 @@ examples:
   look before you run:
     python src/gpt2.py ... --dry_run
 
-A flag beats the JSON, the JSON beats the default. Results go to the folder of --checkpoint_path."""
+A flag overrides the JSON, the JSON overrides the default. Results go to the folder of --checkpoint_path."""
 
 
-_RECIPE = "it is the recipe's, {} in the JSON of --deepspeed_config"
+_RECIPE = "set {} in the recipe, the JSON of --deepspeed_config"
 _ELSEWHERE = {
     "--lr": _RECIPE.format("optimizer.params.lr"),
     "--learning_rate": _RECIPE.format("optimizer.params.lr"),
@@ -39,7 +39,7 @@ _ELSEWHERE = {
     "--batch_size": "give --global_batch_size (over all ranks) or --micro_batch_size_per_gpu",
     "--block_size": "give --seq_length",
 }
-"""Flags of other trainers, and where to set the same here."""
+"""Flags of other trainers, and where to set the same value here."""
 
 
 def _size(shape: GPT2Config) -> str:
@@ -47,7 +47,7 @@ def _size(shape: GPT2Config) -> str:
 
 
 def build_parser(reader: Reader) -> argparse.ArgumentParser:
-    """The parser; ``reader`` takes the mistakes."""
+    """The parser; ``reader`` collects the mistakes."""
     parser = Parser(
         prog="gpt2.py",
         description=DESCRIPTION,
@@ -84,8 +84,8 @@ def _add_run_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         "--run_type",
         metavar="TYPE",
         type=reader.choice("--run_type", RUN_TYPES, None),
-        help="baseline: one process, plain PyTorch. On all ranks launched: ddp and fsdp, PyTorch's data parallelism, "
-        "whole or sharded; optimized, DeepSpeed as the JSON says",
+        help="baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism "
+        "with whole or sharded weights; optimized, DeepSpeed as the JSON says",
     )
     group.add_argument(
         "--train_data_path", metavar="BIN", type=Path, help="token file to train on; data_prep/ makes it"
@@ -101,7 +101,7 @@ def _add_run_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         "--deepspeed_config",
         metavar="JSON",
         type=Path,
-        help="the recipe, one of ds_configs/ or your own; sets the baseline's optimizer, schedule and batch too",
+        help="the recipe, one of ds_configs/ or your own; it also sets the baseline's optimizer, schedule and batch",
     )
     group.add_argument(
         "--seed",
@@ -124,8 +124,9 @@ def _add_model_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     group.add_argument(
         "--init_from",
         metavar="MODEL",
-        help="start from published GPT-2 weights: a Hugging Face folder (src/convert.py makes one of a run), or a name "
-        "on the hub, as gpt2, gpt2-medium or distilgpt2; the shape is theirs, and the data must be in their vocabulary",
+        help="start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a "
+        "name on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
+        "vocabulary",
     )
     for flag, text in (
         ("--num_layers", "transformer blocks"),
@@ -154,8 +155,8 @@ def _add_batch_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     group.add_argument(
         "--enforce_global_batch_size",
         action="store_true",
-        help="where micro batch and accumulation do not give the global batch on this many ranks, lower the micro "
-        "batch to one that does instead of failing",
+        help="if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch "
+        "to one that does instead of failing",
     )
 
 
@@ -189,7 +190,7 @@ def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     )
     for flag, low, text in (
         ("--threads_per_device", 1, "CPU threads of each process; on CPU they are the device (default: 1 on CPU)"),
-        ("--num_workers", 0, "processes that read data beside each rank (default: 0, the rank itself)"),
+        ("--num_workers", 0, "processes that read data beside each rank (default: 0, the rank reads itself)"),
         ("--local_rank", -1, "set by some launchers; the index of this process's GPU"),
     ):
         group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
@@ -220,8 +221,8 @@ def _add_saving_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         metavar="HOW",
         type=reader.choice("--save_mode", SAVE_MODES, "sync"),
         help="sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory "
-        "of its host (12 bytes per parameter with Adam, from the first save to the end), and continues while that is "
-        "written; the last checkpoint of a run or before a stop is written as with sync (default: sync)",
+        "of its host (12 bytes per parameter with Adam, from the first save to the end), and continues while the copy "
+        "is written; the last checkpoint of a run or before a stop is written as with sync (default: sync)",
     )
     group.add_argument(
         "--on_save_failure",
@@ -236,8 +237,8 @@ def _add_resume_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     group.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest complete checkpoint, whichever strategy made it on however many ranks; start "
-        "from the beginning if there is none yet",
+        help="continue from the newest complete checkpoint, made by any strategy on any number of ranks; start from "
+        "the beginning if there is none yet",
     )
     group.add_argument(
         "--allow_changed",

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """A model that somebody published."""
+    """A published model."""
 
     given: str
     """A Hugging Face folder, or a name on the hub."""
     shape: dict[str, int]
     """The fields of its ``GPT2Config`` without the dropout, which belongs to training."""
     sha256: str | None = None
-    """Of its weights, if the run that is resumed recorded it; the source itself is then not opened."""
+    """Of its weights, if the resumed run recorded it. The source itself is then not opened."""
 
     @property
     def size_name(self) -> str:
@@ -44,11 +44,11 @@ class InitFrom:
 
 
 def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet: bool) -> InitFrom | None:
-    """The source that ``--init_from`` names; ``problems`` takes mistakes, and flags that contradict its shape.
+    """The source that ``--init_from`` names; ``problems`` takes mistakes and flags that contradict its shape.
 
     Args:
         options: the flags.
-        run_dir: the folder of the run; a run that is resumed recorded what it started from.
+        run_dir: the folder of the run. A resumed run recorded its source there.
         problems: takes the mistakes.
         quiet: fetch without progress bars.
     """
@@ -58,7 +58,7 @@ def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet
         problems.add(f"--init_from {undecodable(options.init_from)}")
         return None
     try:
-        source = _remembered(options, options.init_from, run_dir) or _open(options.init_from, problems, quiet=quiet)
+        source = _recorded(options, options.init_from, run_dir) or _open(options.init_from, problems, quiet=quiet)
     except UserError as error:
         problems.add(*error.problems)
         return None
@@ -82,21 +82,21 @@ def _open(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
     return InitFrom(given=given, shape=shape) if shape else None
 
 
-def _remembered(options: Options, given: str, run_dir: Path) -> InitFrom | None:
-    """The source of the run that is resumed, if it is ``given``; its checkpoints have all that is needed of it."""
+def _recorded(options: Options, given: str, run_dir: Path) -> InitFrom | None:
+    """The source that the resumed run recorded, if it is ``given``. Its checkpoints replace the source itself."""
     from dsgpt.formats.pretrained import read_json  # noqa: PLC0415 - as above
 
     if not options.resume or not any(run_dir.glob("step-*/manifest.json")):
         return None
     try:
-        if (run_dir / "config.json").is_symlink():  # --resume refuses it later on
+        if (run_dir / "config.json").is_symlink():  # --resume refuses it later
             return None
         trained = read_json(run_dir / "config.json")["training_config"]
         source, shape = trained["init_from"], {field: trained["model"][field] for field in SHAPE_FLAGS}
         if source["source"] != given or not all(isinstance(value, int) for value in shape.values()):
             return None
         return InitFrom(given=given, shape=shape, sha256=source["sha256"])
-    except (UserError, KeyError, TypeError):  # made by something else, or without --init_from
+    except (UserError, KeyError, TypeError):  # written by another program, or without --init_from
         return None
 
 

@@ -18,13 +18,14 @@ DEFAULT_MODEL_SIZE = "small"
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the options name, read. A field is None where it is missing or wrong, which ``problems`` then say."""
+    """The inputs that the options name. A field is None if its input is missing or wrong; ``problems`` says why."""
 
     options: Options
     topology: Topology
     """From the launcher's variables; its ``sizes`` are not set yet."""
     run_dir: Path
     recipe: Recipe | None
+    """Without its wrong entries."""
     train: TokenFile | None
     val: TokenFile | None
     init_from: InitFrom | None
@@ -73,7 +74,7 @@ def check_required(options: Options, problems: Problems) -> None:
         if value is None and not problems.mention(flag):
             problems.add(f"{flag} is missing: give {what}")
     if options.resume and options.overwrite:
-        problems.add("--resume goes on with the run in the folder, --overwrite deletes it: give one of them")
+        problems.add("--resume continues the run in the folder, --overwrite deletes it: give one of them")
 
 
 def _open(path: Path | None, problems: Problems) -> TokenFile | None:
@@ -146,8 +147,8 @@ def check_vocabulary(inputs: Inputs, problems: Problems, notices: list[str]) -> 
             continue
         if file.inferred:
             notices.append(f"{file.path}: has no {file.path.stem}.json beside it; read as uint16 ids")
-        vouched = file.sidecar.vocab_size is not None and file.sidecar.vocab_size <= model.vocab_size
-        if vouched or not inputs.topology.is_main:
+        fits = file.sidecar.vocab_size is not None and file.sidecar.vocab_size <= model.vocab_size
+        if fits or not inputs.topology.is_main:
             continue
         largest = file.largest_id()
         if largest >= model.vocab_size:

@@ -14,12 +14,12 @@ class LengthPlan:
     """The length of one run."""
 
     epochs: int
-    """Passes over the training data that the steps touch."""
+    """Passes over the training data; the last one may be incomplete."""
     total_steps: int
     """Optimizer steps of the whole run."""
     order: SampleOrder
     val_windows: int
-    """Windows of every validation."""
+    """Windows per validation."""
 
 
 def plan_length(
@@ -43,8 +43,8 @@ def plan_length(
     size = batch.global_batch_size
     if windows < size:
         problems.add(
-            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, less than one global batch of {size}: "
-            "lower --global_batch_size or --seq_length, or take more text"
+            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, fewer than one global batch of {size}: "
+            "lower --global_batch_size or --seq_length, or use more text"
         )
         return None
     order = SampleOrder(windows=windows, global_batch_size=size, seed=options.seed)
@@ -54,7 +54,8 @@ def plan_length(
         total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
     if windows % size:
         notices.append(
-            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: they fill no global batch"
+            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: "
+            "they do not fill a global batch"
         )
     if options.max_val_steps:
         val_windows = min(val_windows, options.max_val_steps * size)
@@ -62,13 +63,13 @@ def plan_length(
 
 
 def _windows(file: TokenFile | None, seq_length: int | None, problems: Problems) -> int:
-    """Windows of ``file``; 0 if the file or the length of a window is not known."""
+    """Windows of ``file``; 0 if the file or the length of a window is unknown."""
     if file is None or seq_length is None:
         return 0
     count = window_count(file.tokens, seq_length)
     if count == 0:
         problems.add(
-            f"{file.path}: its {file.tokens:,} tokens are less than one window of {seq_length} and its target: lower "
-            "--seq_length or take more text"
+            f"{file.path}: its {file.tokens:,} tokens are fewer than one window of {seq_length} and its target: lower "
+            "--seq_length or use more text"
         )
     return count

@@ -25,7 +25,16 @@ from dsgpt.config.recipe_blocks import (
     TensorParallelRecipe,
     TorchStrategies,
 )
-from dsgpt.config.recipe_values import IN_A_FILE, Block, Flag, Number, Positive, mistakes_of, no_null
+from dsgpt.config.recipe_values import (
+    IN_A_FILE,
+    WITHOUT_UNKNOWN_KEYS,
+    Block,
+    Flag,
+    Number,
+    Positive,
+    mistakes_of,
+    no_null,
+)
 from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
 from dsgpt.runtime.topology import ParallelSizes
 
@@ -40,23 +49,23 @@ DEEPSPEED_KEYS = (
     "dump_state",
     "aio",
 )
-"""Keys that DeepSpeed's engine is given as they are; they mean nothing to other strategies.
+"""Keys that DeepSpeed's engine gets unchanged. Other strategies ignore them.
 
-They change how a step is computed, and not its result, with one exception inside ``zero_optimization``: Zero++'s
-``zero_quantized_weights`` and ``zero_quantized_gradients`` round what ranks send, so the training is another one.
+They change how a step is computed, not its result, with one exception: Zero++'s ``zero_quantized_weights`` and
+``zero_quantized_gradients`` in ``zero_optimization`` round what ranks send, which changes the training.
 """
 
 PARALLEL_KEYS = ("tensor_parallel", "pipeline", "sequence_parallel_size")
-"""Keys that split the model or its sequences over ranks under DeepSpeed; strategies configure DeepSpeed by them."""
+"""Keys that split the model or its sequences over ranks under DeepSpeed. Strategies configure DeepSpeed from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeSettings(Block):
-    """The contents of a recipe. A field has the name of DeepSpeed's key; the default is what its absence means."""
+    """The contents of a recipe. A field has the name of DeepSpeed's key; its default applies if the key is absent."""
 
     REFUSED: ClassVar = {
         "amp": "use a bf16 or fp16 block",
-        "torch_autocast": "use a bf16 or fp16 block, which mean the same under every strategy",
+        "torch_autocast": "use a bf16 or fp16 block, which has the same meaning under every strategy",
         "data_types": "gradients are always accumulated in fp32, so that strategies can be compared; leave it out",
         "gradient_allreduce_op": "a sum over ranks would make the gradient depend on their number; leave it out",
         "managed_gradient_accumulation": "accumulation follows gradient_accumulation_steps; leave it out",
@@ -66,15 +75,15 @@ class RecipeSettings(Block):
         "compression_training": "DeepSpeed is removing it",
         "curriculum_learning": "it changes which samples are seen; leave it out",
         "data_efficiency": "it changes which samples are seen; leave it out",
-        "communication_data_type": "another type rounds the gradients otherwise; leave it out",
-        "prescale_gradients": "it rounds the gradients otherwise; leave it out",
-        "gradient_predivide_factor": "it rounds the gradients otherwise; leave it out",
-        "comms_logger": "it is not in this version; leave it out",
-        "flops_profiler": "it is not in this version; leave it out",
+        "communication_data_type": "another type rounds the gradients differently; leave it out",
+        "prescale_gradients": "it rounds the gradients differently; leave it out",
+        "gradient_predivide_factor": "it rounds the gradients differently; leave it out",
+        "comms_logger": "this version does not implement it; leave it out",
+        "flops_profiler": "this version does not implement it; leave it out",
         "log_level": "this program decides what is printed; leave it out",
         "autotuning": "leave it out",
     }
-    """These would break the promise of equal work, or are not built here."""
+    """Keys that would let strategies do different work, or that are not implemented here."""
     MISSING: ClassVar = {"optimizer": '; for example {"type": "AdamW", "params": {"lr": 0.0006}}'}
 
     train_batch_size: Positive | None = None
@@ -113,19 +122,19 @@ class RecipeSettings(Block):
     def _swaps_files(cls, aio: AioRecipe | None, info: ValidationInfo) -> AioRecipe | None:
         zero = info.data.get("zero_optimization")
         if aio and zero and "nvme" not in {zero.offload_optimizer.device, zero.offload_param.device}:
-            raise ValueError("means nothing without offload to nvme: leave it out")
+            raise ValueError("has no effect without offload to nvme: leave it out")
         return aio
 
     @property
     def precision(self) -> str | None:
-        """``fp32``, ``bf16``, ``fp16``, or None where the file leaves it open."""
+        """``fp32``, ``bf16``, ``fp16``, or None if the file does not set it."""
         blocks = {"bf16": self.bf16, "fp16": self.fp16}
         enabled = [name for name, block in blocks.items() if block and block.enabled]
         return enabled[0] if enabled else ("fp32" if any(blocks.values()) else None)
 
     @property
     def loss_scaling(self) -> LossScaling:
-        """The rules of the ``fp16`` block, or its defaults."""
+        """The settings of the ``fp16`` block, or their defaults."""
         rules = asdict(self.fp16 or Fp16())
         del rules["enabled"]
         return LossScaling(**rules)
@@ -138,7 +147,7 @@ class RecipeSettings(Block):
         )
 
     def parallel_of(self, run_type: str) -> ParallelSizes:
-        """How a run of ``run_type`` splits the model: as the JSON says under DeepSpeed, not at all under PyTorch's."""
+        """How a run of ``run_type`` splits the model: as the JSON says for ``optimized``, not at all for others."""
         return self.parallel if run_type == "optimized" else ParallelSizes()
 
     @property
@@ -170,11 +179,11 @@ class RecipeSettings(Block):
 
     @property
     def uses_deepspeed_adam(self) -> bool:
-        """Whether DeepSpeed's own CPU Adam steps, which a C++ compiler builds at first use: with optimizer offload."""
+        """Whether DeepSpeed's own CPU Adam steps, as with optimizer offload. A C++ compiler builds it at first use."""
         return self.offload_optimizer != "none" and self.optimizer.type == "AdamW" and not self.optimizer.torch_adam
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON of a file that means the same, without what is the default."""
+        """A JSON recipe with the same meaning, without the keys that have their default value."""
         found: dict[str, Any] = _SETTINGS.dump_python(self, mode="json", exclude_defaults=True)
         return found
 
@@ -193,12 +202,16 @@ class Recipe(RecipeSettings):
 
     @property
     def deepspeed_only(self) -> tuple[str, ...]:
-        """Keys present that mean nothing without DeepSpeed."""
+        """Keys in the file that only DeepSpeed uses."""
         return tuple(key for key in self.raw if key in DEEPSPEED_KEYS + PARALLEL_KEYS)
 
 
 def read_recipe(path: Path, problems: Problems) -> Recipe | None:
-    """Read and check a recipe whole; mistakes go to ``problems``, and None comes back where there are any."""
+    """Read and check a whole recipe.
+
+    Mistakes go to ``problems``. The recipe without the wrong entries is returned nevertheless, so that the other checks
+    can run; None if what is left is not a recipe.
+    """
     try:
         data = read_bytes(path, max_bytes=_MAX_BYTES)
     except JsonError as error:
@@ -212,9 +225,33 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     if not isinstance(raw, dict):
         problems.add(f"--deepspeed_config {path}: must be an object in braces, not {clipped(raw)}")
         return None
+    settings: RecipeSettings | None
     try:
         settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
     except ValidationError as error:
         problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error)))
+        settings = _without_mistakes(raw)
+    if settings is None:
         return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
+
+
+def _without_mistakes(raw: dict[str, Any]) -> RecipeSettings | None:
+    """What ``raw`` means after its wrong entries are removed from it; None if a required one is wrong or missing."""
+    while True:
+        try:
+            return _SETTINGS.validate_python(raw, context=WITHOUT_UNKNOWN_KEYS)
+        except ValidationError as error:
+            removed = [_remove(raw, each.place) for each in mistakes_of(error)]
+            if not any(removed):
+                return None
+
+
+def _remove(block: dict[str, Any], place: tuple[int | str, ...]) -> bool:
+    """Remove the entry at ``place``, or else the innermost block around it that exists; False if none does."""
+    key, *rest = place
+    if key not in block:
+        return False
+    if not (rest and isinstance(block[key], dict) and _remove(block[key], tuple(rest))):
+        del block[key]
+    return True

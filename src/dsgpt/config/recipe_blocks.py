@@ -43,7 +43,7 @@ class OptimizerRecipe(NamedBlock):
     momentum: Fraction = 0.0
     nesterov: Flag = False
     torch_adam: Flag = False
-    """With optimizer offload: torch's AdamW, which needs no compiler, instead of DeepSpeed's faster one."""
+    """With optimizer offload: use torch's AdamW, which needs no compiler, instead of DeepSpeed's faster one."""
 
     @field_validator("nesterov")
     @classmethod
@@ -106,7 +106,7 @@ class Bf16(Block):
     enabled: Flag = False
     check_grad_overflow: Flag = True
     immediate_grad_update: Flag = False
-    """Add each gradient to the fp32 sum, and free it, as soon as it is there."""
+    """Add each gradient to the fp32 sum, and free it, as soon as it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +118,14 @@ class TensorParallelRecipe(Block):
             *("enabled", "tp_size", "tp", "tp_grain_size"),
             *("mpu", "keep_module_on_host", "injection_policy", "partition_config"),
         ),
-        "how GPT-2's layers are split is known here; give autotp_size alone",
+        "this program knows how to split GPT-2's layers; give only autotp_size",
     )
 
     autotp_size: Positive = 1
 
 
 PIPELINE_LAYERS = ("Embedding", "PositionEmbedding", "StageBlock", "LayerNorm")
-"""Names of the layers that a pipeline deals to stages, for patterns in ``pipeline.partition``."""
+"""Names of the layers that a pipeline distributes over stages, for patterns in ``pipeline.partition``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +134,17 @@ class PipelineRecipe(Block):
 
     REFUSED: ClassVar = dict.fromkeys(
         ("seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant"),
-        "give stages and partition alone",
+        "give only stages and partition",
     )
 
     stages: Positive = 1
     partition: str = "parameters"
-    """How layers are dealt to stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
+    """How layers are distributed over stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
 
     @field_validator("partition", mode="before")
     @classmethod
-    def _deals_layers(cls, value: Any) -> Any:
-        """Of a pattern, DeepSpeed reads what stands before a second colon."""
+    def _check_partition(cls, value: Any) -> Any:
+        """The value, if it is valid. A second colon is refused: DeepSpeed ignores what follows it."""
         kind, _, pattern = value.partition(":") if isinstance(value, str) else ("", "", "")
         if value in ("parameters", "uniform"):
             return value
@@ -153,8 +153,8 @@ class PipelineRecipe(Block):
             if kind == "type" and ":" not in pattern and matches:
                 return value
         raise ValueError(
-            f'must be "parameters", "uniform", or "type:" and a pattern that one of {", ".join(PIPELINE_LAYERS)} '
-            f'matches, such as "type:block"; not {value!r}'
+            f'must be "parameters", "uniform", or "type:" followed by a pattern that matches one of '
+            f'{", ".join(PIPELINE_LAYERS)}, such as "type:block"; not {value!r}'
         )
 
 
@@ -169,7 +169,7 @@ _Off = Annotated[bool, BeforeValidator(_only_false)]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing(Block):
-    """The ``activation_checkpointing`` block, whose presence asks to recompute activations, of whole blocks."""
+    """The ``activation_checkpointing`` block. Its presence turns recomputation on, for whole blocks of the model."""
 
     partition_activations: _Off = False
     cpu_checkpointing: _Off = False
@@ -181,23 +181,23 @@ class ActivationCheckpointing(Block):
 
 @dataclass(frozen=True, kw_only=True)
 class DdpRecipe(Block):
-    """The block ``dsgpt.ddp``: how PyTorch's DistributedDataParallel moves gradients."""
+    """The block ``dsgpt.ddp``: how PyTorch's DistributedDataParallel reduces gradients."""
 
     bucket_cap_mb: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), must_be("a number above 0")] = 25.0
     """Gradients are reduced in buckets of up to this many MiB, each as soon as it is full."""
     gradient_as_bucket_view: Flag = True
-    """Let gradients live in the buckets instead of beside them: one copy of the gradients less."""
+    """Store gradients in the buckets instead of beside them. This saves one copy of the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpRecipe(Block):
-    """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) keeps and moves parameters."""
+    """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) shards and gathers parameters."""
 
     reshard_after_forward: Flag = True
     """Free a block's gathered weights after its forward pass and gather them again for the backward pass: ZeRO-3.
     Without it they stay until the backward pass: ZeRO-2, with less communication and more memory."""
     reduce_dtype: Annotated[Literal["fp32", "low"], one_of("fp32", "low")] = "fp32"
-    """In which precision gradients are summed over ranks: ``low`` is that of the activations."""
+    """Precision in which gradients are summed over ranks; ``low`` is that of the activations."""
     cpu_offload: Flag = False
     """Keep the shards of weights, gradients and optimizer state in host memory."""
 

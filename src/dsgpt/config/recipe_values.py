@@ -1,4 +1,4 @@
-"""Kinds of values of a recipe, and how a wrong one is reported; on pydantic, which finds every mistake at once."""
+"""Types of the values in a recipe, and the messages about wrong values. pydantic finds all mistakes at once."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -25,9 +25,11 @@ from dsgpt.common.json_files import clipped, clipped_text
 from dsgpt.common.problems import MOST_KEYS, did_you_mean
 
 IN_A_FILE = "in a file"
-"""The context of a validation whose values are JSON's."""
+"""The context of a validation of JSON: unknown keys and null are mistakes."""
+WITHOUT_UNKNOWN_KEYS = "without unknown keys"
+"""The context of a validation of JSON whose unknown keys were already reported: they are ignored."""
 _NO_OBJECT = (NoneType, bool, int, float, str, list)
-"""What JSON has besides objects."""
+"""The types of JSON values other than objects."""
 _MISSING = "is missing"
 _AUTO = 'is "auto": write the value, or leave the key out for its default'
 
@@ -38,7 +40,7 @@ class Mistake(NamedTuple):
     place: tuple[int | str, ...]
     """The keys that lead to it."""
     text: str
-    """What is wrong; the place is put before it."""
+    """What is wrong. A message puts the place before it."""
 
 
 def mistakes_of(error: ValidationError) -> list[Mistake]:
@@ -51,10 +53,10 @@ def _text_of(kind: str, message: str) -> str:
 
 
 def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
-    """Reports a value of another type as ``must be WORDS, not VALUE``, followed by what ``cure`` says about it."""
+    """Reports a wrong value as ``must be WORDS, not VALUE``, followed by ``cure(VALUE)``."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """The value, of its type."""
+        """The value, converted to its type."""
         if value == "auto":
             raise ValueError(_AUTO)
         try:
@@ -66,17 +68,17 @@ def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValida
 
 
 def one_of(*allowed: str) -> WrapValidator:
-    """``must_be`` for a ``Literal`` of ``allowed``, with the nearest of them."""
+    """``must_be`` for a ``Literal`` of ``allowed``. It suggests the nearest of them."""
     return must_be(f"one of {', '.join(allowed)}", lambda value: did_you_mean(str(value), allowed))
 
 
 def _whole(value: Any) -> Any:
-    """DeepSpeed takes 5e8 for a number of elements, too."""
+    """The value, as an integer if it is a whole float such as 5e8. DeepSpeed accepts those too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Flag = Annotated[bool, Strict(), must_be("true or false")]
-Text = Annotated[str, Strict(), must_be("a text")]
+Text = Annotated[str, Strict(), must_be("a string")]
 Positive = Annotated[int, Strict(), Field(ge=1), must_be("a whole number of at least 1")]
 Elements = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole), must_be("a whole number of at least 1")]
 """A number of elements, bytes or requests, of at least 1."""
@@ -100,16 +102,17 @@ class Block:
     """An object in a recipe. Its fields are the keys that it may hold; all its mistakes are found together."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Keys that DeepSpeed knows and that are refused here, with the reason and the cure."""
+    """Keys that DeepSpeed knows and that are refused here, with the reason and what to do."""
     MISSING: ClassVar[Mapping[str, str]] = {}
-    """What to say of a required key besides that it is missing."""
+    """What the message about a missing required key adds."""
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_own_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _with_all_mistakes(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         found: list[Mistake] = []
         if isinstance(value, dict):
-            value, found = cls._flat(value)
+            value, unknown = cls._flat(value)
+            found = [] if info.context == WITHOUT_UNKNOWN_KEYS else unknown
         elif isinstance(value, _NO_OBJECT):
             raise ValueError(_AUTO if value == "auto" else f"must be an object in braces, not {clipped(value)}")
         try:
@@ -171,21 +174,21 @@ def unknown_keys(
     refused: Mapping[str, str] | None = None,
     inside: tuple[str, ...] = (),
 ) -> list[Mistake]:
-    """A mistake for each key that is not ``known``, with the nearest one, or for ``refused`` ones the reason."""
+    """A mistake for each key that is not ``known``, with the nearest known key or the reason if ``refused``."""
     unknown, refused = [key for key in values if key not in known], refused or {}
     found = []
     for key in unknown[:MOST_KEYS]:
         if key in refused:
             found.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
         else:
-            found.append(Mistake((*inside, clipped_text(key)), f"is no known key{did_you_mean(key, known)}"))
+            found.append(Mistake((*inside, clipped_text(key)), f"is not a known key{did_you_mean(key, known)}"))
     if len(unknown) > MOST_KEYS:
-        found.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more keys that are not known"))
+        found.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more unknown keys"))
     return found
 
 
 def _together(found: list[Mistake]) -> ValidationError:
-    """One error with every mistake, for pydantic to add to those of the other blocks."""
+    """One error with all mistakes of a block. pydantic adds it to those of the other blocks."""
     return ValidationError.from_exception_data(
         "recipe",
         [

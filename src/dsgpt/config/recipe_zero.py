@@ -28,8 +28,8 @@ class OffloadOptimizer(Block):
     def swap_buffers(self) -> int:
         """Buffers through which the optimizer's state is swapped, each as large as a sub-group.
 
-        Weights, gradients and two moments take one each. With ``pipeline_read`` or ``pipeline_write``, the sub-groups
-        that are read and written meanwhile take as many, for which DeepSpeed's default of 4 does not suffice.
+        Weights, gradients and two moments need one each. With ``pipeline_read`` or ``pipeline_write``, so do the
+        sub-groups that are read and written at the same time: 12 buffers, where DeepSpeed's default is 4.
         """
         if self.buffer_count is not None:
             return self.buffer_count
@@ -45,7 +45,7 @@ class OffloadParam(Block):
     """As in ``OffloadOptimizer``."""
     buffer_count: Limit = 5
     buffer_size: Annotated[Limit | None, no_null] = None
-    """Elements of a buffer; None for those of a rank's part of the largest parameter."""
+    """Elements of a buffer; None for the size of a rank's part of the largest parameter."""
     max_in_cpu: Limit = 10**9
     pin_memory: Flag = True
 
@@ -54,8 +54,8 @@ class OffloadParam(Block):
 class ZeroRecipe(Block):
     """The ``zero_optimization`` block. Sizes are in elements."""
 
-    REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 looks for the parameters in their first order
-        "round_robin_gradients": "DeepSpeed then no longer knows which parameter lies where, and would save wrong "
+    REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 expects the parameters in their original order
+        "round_robin_gradients": "DeepSpeed then loses track of where each parameter is and would save wrong "
         "weights; leave it out",
     }
 
@@ -67,7 +67,7 @@ class ZeroRecipe(Block):
     allgather_partitions: Flag = True
     allgather_bucket_size: Elements = 500_000_000
     overlap_comm: Flag = False
-    """DeepSpeed's own default is true at stage 3; strategies set it to this one."""
+    """DeepSpeed's own default is true at stage 3. Strategies always pass this value."""
     load_from_fp32_weights: Flag = True
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
@@ -83,11 +83,11 @@ class ZeroRecipe(Block):
     memory_efficient_linear: Flag = True
     log_trace_cache_warnings: Flag = False
     zero_hpz_partition_size: Positive = 1
-    """Zero++: ranks over which each of them splits a second copy of the parameters; 1 for none."""
+    """Zero++: ranks that together hold a secondary copy of the parameters; 1 for no such copy."""
     zero_quantized_weights: Flag = False
-    """Zero++: whether parameters travel in 8 bits, so that the training is another one."""
+    """Zero++: send parameters in 8 bits, which changes the training."""
     zero_quantized_gradients: Flag = False
-    """Zero++: whether gradients travel in 8 and 4 bits, so that the training is another one."""
+    """Zero++: send gradients in 8 and 4 bits, which changes the training."""
 
     @field_validator("offload_param", "offload_optimizer")
     @classmethod
@@ -113,14 +113,16 @@ class ZeroRecipe(Block):
 
 
 AIO_BLOCK_MULTIPLE = 4096
-"""Direct I/O takes whole sectors of the drive, which have up to so many bytes."""
+"""Direct I/O transfers whole sectors of the drive. A sector has at most this many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AioRecipe(Block):
     """The ``aio`` block: how files are read and written while state is swapped."""
 
-    REFUSED: ClassVar = {"use_gds": "reading past the CPU needs a driver that is not probed here; leave it out"}
+    REFUSED: ClassVar = {
+        "use_gds": "GPUDirect Storage needs a driver, which this program does not look for; leave it out"
+    }
 
     block_size: Annotated[
         Elements, Field(multiple_of=AIO_BLOCK_MULTIPLE), must_be(f"a multiple of {AIO_BLOCK_MULTIPLE} bytes")

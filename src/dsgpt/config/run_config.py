@@ -10,7 +10,7 @@ from dsgpt.config.initial_weights import InitFrom
 from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, check_required, check_vocabulary, read_inputs
 from dsgpt.config.length import LengthPlan, plan_length
 from dsgpt.config.options import Options
-from dsgpt.config.recipe import Recipe
+from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile
 from dsgpt.model.config import GPT2Config
@@ -24,7 +24,7 @@ class RunConfig:
     """One run, ready to be trained."""
 
     options: Options
-    """The flags as given. Where a field below has a value, it takes the place of the flag's."""
+    """The flags as given. The fields below take precedence."""
     topology: Topology
     recipe: Recipe
     model: GPT2Config
@@ -37,18 +37,18 @@ class RunConfig:
     seq_length: int
     """Tokens per sequence."""
     epochs: int
-    """Passes over the training data that the steps touch."""
+    """Passes over the training data; the last one may be incomplete."""
     total_steps: int
     """Optimizer steps of the whole run."""
     order: SampleOrder
     val_windows: int
-    """Windows of every validation."""
+    """Windows per validation."""
     precision: str
     """``fp32``, ``bf16`` or ``fp16``."""
     device: str
     """``cpu`` or ``cuda``."""
     threads_per_device: int | None
-    """CPU threads per process; None for torch's choice, on GPUs."""
+    """CPU threads per process; None leaves the choice to torch, as on GPUs."""
     steps_per_print: int
     notices: tuple[str, ...]
     """Lines for the user about decisions that no flag asked for."""
@@ -60,7 +60,7 @@ class RunConfig:
 
     @property
     def model_size(self) -> str:
-        """What to call the model's size: a preset, or what the initial weights came from."""
+        """Name of the model's size: a preset, or the source of the initial weights."""
         return self.init_from.size_name if self.init_from else self.options.model_size or DEFAULT_MODEL_SIZE
 
     @property
@@ -88,11 +88,12 @@ class RunConfig:
 
 
 def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunConfig:
-    """Read what ``options`` name, check all of it, and decide what they leave open.
+    """Read and check everything that ``options`` name, and decide what they leave open.
 
     First the inputs are read: recipe, data, initial weights, model and device. Then the checks that need several of
     them run, then the global batch is split over the ranks and the length of the run is counted. A step whose input is
-    wrong is skipped and the others go on, so that all mistakes are reported together.
+    wrong is skipped, and a recipe with mistakes is used without its wrong entries, so that all mistakes are reported
+    together.
 
     Args:
         options: the flags.
@@ -114,7 +115,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         batch = _plan_batch(request, problems, notices)
     length = plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
-    assert request is not None  # each of these is None only where a problem says why
+    assert request is not None  # each of these is None only if a problem says why
     assert batch is not None
     assert length is not None
     return _run_config(request, batch, length, notices)
@@ -162,9 +163,14 @@ def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices:
 
 
 def _plan_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
-    """The global batch over the ranks; None if it cannot be split, or if the model cannot be split over the ranks."""
+    """The global batch over the ranks.
+
+    None if it cannot be split, if the model cannot be split over the ranks, or if a size in the recipe is wrong.
+    """
     options, recipe = request.options, request.recipe
     if request.topology.world_size % request.sizes.ranks_per_copy:
+        return None
+    if request.is_doubtful(problems, "train_batch_size", *PARALLEL_KEYS):
         return None
     flags = BatchRequest(
         global_batch_size=options.global_batch_size,

@@ -2,7 +2,7 @@
 
 Two runs did the same work if everything in ``COUNTED`` agrees. Each entry names the facts under which
 ``reports/work_facts.py`` reads it from a record. ``HARMLESS`` says why everything else may differ. A test compares both
-with the fields of ``Options``, ``GPT2Config``, ``Recipe`` and its blocks: a new one must be put into one of them.
+with the fields of ``Options``, ``GPT2Config``, ``Recipe`` and its blocks: a new one must be added to one of them.
 
 Names are ``--flag`` for an option, ``model.FIELD``, ``recipe.KEY`` for the top level of a recipe, and ``BLOCK.KEY`` for
 a key in one of its blocks. Imports nothing, so that charts start fast.
@@ -118,16 +118,16 @@ COUNTED: dict[str, tuple[str, ...]] = {
     "zero_optimization.zero_quantized_weights": _QUANTIZED,
     "zero_optimization.zero_quantized_gradients": _QUANTIZED,
 }
-"""What changes the training, with the facts of which at least one then differs."""
+"""What changes the training, with the facts. At least one of the facts then differs."""
 
-_EXECUTES = "says who computes a step, not what is computed; the parity suite compares the losses"
-_SPLIT = "splits the same global batch; sums over it agree up to their order, which the parity suite bounds"
-_PLACES = "says where state is kept or how much is sent at once; values are the same"
-_PRINTS = "prints, times or watches"
-_SAVES = "says when, where or how a state is written, not what it is"
-_SWAPS = "says how files are read and written while state is swapped"
-_NAMES = "a name; what is in the file counts, entry by entry"
-_RESUMES = "a resumed run is the same run; what was allowed to change counts under --allow_changed"
+_EXECUTES = "changes where a step is computed, not what is computed; the parity suite compares the losses"
+_SPLIT = "splits the same global batch; sums over it differ only in order, which the parity suite bounds"
+_PLACES = "changes where state is kept or how much is sent at once; the values are the same"
+_PRINTS = "prints or measures"
+_SAVES = "changes when, where or how a state is written, not its values"
+_SWAPS = "changes how files are read and written while state is swapped"
+_NAMES = "a name; the entries of the file are judged one by one"
+_RESUMES = "a resumed run is the same run; changes that were allowed count under --allow_changed"
 
 HARMLESS: dict[str, str] = {
     "--run_type": _EXECUTES,
@@ -139,22 +139,22 @@ HARMLESS: dict[str, str] = {
     "--device": _EXECUTES,
     "--threads_per_device": _EXECUTES,
     "--num_workers": "reads the same windows in the same order with other processes",
-    "--compile": "fuses kernels of the same formulas; the parity suite bounds what the rounding does",
+    "--compile": "fuses kernels of the same formulas; the parity suite bounds the effect of rounding",
     "--activation_checkpointing": "computes the same activations, with the same dropout masks, a second time",
     "--steps_per_print": _PRINTS,
-    "--eval_every": "validates more or less often, which changes no weight",
+    "--eval_every": "changes how often a run validates, which changes no weight",
     "--save_every": _SAVES,
     "--keep_checkpoints": _SAVES,
     "--save_mode": _SAVES,
     "--on_save_failure": _SAVES,
     "--resume": _RESUMES,
-    "--overwrite": "says what happens to an earlier run in the folder",
-    "--verify_data": "reads the data once more to compare its hash, which counts",
+    "--overwrite": "decides what happens to an earlier run in the folder",
+    "--verify_data": "reads the data once more to check its hash; the hash itself counts",
     "--dry_run": "trains nothing",
     "--local_rank": _EXECUTES,
     "recipe.path": _NAMES,
     "recipe.sha256": _NAMES,
-    "recipe.raw": "the JSON as given: its keys count or not one by one",
+    "recipe.raw": "the JSON as given; its keys are judged one by one",
     "recipe.train_micro_batch_size_per_gpu": _SPLIT,
     "recipe.gradient_accumulation_steps": _SPLIT,
     "recipe.steps_per_print": _PRINTS,
@@ -184,15 +184,15 @@ HARMLESS: dict[str, str] = {
     "zero_optimization.use_multi_rank_bucket_allreduce": "sends the same sums by another collective",
     "zero_optimization.allgather_partitions": "sends the same weights by another collective",
     "zero_optimization.allgather_bucket_size": _PLACES,
-    "zero_optimization.overlap_comm": "sends while it computes; where parity has not been shown, the run says so",
-    "zero_optimization.load_from_fp32_weights": "is about DeepSpeed's own checkpoints, which are not used",
+    "zero_optimization.overlap_comm": "sends while computing; a run prints a note where no parity run has covered it",
+    "zero_optimization.load_from_fp32_weights": "concerns DeepSpeed's own checkpoints, which are not used",
     "zero_optimization.sub_group_size": _PLACES,
     "zero_optimization.stage3_prefetch_bucket_size": _PLACES,
     "zero_optimization.stage3_param_persistence_threshold": _PLACES,
     "zero_optimization.stage3_model_persistence_threshold": _PLACES,
     "zero_optimization.stage3_max_live_parameters": _PLACES,
     "zero_optimization.stage3_max_reuse_distance": _PLACES,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "is about DeepSpeed's own checkpoints",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "concerns DeepSpeed's own checkpoints",
     "zero_optimization.stage3_allgather_sequential": "sends the same weights in another order",
     "zero_optimization.ignore_unused_parameters": "GPT-2 uses every parameter in every step",
     "zero_optimization.memory_efficient_linear": "computes the same product and keeps less for the backward pass",
@@ -225,8 +225,8 @@ HARMLESS: dict[str, str] = {
 }
 """What may differ between runs that did the same work, with the reason.
 
-With dropout, what changes the split over ranks or micro batches draws other masks: the work is the same, and charts
-judge the losses apart from it (``equal loss``).
+With dropout, another split over ranks or micro batches draws other masks. The work is the same; charts judge the losses
+separately (``equal loss``).
 """
 
 BLOCKS = {
@@ -245,7 +245,7 @@ BLOCKS = {
     "zero_optimization.offload_optimizer": "offload_optimizer",
     "zero_optimization.offload_param": "offload_param",
 }
-"""Blocks, whose keys count or not one by one.
+"""Blocks. Their keys are judged one by one.
 
 The presence of the block ``activation_checkpointing`` does what ``--activation_checkpointing`` does.
 """

@@ -71,7 +71,7 @@ def _zero_rank(setup: Setup, rank: int) -> int:
 
 
 def _optimizer(setup: Setup, elements: int, *, tensors: int) -> int:
-    """m x 4 bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
+    """M x 4 bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
     recipe = setup.recipe
     counts = recipe.optimizer.type == "AdamW" and not setup.uses_deepspeed_adam
     return setup.moments * FULL * elements + (FULL * tensors if counts else 0)

@@ -115,10 +115,10 @@ def _divided(options: PrepareOptions, source: Source) -> Divided:
 
 
 def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
-    """The tokenizer: the one in the output folder if the full or small files there were made with the same options,
-    otherwise a new one in a temporary folder.
+    """The tokenizer in the output folder, or a new one in a temporary folder.
 
-    For small files it is trained on the whole train split too, so that small and full files share it.
+    The one in the output folder is used if the full or small files there were made with the same options. A new one is
+    trained on the whole train split for small files too, so that small and full files share it.
     """
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:

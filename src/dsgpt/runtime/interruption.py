@@ -73,8 +73,9 @@ class Interruption:
 
     @contextlib.contextmanager
     def patience(self, patient: bool = True) -> Iterator[None]:
-        """Inside, a request only sets ``reason``. Outside, or inside ``patience(False)``, it is raised in the main
-        thread at once.
+        """A context in which a request only sets ``reason``.
+
+        Outside, or inside ``patience(False)``, it is raised in the main thread at once.
         """
         before, self._patient = self._patient, patient
         try:

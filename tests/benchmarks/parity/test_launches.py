@@ -30,7 +30,7 @@ list(run_job(Launch(launcher="python", ranks=1, cells=1), assignments, job_file=
 
 FAILING_WORKER = """
 import sys, time
-from dsgpt.benchmarks.harness import worker
+from dsgpt.benchmarks.harness import children, worker
 from dsgpt.runtime.topology import read_topology
 
 def fail_or_wait(flags, folder):
@@ -39,7 +39,7 @@ def fail_or_wait(flags, folder):
     time.sleep(600)
 
 if __name__ == "__main__":
-    worker.PATIENCE_SEC = 1
+    children.PATIENCE_SEC = 1
     sys.exit(worker.main(sys.argv[1:]))
 """
 CALL = "dsgpt.benchmarks.parity.rank:train_cell"

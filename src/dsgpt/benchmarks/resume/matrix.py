@@ -90,7 +90,8 @@ def core_pairs() -> list[Pair]:
 
 def core_rewritten() -> list[Cell]:
     """The rewritings of ``make test``: all strategies on two ranks, and each way to keep a state in bf16 and on four
-    ranks."""
+    ranks.
+    """
     low = ("zero0", "zero1", "zero2", "zero3", "pipeline2-zero1")
     four = ("zero1", "zero3", "fsdp", "tensor2-zero1")
     chosen = {("fp32", 2): STRATEGIES, ("bf16", 2): low, ("fp32", 4): four}
