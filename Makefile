@@ -2,13 +2,13 @@
 # make check   style, types, and every test that starts no other process: under two minutes
 # make test    style, types and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
-# make faults  kill, stop, damage and fill the disk: every run must go on
+# make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
 # make records  remake the committed records whose sources have changed, and their pages
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
-# make charts  the README's pictures again, from the committed records
+# make charts  draw the README's pictures again, from the committed records
 #
 # PYTHON=python3.12 make demo   uses another interpreter
-# STEPS=20 make demo            trains as many steps
+# STEPS=20 make demo            trains each model for 20 steps
 # SELECTION=--without-processes make test-pythons   fewer tests: those that run in one process
 
 PYTHON ?= python3
@@ -35,7 +35,7 @@ $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
   echo "error: $(PYTHON) cannot make virtual environments: install its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
 endef
 
-# One at a time: every environment that is made at once builds the package in src/.
+# One environment at a time: each installation builds the package in src/.
 install_package = flock Makefile $(BIN)/python -m pip install --disable-pip-version-check
 
 $(BIN)/.installed: requirements.txt pyproject.toml
@@ -58,7 +58,7 @@ style: $(BIN)/.installed-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A file of tests stays in one process, and so do those that share launches; see tests/scheduling.py.
+# Tests of one file, and tests that share launches, run in one process; see tests/scheduling.py.
 pytest = $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 check: style
@@ -67,7 +67,7 @@ check: style
 test: style
 	$(pytest)
 
-# Each version has an environment of its own; `make --jobs 2 test-pythons` tests them side by side.
+# Each version has its own environment; `make --jobs 2 test-pythons` tests them side by side.
 test-pythons: $(OTHERS:%=test-python%)
 
 define find_python

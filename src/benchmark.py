@@ -1,8 +1,9 @@
-"""Measure what strategies do: ``parity`` shows that all train the same model, ``resume`` that each resumes the run of
-any other, ``faults`` that no fault costs more than the steps since the last checkpoint; ``saving`` measures how long
-training waits for checkpoints. ``records`` remakes the committed records of all of them.
+"""Measure what strategies do, and remake the committed records of these measurements (``records``).
 
-Every measurement is a command with its own flags, and writes a JSON record and a page made of it.
+``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
+``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
+waits for checkpoints. Every measurement is a command with its own flags, and writes a JSON record and a page made of
+it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ Options_contra = TypeVar("Options_contra", bound=SuiteOptions, contravariant=Tru
 
 
 class RunSuite(Protocol[Options_contra]):
-    """Runs a suite; the exit code comes back."""
+    """Runs a suite and returns its exit code."""
 
     def __call__(self, options: Options_contra, *, repository: Path) -> int:
         """Run it as ``options`` say, with the scripts and recipes of ``repository``."""
@@ -39,7 +40,7 @@ class RunSuite(Protocol[Options_contra]):
 
 @dataclass(frozen=True)
 class Suite(Generic[Options]):
-    """A measurement: its flags by their names, what runs it, and its page."""
+    """A measurement: its options (the fields are its flags), the function that runs it, and its page."""
 
     options: type[Options]
     run: RunSuite[Options]
@@ -58,23 +59,23 @@ DESCRIPTIONS = {
     "parity": """\
 parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
 AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
-is caught. Exit code 0: all are equal and all bugs were caught; 1: not so.""",
+is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise.""",
     "resume": """\
-resume: let every strategy load one and the same checkpoint and write it again, which must give the same bytes; and let
-pairs of strategies share a run, where one trains 10 steps and saves and the other resumes for 10 more, which must give
-the losses of an undisturbed run. Exit code 0: they do; 1: not so.""",
+resume: let every strategy load the same checkpoint and write it again, which must give the same bytes. Then let pairs
+of strategies share a run: one trains 10 steps and saves, the other resumes for 10 more, which must give the losses of
+an undisturbed run. Exit code 0: they do; 1: otherwise.""",
     "faults": """\
 faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
 resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
-not so.""",
+otherwise.""",
     "saving": """\
 saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
-is skipped, so that an interrupted run continues with the record that it was at. Exit code 0: all are up to date, or
---check; 1: a source changed meanwhile; else that of the command that failed.""",
+is skipped, so an interrupted command continues with the record that it was remaking. Exit code 0: all are up to date,
+or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
 }
 EXAMPLES = {
     "parity": f"""\
@@ -110,7 +111,7 @@ names: {", ".join(RECORDS)}""",
 
 
 def main() -> int:
-    """Read the flags and run; the exit code comes back."""
+    """Read the flags, run the command, and return its exit code."""
     words = sys.argv[1:]
     what = words[0] if words and words[0] in COMMANDS else ""
     reader = Reader()
@@ -138,7 +139,7 @@ def _remake(flags: argparse.Namespace) -> int:
 
 
 def _parser(what: str, reader: Reader) -> Parser:
-    """The parser of one command; without one, of the first word alone."""
+    """The parser of the command ``what``; if that is empty, a parser of the first word only."""
     parser = Parser(
         description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
         epilog=EXAMPLES[what] if what else "flags: python src/benchmark.py parity --help, and so on",
@@ -158,7 +159,7 @@ class _Flags:
         self._parser, self._reader = parser, reader
 
     def add(self, what: str) -> None:
-        """Those of the command ``what``."""
+        """Add the flags of the command ``what``."""
         add_own = {
             "parity": self._of_parity,
             "resume": self._of_resume,
@@ -177,7 +178,7 @@ class _Flags:
             nargs="+",
             default=(),
             metavar="N",
-            help="only these numbers of processes (default: 1, 2, 4 and 8)",
+            help="only these numbers of ranks (default: 1, 2, 4 and 8)",
         )
         self._only("STRATEGY", "strategies")
         self._core("only what `make test` runs: each strategy in a few trainings")
@@ -185,14 +186,12 @@ class _Flags:
 
     def _of_resume(self) -> None:
         self._number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
-        self._number(
-            "--seed", default=SEED, text=f"that the pairs are drawn with (default: {SEED}, as in docs/resume.md)"
-        )
+        self._number("--seed", default=SEED, text=f"seed that draws the pairs (default: {SEED}, as in docs/resume.md)")
         self._core("only what `make test` runs")
 
     def _of_faults(self) -> None:
         self._number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
-        drawn = f"that victims and instants are drawn with (default: {FAULT_SEED}, as in docs/faults.md)"
+        drawn = f"seed that draws victims and instants (default: {FAULT_SEED}, as in docs/faults.md)"
         self._number("--seed", default=FAULT_SEED, text=drawn)
         self._core("only what `make test` runs")
 
@@ -225,7 +224,7 @@ class _Flags:
         for flag, default, metavar, text in (
             ("--output", record, "RECORD", f"the record to write (default: {record.as_posix()})"),
             ("--page", None, "MD", "the page to write (default: beside the record)"),
-            ("--table-from", None, "RECORD", "run nothing; make the page from a record of before"),
+            ("--table-from", None, "RECORD", "run nothing; make the page from an earlier record"),
             ("--keep", None, "DIR", "leave recipes, logs and measurements of every training there"),
         ):
             self._parser.add_argument(flag, type=Path, default=default, metavar=metavar, help=text)

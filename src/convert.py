@@ -1,4 +1,4 @@
-"""Weights that others can use: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
+"""Write weights for other programs: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ DESCRIPTION = """\
 Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
 than its largest tensor; the run is only read.
 
-  hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, where the
+  hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, if the
              training data had one, the tokenizer; the vocabulary's padding is cut off
   portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
-             with their hashes; generate.py takes it as --checkpoint. Weights alone: training does not go on from it
+             with their hashes; generate.py takes it as --checkpoint. Weights alone: training cannot be resumed from it
   deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
-             ds_to_universal.py: weights in fp32, and the optimizer's moments where there are any. What is no tensor of
-             training (learning rate, loss scale, random state) is left out. The files are pickles, as DeepSpeed wants
-             them; this program writes but never reads them"""
+             ds_to_universal.py: weights in fp32, and the optimizer's moments if there are any. Everything else
+             (learning rate, loss scale, random state) is left out. The files are pickles, as DeepSpeed needs them;
+             this program writes but never reads them"""
 
 EXAMPLES = """\
 examples:
@@ -40,7 +40,7 @@ KEPT = "nothing was written"
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Read the flags, convert, say what was done."""
+    """Read the flags, convert, and print what was done."""
     reader = Reader()
     options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
     for flag, value, what in (
@@ -83,7 +83,7 @@ def _build_parser(reader: Reader) -> Parser:
             "dtype",
             EXPORT_DTYPES,
             "fp32",
-            "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is fp32 always",
+            "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32",
         ),
         (
             "--which",

@@ -116,21 +116,21 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
 
 
 def _prepare(demo: Demo) -> int:
-    """Prepare the text unless there is one: another Python has another text, and runs may depend on the first."""
+    """Prepare the text, unless it is there: another Python has another text, and runs may depend on the first one."""
     if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
-        print(f"{demo.data} holds prepared text: it is taken as it is", flush=True)
+        print(f"{demo.data} contains prepared text, which is used unchanged", flush=True)
         return 0
     return _run([sys.executable, "data_prep/preprocess.py", "--output_dir", str(demo.data)])
 
 
 def _train_baseline(demo: Demo) -> int:
     words = demo.training("baseline", "baseline")
-    return _run([sys.executable, "src/gpt2.py", *words, _go_on_or_anew(words)])
+    return _run([sys.executable, "src/gpt2.py", *words, _resume_or_overwrite(words)])
 
 
 def _train_zero1(demo: Demo) -> int:
     words = demo.training("optimized", "zero1")
-    return _run([*launcher_command("deepspeed", demo.devices), "src/gpt2.py", *words, _go_on_or_anew(words)])
+    return _run([*launcher_command("deepspeed", demo.devices), "src/gpt2.py", *words, _resume_or_overwrite(words)])
 
 
 def _compare(demo: Demo) -> int:
@@ -139,26 +139,26 @@ def _compare(demo: Demo) -> int:
     return _run([sys.executable, "charts/generate_charts.py", "--output-dir", str(charts), *runs])
 
 
-def _go_on_or_anew(words: Sequence[str]) -> str:
+def _resume_or_overwrite(words: Sequence[str]) -> str:
     """``--resume``; or ``--overwrite``, after a message, if the folder contains a sound run with other settings.
 
     Another number of steps is another training, because the learning rate decays over all steps; so is another recipe
-    or text. Any other fault, such as a damaged checkpoint or a full disk, replaces nothing: the training reports it
-    and the demo ends.
+    or text. Any other fault, such as a damaged checkpoint or a full disk, replaces nothing: the training reports
+    it, and the demo ends.
     """
     folder = words[words.index("--checkpoint_path") + 1]
     refusal = _refusal([*words, "--resume"])
-    if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # the run reports what this cannot cure
+    if refusal is None or _refusal([*words, "--overwrite"]) is not None:  # the run reports what --overwrite cannot cure
         return "--resume"
     if not isinstance(refusal, DifferentRunError):
         if isinstance(refusal, UserError):
             print(
-                f"{folder} cannot go on: if what it lacks is lost, remove it (rm -r {shlex.quote(folder)}) and repeat "
-                "make demo",
+                f"{folder} cannot be resumed: if the missing files are lost, remove it (rm -r {shlex.quote(folder)}) "
+                "and repeat make demo",
                 flush=True,
             )
         return "--resume"
-    print(f"{folder} holds another run, which is replaced:", flush=True)
+    print(f"{folder} contains another run, which is replaced:", flush=True)
     for line in refusal.problems:
         print(f"  {line.removeprefix('--resume: ')}", flush=True)
     return "--overwrite"

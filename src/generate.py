@@ -56,9 +56,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_new_tokens", type=int, default=100, metavar="N", help="tokens to add (default: 100)")
     parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations to draw (default: 1)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token always (default: 0.8)"
+        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
     )
-    parser.add_argument("--top_k", type=int, default=50, metavar="K", help="among the K likeliest tokens (default: 50)")
+    parser.add_argument("--top_k", type=int, default=50, metavar="K", help="sample from the K likeliest (default: 50)")
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)"

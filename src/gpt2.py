@@ -6,5 +6,5 @@ from dsgpt.common.script import prepare_output
 from dsgpt.main import leave, train
 
 if __name__ == "__main__":
-    prepare_output(lose=True)  # train.log has every line; a reader that has gone does not end the run
+    prepare_output(lose=True)  # a closed output does not end the run; train.log has every line
     leave(train(sys.argv[1:]))

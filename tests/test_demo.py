@@ -1,4 +1,4 @@
-"""``make demo`` again, with other steps, text or recipe: it goes on, or starts anew and says why."""
+"""``make demo`` again, with other steps, text or recipe: it resumes, or starts again and prints why."""
 
 import errno
 import importlib.util
@@ -20,7 +20,7 @@ from dsgpt.training import preparation
 
 @pytest.fixture
 def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``src/demo.py``, with little text where it looks for it, and a smaller model."""
+    """``src/demo.py``, with a small text in its data folder and a smaller model."""
     specification = importlib.util.spec_from_file_location("demo", REPOSITORY / "src" / "demo.py")
     module = importlib.util.module_from_spec(specification)
     monkeypatch.setitem(sys.modules, "demo", module)
@@ -35,26 +35,27 @@ def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mod
 
 
 def baseline(demo: ModuleType, *, steps: int) -> str:
-    """Train it, as the demo decides; the decision comes back."""
+    """Train the baseline as the demo does; returns the flag that it chose."""
     words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
-    decision = demo._go_on_or_anew(words)
+    decision = demo._resume_or_overwrite(words)
     assert train([*words, decision]) == 0
     record = json.loads(Path("checkpoint/demo-baseline/training_metrics.json").read_text())
     assert (record["status"], record["training_config"]["total_steps"]) == ("completed", steps)
     return decision
 
 
-def test_the_same_steps_go_on_and_others_start_anew(demo, capsys):
+def test_the_same_steps_resume_and_others_start_again(demo, capsys, snapshot):
     assert baseline(demo, steps=2) == "--resume"
     assert baseline(demo, steps=2) == "--resume"
     assert "is replaced" not in capsys.readouterr().out
     for steps in (3, 1):
         assert baseline(demo, steps=steps) == "--overwrite"
-        out = capsys.readouterr().out
-        assert out.startswith("checkpoint/demo-baseline holds another run, which is replaced:\n  total steps is ")
+        title, reason, *_ = capsys.readouterr().out.splitlines()
+        assert title == snapshot(name="title")
+        assert reason.startswith(f"  total steps is {steps} ")
 
 
-def test_an_interrupted_run_goes_on(demo, capsys):
+def test_an_interrupted_run_is_resumed(demo, capsys):
     baseline(demo, steps=1)
     Path("checkpoint/demo-baseline/RUN_COMPLETE.txt").unlink()
     capsys.readouterr()
@@ -62,7 +63,7 @@ def test_an_interrupted_run_goes_on(demo, capsys):
     assert "resuming from checkpoint/demo-baseline/step-00000001" in capsys.readouterr().out
 
 
-def test_another_recipe_or_text_starts_anew(demo, capsys):
+def test_another_recipe_or_text_starts_again(demo, capsys):
     baseline(demo, steps=1)
     recipe = Path("ds_configs/zero1.json")
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"gradient_clipping": 0.5}))
@@ -75,20 +76,20 @@ def test_another_recipe_or_text_starts_anew(demo, capsys):
     assert "  train data is " in capsys.readouterr().out
 
 
-def test_what_starting_anew_does_not_cure_is_left_to_the_run(demo, capsys):
+def test_what_overwriting_does_not_cure_is_left_to_the_run(demo, capsys):
     folder = Path("checkpoint/demo-baseline")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"of": "somebody else"}')
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
     assert capsys.readouterr() == ("", "")
 
 
 RUN = Path("checkpoint/demo-baseline")
 
 
-def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch):
-    """They may come back; with --overwrite the rest of the run would be gone."""
+def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch, snapshot):
+    """The user may move them back; --overwrite would remove the rest of the run."""
     baseline(demo, steps=1)
     (RUN / "RUN_COMPLETE.txt").unlink()
     (RUN / "step-00000001").rename("elsewhere")
@@ -98,12 +99,12 @@ def test_checkpoints_that_were_moved_stop_the_demo(demo, capsys, monkeypatch):
     before = sorted(RUN.iterdir())
     assert demo._train_baseline(demo.Demo(into=Path(), steps=1, gpus=0)) == 2
     assert commands[0][-1] == "--resume" and sorted(RUN.iterdir()) == before
-    said = capsys.readouterr()
-    assert "bring them back" in said.err
-    assert "if what it lacks is lost, remove it (rm -r checkpoint/demo-baseline) and repeat make demo" in said.out
-    for steps in (2, 3):  # another length besides is no reason
+    output = capsys.readouterr()
+    assert "bring them back" in output.err
+    assert output.out.splitlines()[0] == snapshot
+    for steps in (2, 3):  # another length does not change this
         words = demo.Demo(into=Path(), steps=steps, gpus=0).training("baseline", "baseline")
-        assert demo._go_on_or_anew(words) == "--resume"
+        assert demo._resume_or_overwrite(words) == "--resume"
 
 
 def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
@@ -111,11 +112,11 @@ def test_a_damaged_checkpoint_is_not_replaced(demo, capsys):
     (RUN / "RUN_COMPLETE.txt").unlink()
     (RUN / "step-00000001" / "model.safetensors").write_bytes(b"")
     words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_passing_error_is_no_other_run(demo, monkeypatch, number):
+def test_a_temporary_error_is_not_another_run(demo, monkeypatch, number):
     baseline(demo, steps=1)
     failures = [OSError(number, os.strerror(number), "somewhere")]
     plan = preparation.plan_resume
@@ -127,7 +128,7 @@ def test_a_passing_error_is_no_other_run(demo, monkeypatch, number):
 
     monkeypatch.setattr(preparation, "plan_resume", fail_once)
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
     assert not failures
 
 
@@ -137,11 +138,11 @@ def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
     monkeypatch.setattr(preparation, "plan_resume", lambda *given, **named: os.kill(os.getpid(), number))
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
     with pytest.raises(KeyboardInterrupt):
-        demo._go_on_or_anew(words)
+        demo._resume_or_overwrite(words)
 
 
-def test_another_fault_besides_is_not_another_run(demo, capsys):
-    """Other steps, and a tokenizer that the data's sidecar names and that is gone."""
+def test_another_fault_in_addition_is_not_another_run(demo, capsys):
+    """Other steps, and the tokenizer that the data's sidecar names is missing."""
     baseline(demo, steps=1)
     sidecar = Path("data/python-stdlib/train.json")
     values = json.loads(sidecar.read_text())
@@ -149,16 +150,16 @@ def test_another_fault_besides_is_not_another_run(demo, capsys):
     shutil.rmtree("data/python-stdlib/tokenizer", ignore_errors=True)
     capsys.readouterr()
     words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
-    assert demo._go_on_or_anew(words) == "--resume"
+    assert demo._resume_or_overwrite(words) == "--resume"
     assert capsys.readouterr() == ("", "")
 
 
-def test_text_that_is_there_is_taken(demo, monkeypatch, capsys):
+def test_prepared_text_is_used(demo, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(demo, "_run", lambda command: started.append(command) or 0)
     here = demo.Demo(into=Path(), steps=1, gpus=0)
     assert demo._prepare(here) == 0
-    assert not started and "data/python-stdlib holds prepared text" in capsys.readouterr().out
+    assert not started and "data/python-stdlib contains prepared text" in capsys.readouterr().out
     (here.data / "preparation.json").unlink()
     assert demo._prepare(here) == 0
     assert started[0][1:] == ["data_prep/preprocess.py", "--output_dir", "data/python-stdlib"]

@@ -1,4 +1,4 @@
-"""Without a usable Python, ``make`` says in one line what is wrong, which versions work and what to do."""
+"""Without a usable Python, ``make`` prints one line: what is wrong, which versions work and what to do."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What ``make`` needs of a fresh clone: nothing is installed."""
+    """The files of a fresh clone that ``make`` needs; nothing is installed."""
     folder = tmp_path / "clone"
     folder.mkdir()
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
@@ -25,17 +25,17 @@ def clone(tmp_path: Path) -> Path:
 
 
 def interpreter(path: Path, *, version: tuple[int, int] | None = None, without: str | None = None) -> Path:
-    """A command that is this Python, but says that it is another ``version``, or lacks the module ``without``."""
+    """A command that runs this Python, but reports another ``version``, or lacks the module ``without``."""
     pretend = "import sys; "
     if version:
         pretend += f"sys.version_info = ({version[0]}, {version[1]}, 7, 'final', 0); "
     if without:
         pretend += f"sys.modules[{without!r}] = None; "
-    said = ".".join(map(str, version or sys.version_info[:2])) + ".7"
+    reported = ".".join(map(str, version or sys.version_info[:2])) + ".7"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "#!/bin/sh\n"
-        f'if [ "$1" = --version ]; then echo "Python {said}"; exit; fi\n'
+        f'if [ "$1" = --version ]; then echo "Python {reported}"; exit; fi\n'
         f'if [ "$1" = -c ]; then exec {sys.executable} -c "{pretend}exec(sys.argv[1])" "$2"; fi\n'
         f'exec {sys.executable} "$@"\n'
     )
@@ -44,7 +44,7 @@ def interpreter(path: Path, *, version: tuple[int, int] | None = None, without: 
 
 
 def make(goal: str, *arguments: str, clone: Path, **variables: str) -> list[str]:
-    """The lines of a ``make`` that fails, without make's own last one."""
+    """The error lines of a ``make`` that fails, without the last one, which is make's."""
     environment = {key: value for key, value in os.environ.items() if key not in {"PYTHON", "MAKEFLAGS", "MAKELEVEL"}}
     assert MAKE is not None
     done = subprocess.run(
@@ -66,14 +66,13 @@ def make(goal: str, *arguments: str, clone: Path, **variables: str) -> list[str]
 @pytest.mark.parametrize("goal", GOALS)
 def test_no_python(clone, goal):
     (line,) = make(goal, clone=clone, PATH=str(clone / "nothing"))
-    assert line == (
-        f"error: python3 was not found: install Python {WORKING_VERSIONS} "
-        "(Debian: apt-get install python3 python3-venv)"
-    )
+    assert line.startswith("error: python3 was not found")
+    assert WORKING_VERSIONS in line
+    assert "apt-get install python3 python3-venv" in line
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_a_name_that_is_no_python(clone, goal):
+def test_a_name_that_is_not_a_python(clone, goal):
     (line,) = make(goal, "PYTHON=python3.99", clone=clone)
     assert line.startswith(f"error: python3.99 was not found: install Python {WORKING_VERSIONS}")
     assert make(goal, clone=clone, PYTHON="python3.99") == [line]
@@ -83,10 +82,9 @@ def test_a_name_that_is_no_python(clone, goal):
 def test_a_version_that_does_not_work(clone, tmp_path, version):
     python = interpreter(tmp_path / "python", version=version)
     (line,) = make("demo", f"PYTHON={python}", clone=clone)
-    assert line == (
-        f"error: Python {version[0]}.{version[1]}.7 is not supported: install Python {WORKING_VERSIONS}, or name one: "
-        "make demo PYTHON=python3.12"
-    )
+    assert line.startswith(f"error: Python {version[0]}.{version[1]}.7 is not supported")
+    assert WORKING_VERSIONS in line
+    assert "make demo PYTHON=python3.12" in line
 
 
 @pytest.mark.parametrize("goal", GOALS)
@@ -94,15 +92,13 @@ def test_a_version_that_does_not_work(clone, tmp_path, version):
 def test_no_venv(clone, tmp_path, goal, module):
     python = interpreter(tmp_path / "python", without=module, version=(3, 12))
     (line,) = make(goal, f"PYTHON={python}", clone=clone)
-    assert line == (
-        f"error: {python} cannot make virtual environments: install its venv module "
-        "(Debian: apt-get install python3-venv)"
-    )
+    assert line.startswith(f"error: {python} cannot make virtual environments")
+    assert "apt-get install python3-venv" in line
 
 
 @pytest.mark.parametrize("version", [(3, 11), (3, 13)])
-def test_a_version_that_works_is_taken(clone, tmp_path, version):
-    """The environment is made, and the next step begins: to install what a changed list names, which is nowhere."""
+def test_a_version_that_works_is_used(clone, tmp_path, version):
+    """The environment is made. The next step fails: it installs a package that does not exist."""
     python = interpreter(tmp_path / "python", version=version)
     (clone / "requirements.txt").write_text("./there-is-no-such-package\n")
     command = [MAKE, "demo", f"PYTHON={python}"]
@@ -113,29 +109,29 @@ def test_a_version_that_works_is_taken(clone, tmp_path, version):
     assert not (clone / ".venv" / "bin" / ".installed").exists()
 
 
-def test_the_versions_named_are_those_of_the_package():
+def test_the_makefile_names_the_versions_of_the_package():
     text = (REPOSITORY / "pyproject.toml").read_text()
     assert 'requires-python = ">=3.11,<3.14"' in text
     assert f"VERSIONS := {WORKING_VERSIONS}\n" in (REPOSITORY / "Makefile").read_text()
 
 
 def test_help_is_the_default(clone):
-    # Under `make test` an inner make would announce its folder.
+    # Under `make test` an inner make would print its folder.
     command = [MAKE, "--no-print-directory"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
     goals = {line.split()[1] for line in done.stdout.splitlines()}
     assert goals == {*GOALS, "test-pythons"}
 
 
-def test_other_pythons_are_found_or_left_out(clone, tmp_path):
-    """In PATH or among pyenv's; what only has the name, as pyenv's shims, does not count."""
+def test_other_pythons_are_found_or_skipped(clone, tmp_path):
+    """In PATH or among pyenv's versions; a command that only has the name, such as pyenv's shims, is skipped."""
     shim = tmp_path / "bin" / "python3.12"
     shim.parent.mkdir()
     shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2; exit 127\n")
     shim.chmod(0o755)
     interpreter(tmp_path / "pyenv" / "versions" / "3.13.7" / "bin" / "python", version=(3, 13))
     environment = os.environ | {"PATH": f"{shim.parent}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
-    command = [MAKE, "--dry-run", "test-pythons"]  # what starts another make is run all the same
+    command = [MAKE, "--dry-run", "test-pythons"]  # lines that start another make are run even so
     done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=True)
     assert "\nPython 3.12 is not installed here: nothing is tested with it\n" in done.stdout
     assert ".venv-3.13/bin/python -m pytest --without-launchers" in done.stdout

@@ -22,7 +22,7 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"dsgpt"}
 
 
-def test_what_is_imported_is_a_dependency_and_has_an_exact_version():
+def test_imported_packages_are_dependencies_with_exact_versions():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     requirements = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
     assert imported() == set(project["project"]["dependencies"])

@@ -16,7 +16,7 @@ def test_replacing_leaves_one_file(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), {"a": [float("inf")]}, {"a": object()}])
-def test_what_is_no_json_leaves_the_old_file(tmp_path, value):
+def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path, value):
     path = tmp_path / "a.json"
     path.write_text("old")
     with pytest.raises((ValueError, TypeError)):

@@ -1,4 +1,4 @@
-"""Locks between processes; that the system frees them with a killed process is tested where runs are killed."""
+"""Locks between processes. The tests that kill runs also test that the system frees the lock of a killed process."""
 
 import errno
 import fcntl
@@ -10,7 +10,7 @@ import pytest
 from dsgpt.common.locks import Lock, NoLocksError
 
 
-def test_one_holder_until_it_is_released(tmp_path: Path):
+def test_a_lock_has_one_holder_until_it_is_released(tmp_path: Path):
     with Lock.of_file(tmp_path / "lock") as first, Lock.of_file(tmp_path / "lock") as second:
         assert first.take() and not second.take()
         first.release()
@@ -20,7 +20,7 @@ def test_one_holder_until_it_is_released(tmp_path: Path):
     assert (tmp_path / "lock").exists()
 
 
-def test_a_shared_lock_keeps_out_only_who_wants_it_alone(tmp_path: Path):
+def test_a_shared_lock_excludes_only_exclusive_ones(tmp_path: Path):
     with Lock.of_folder(tmp_path) as first, Lock.of_folder(tmp_path) as second, Lock.of_folder(tmp_path) as third:
         assert first.take(shared=True) and second.take(shared=True) and not third.take()
 
@@ -40,7 +40,7 @@ def test_links_are_followed_only_on_request(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOLCK, NoLocksError), (errno.EIO, OSError)])
-def test_a_file_system_without_locks_is_told_from_one_that_fails(tmp_path: Path, monkeypatch, number, kind):
+def test_missing_locks_and_failing_ones_raise_different_errors(tmp_path: Path, monkeypatch, number, kind):
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -14,8 +14,8 @@ from dsgpt.config.recipe import Recipe
     [
         ('{"a": 1,}', "is not valid JSON: Illegal trailing comma before end of object: line 1 column 8 (char 7)"),
         ("", "is not valid JSON: Expecting value: line 1 column 1 (char 0)"),
-        ('{"lr": NaN}', "is not valid JSON: NaN is no JSON number"),
-        ('{"lr": -Infinity}', "is not valid JSON: -Infinity is no JSON number"),
+        ('{"lr": NaN}', "is not valid JSON: NaN is not a JSON number"),
+        ('{"lr": -Infinity}', "is not valid JSON: -Infinity is not a JSON number"),
         ('{"a": {"lr": 1, "lr": 2}}', 'is not valid JSON: the key "lr" is given twice: keep one of them'),
     ],
 )

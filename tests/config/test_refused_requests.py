@@ -181,7 +181,7 @@ def test_all_mistakes_in_flags_json_and_data_are_reported_together(here, refused
     )
     parts = (
         "--epochs must be",
-        "--steps is no known flag",
+        "--steps is not a known flag",
         "--resume continues",
         "recipe.json: amp is not supported",
         "recipe.json: optimizer: params: lr is missing",
@@ -248,7 +248,7 @@ def test_the_command_itself(here):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "error: --batch is no known flag; see --help",
+        "error: --batch is not a known flag; see --help",
         "error: --num_heads 5 does not divide --embedding_size 16: take 4 or 8 heads",
         "error: --device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi",
     ]

@@ -39,7 +39,7 @@ def test_positions_of_billions_cost_no_table():
 
 
 def test_golden_order():
-    """No refactoring changes the order silently: runs of another day must stay comparable."""
+    """A change of the order must fail here: it would make runs incomparable with earlier ones."""
     order = SampleOrder(windows=100, global_batch_size=8, seed=1337)
     assert order.batch(0).tolist() == [70, 1, 31, 38, 33, 87, 43, 47]
     assert order.batch(11).tolist() == [86, 19, 59, 98, 93, 62, 55, 66]
@@ -78,7 +78,7 @@ def test_epochs_and_seeds_have_their_own_order():
 
 
 def test_neighbours_are_spread():
-    """A network that mixes badly would keep neighbouring windows, which are neighbouring text, together."""
+    """A network that mixes badly would keep neighbouring windows, and so neighbouring text, together."""
     found = shuffled(np.arange(10_000), size=10_000, key="k")
     distances = np.abs(np.diff(found))
     assert distances.mean() == pytest.approx(10_000 / 3, rel=0.05)

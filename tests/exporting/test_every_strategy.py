@@ -81,5 +81,5 @@ def test_a_forged_checkpoint_runs_no_code(folder, corpus, tmp_path):
     done = start(tmp_path, corpus, "zero1", "--resume")
     finished(done)
     assert "--resume: step-00000003 is refused: " in done.stdout
-    assert "is no readable safetensors file" in done.stdout
+    assert "is not a readable safetensors file" in done.stdout
     assert not (tmp_path / "ran").exists()

@@ -45,7 +45,7 @@ def test_a_name_is_fetched_once(folder):
         done = train(folder, endpoint, "nobody/nothing", dry_run=True)
         assert (done.returncode, done.stderr) == (
             2,
-            "error: --init_from nobody/nothing: is no folder here, and no model on the hub that may be read\n",
+            "error: --init_from nobody/nothing: is neither a folder here nor a readable model on the hub\n",
         )
     done = train(folder, endpoint, "gpt2")  # the hub is gone, the cache is not
     assert done.returncode == 0, done.stderr

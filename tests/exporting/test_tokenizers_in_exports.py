@@ -19,7 +19,7 @@ def test_code_is_not_exported(checkpoint, tmp_path, form):
     bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
     said = converted("--from", checkpoint, "--to", form, tmp_path / "out")
-    assert f"tokenizer   left out: {checkpoint}/tokenizer: its tokenizer_config.json asks for code" in said
+    assert f"tokenizer   left out: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code" in said
     assert not [name for name in names(tmp_path / "out") if name.endswith(".py") or "tokenizer" in name]
     assert not (tmp_path / "ran").exists()
 
@@ -73,5 +73,5 @@ def test_a_vocabulary_of_wrong_types_is_one_line(checkpoint, tmp_path, text):
     (checkpoint / "tokenizer" / "tokenizer.json").write_text(text)
     seal(checkpoint)
     (line,) = refusal("--from", checkpoint, "--to", "hf", tmp_path / "out")
-    assert "tokenizer.json: is no readable vocabulary (" in line
+    assert "tokenizer.json: is not a readable vocabulary (" in line
     assert json.loads((checkpoint / "manifest.json").read_text())["step"] == 1

@@ -46,7 +46,7 @@ def test_code_is_refused_even_if_the_user_agrees_to_it(checkpoint, tmp_path):
     assert not marker.exists(), "the tokenizer's code ran"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: {checkpoint}/tokenizer: its tokenizer_config.json asks for code of its own (auto_map), which is "
+        f"error: {checkpoint}/tokenizer: its tokenizer_config.json asks for its own code (auto_map), which is "
         "never run: use a tokenizer of the `tokenizers` library (a tokenizer.json), without auto_map\n"
     )
 
@@ -62,7 +62,7 @@ def test_code_that_a_configuration_beside_asks_for_is_refused(checkpoint, tmp_pa
     (checkpoint / "tokenizer" / "config.json").write_text(json.dumps(beside))
     seal(checkpoint)
     line = refusal(checkpoint)
-    assert line.startswith(f"{checkpoint}/tokenizer: its config.json asks for code of its own (auto_map)")
+    assert line.startswith(f"{checkpoint}/tokenizer: its config.json asks for its own code (auto_map)")
     assert not marker.exists()
 
 

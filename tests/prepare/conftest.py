@@ -1,4 +1,4 @@
-"""The scripts as commands without a network, and a small corpus that contains what goes wrong."""
+"""The scripts as commands without a network, and a small corpus of difficult texts."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def script_command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tu
 
 @pytest.fixture(scope="session")
 def run(script_command) -> Run:
-    """Run a script in a folder and return what came of it."""
+    """Run a script in a folder; returns its output and exit code."""
 
     def execute(script: str, *flags: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
         arguments, environment = script_command(script, *flags, **variables)
@@ -49,7 +49,7 @@ def run(script_command) -> Run:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of ``CORPUS``, and four that are no documents: empty, blank, binary and hidden."""
+    """The files of ``CORPUS``, and four that are not documents: empty, blank, binary and hidden."""
     root = tmp_path_factory.mktemp("text") / "corpus"
     others = {"a/empty.txt": b"", "b/blank.txt": b" \n\n", "c/picture.png": b"\x89PNG\0\0", ".git/config": b"hidden"}
     for name, data in ({name: text.encode() for name, text in CORPUS.items()} | others).items():
@@ -77,7 +77,7 @@ def prepared(run: Run, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def prepare_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """preprocess.py in this process, for runs whose point is what they write: it saves the libraries' start."""
+    """preprocess.py in this process, for tests of what it writes: this saves the libraries' start-up."""
 
     def execute(*flags: object, cwd: Path) -> None:
         monkeypatch.chdir(cwd)

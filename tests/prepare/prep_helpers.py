@@ -1,4 +1,4 @@
-"""The small corpus, and how the tests read and make what the scripts read and write."""
+"""The small corpus, and functions that read what the scripts write."""
 
 import hashlib
 import json

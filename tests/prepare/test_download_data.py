@@ -1,4 +1,4 @@
-"""download_data.py: the hub's code path on local stand-ins, the embedded corpus, and no network."""
+"""download_data.py: sets of the hub, replaced by local files; the embedded corpus; and no network."""
 
 import json
 import time
@@ -21,7 +21,7 @@ VALIDATION = [f"held out {number}" for number in range(20)]
 
 @pytest.fixture
 def hub_folder(tmp_path: Path) -> Path:
-    """A folder laid out as a set on the hub is: Parquet files named by split."""
+    """A folder with the layout of a set on the hub: Parquet files named by split."""
     folder = tmp_path / "stand-in"
     folder.mkdir()
     parquet.write_table(pa.table({"text": [*STORIES[:150], "", None]}), folder / "train-00000-of-00002.parquet")
@@ -44,7 +44,7 @@ def test_set_with_its_own_split(run, prepare_here, hub_folder: Path, bytes_token
 
     flags = ["--dataset", "tinystories", "--tokenizer", bytes_tokenizer]
     (line,) = errors(run("preprocess.py", *flags, "--val_fraction", 0.5, cwd=tmp_path, code=2))
-    assert "brings its own validation split" in line
+    assert "has its own validation split" in line
     prepare_here(*flags, cwd=tmp_path)
     assert documents_of(raw.parent, "train") == STORIES
     assert documents_of(raw.parent, "val") == VALIDATION
@@ -62,7 +62,7 @@ def test_set_read_as_parquet_files_with_a_limit(hub_folder: Path, tmp_path: Path
     assert not (tmp_path / "raw" / "train.jsonl").exists()
 
 
-def test_set_that_is_not_there_is_one_line(tmp_path: Path):
+def test_a_missing_set_is_an_error_of_one_line(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     missing = HubSet(path=str(tmp_path / "empty"), about="", splits={"train": 0})
     with pytest.raises(UserError, match="cannot be read from the hub") as caught:
@@ -114,12 +114,12 @@ def test_mistakes_are_reported_together(run, tmp_path: Path):
     assert "did you mean tinystories?" in "".join(lines)
 
 
-def test_webtext_is_honest():
+def test_webtext_says_that_it_is_openwebtext():
     assert "never published" in HUB_SETS["webtext"].about
     assert HUB_SETS["webtext"].source == HUB_SETS["openwebtext"].source
 
 
-def test_no_script_is_silent_about_a_full_disk(capsys: pytest.CaptureFixture):
+def test_a_full_disk_is_an_error(capsys: pytest.CaptureFixture):
     def full() -> None:
         with Path("/dev/full").open("w") as file:
             file.write("x")

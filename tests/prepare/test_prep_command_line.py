@@ -1,4 +1,4 @@
-"""Mistakes on the command line and in the input: all together, one line each, exit 2, and quickly."""
+"""Mistakes on the command line and in the input are reported together, one line each, with exit code 2."""
 
 import subprocess
 import sys
@@ -8,32 +8,18 @@ from pathlib import Path
 import pytest
 from prep_helpers import SCRIPTS, errors
 
-from dsgpt.prepare.options import DATASETS
 
-
-def test_all_mistakes_are_reported_together(run, tmp_path: Path):
+def test_all_mistakes_are_reported_together(run, tmp_path: Path, snapshot):
     done = run(
         "preprocess.py", "stray", "--inpt", "x", "--dataset", "tinystoris", "--vocab_size", "12", "--seed", "x",
         "--val_fraction", "2", "--text_key", "t", "--tokenizer", "train", cwd=tmp_path, code=2,
     )  # fmt: skip
-    lines = errors(done)
-    assert sorted(lines) == sorted(
-        f"error: {line}"
-        for line in (
-            "--inpt is no known flag (did you mean --input?)",
-            "'stray' belongs to no flag",
-            f"--dataset must be one of {', '.join(DATASETS)}, not tinystoris (did you mean tinystories?)",
-            "--vocab_size must be a whole number of at least 257, not 12",
-            "--seed must be a whole number of at least 0, not x",
-            "--val_fraction must be a number above 0 and below 1, such as 0.05, not 2",
-            "--text_key: only the files of --input have keys to choose from; leave it out",
-        )
-    )
+    assert sorted(errors(done)) == snapshot
     assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--input", "missing.txt"], "--input missing.txt: there is no such file or folder"),
         (["--input", "a.txt", "--dataset", "python-stdlib"], "drop one"),
@@ -47,16 +33,16 @@ def test_all_mistakes_are_reported_together(run, tmp_path: Path):
         (["--input"], "--input needs a value"),
     ],
 )
-def test_one_mistake_is_one_line(run, tmp_path: Path, flags: list[str], said: str):
+def test_one_mistake_is_one_line(run, tmp_path: Path, flags: list[str], message: str):
     (tmp_path / "folder").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("some text\n" * 9)
     (line,) = errors(run("preprocess.py", *flags, cwd=tmp_path, code=2))
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "message"),
     [
         ("bad.jsonl", b'{"text": "fine"}\n{"text": "torn', "bad.jsonl:2: is not valid JSON"),
         ("keys.jsonl", b'{"content": "x"}\n', "keys.jsonl:1: has no key 'text', it has 'content'"),
@@ -69,10 +55,10 @@ def test_one_mistake_is_one_line(run, tmp_path: Path, flags: list[str], said: st
         ("tiny.txt", b"x", "too short to be divided"),
     ],
 )
-def test_bad_input_names_the_place(run, tmp_path: Path, name: str, data: bytes, said: str):
+def test_bad_input_names_the_place(run, tmp_path: Path, name: str, data: bytes, message: str):
     (tmp_path / name).write_bytes(data)
     (line,) = errors(run("preprocess.py", "--input", name, "--tokenizer", "train", cwd=tmp_path, code=2))
-    assert said in line
+    assert message in line
     assert not list((tmp_path / "data" / Path(name).stem).glob("*.bin"))
 
 
@@ -85,15 +71,15 @@ def test_without_network_the_tokenizer_says_what_to_do(run, tmp_path: Path):
     assert "--tokenizer train" in line
 
 
-def test_folder_that_is_no_tokenizer(run, tmp_path: Path):
+def test_a_folder_without_a_tokenizer(run, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text\n" * 9)
     (tmp_path / "folder").mkdir()
     (line,) = errors(run("preprocess.py", "--input", "a.txt", "--tokenizer", "folder", cwd=tmp_path, code=2))
-    assert "--tokenizer folder: is no tokenizer folder" in line
+    assert "--tokenizer folder: is not a readable tokenizer folder" in line
 
 
 @pytest.mark.parametrize("script", ["preprocess.py", "preprocess_small.py", "download_data.py"])
-def test_help_teaches(run, tmp_path: Path, script: str):
+def test_help_has_examples(run, tmp_path: Path, script: str):
     text = run(script, "--help", cwd=tmp_path).stdout
     assert f"python data_prep/{script}" in text
     assert "python-stdlib" in text

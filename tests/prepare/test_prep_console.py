@@ -1,4 +1,4 @@
-"""What the scripts say: progress on a terminal only, and numbers in plain English."""
+"""What the scripts print: progress bars on a terminal only, and numbers in words."""
 
 import io
 import sys
@@ -28,13 +28,13 @@ def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("total", [10, 12, 9, None])
-def test_bar_ends_at_the_whole(monkeypatch: pytest.MonkeyPatch, total: int | None):
+def test_bar_ends_at_100_percent(monkeypatch: pytest.MonkeyPatch, total: int | None):
     monkeypatch.setattr(sys, "stderr", Terminal())
     list(rows(total))
     assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
 
 
-def test_bar_ends_at_the_whole_when_a_limit_ends_it(monkeypatch: pytest.MonkeyPatch):
+def test_bar_ends_at_100_percent_when_a_limit_ends_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     some = rows(10)
     next(some)
@@ -42,7 +42,7 @@ def test_bar_ends_at_the_whole_when_a_limit_ends_it(monkeypatch: pytest.MonkeyPa
     assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
 
 
-def test_bar_stops_where_a_mistake_ends_it(monkeypatch: pytest.MonkeyPatch):
+def test_bar_stays_where_an_error_ends_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with pytest.raises(ValueError, match="torn"), progress(total=10, description="reading", unit="B") as bar:
         bar.update(1)
@@ -50,7 +50,7 @@ def test_bar_stops_where_a_mistake_ends_it(monkeypatch: pytest.MonkeyPatch):
     assert "100%" not in sys.stderr.getvalue()
 
 
-def test_numbers_read_as_english():
+def test_numbers_in_words():
     assert [counted(number, "binary file") for number in (0, 1, 2000)] == [
         "0 binary files", "1 binary file", "2,000 binary files",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
 from dsgpt.data.token_file import open_token_file
-from dsgpt.prepare.preparation import only_one
+from dsgpt.prepare.preparation import locked_folder
 
 
 def test_every_document_comes_back_byte_for_byte(prepared: Path):
@@ -28,20 +28,20 @@ def test_every_document_comes_back_byte_for_byte(prepared: Path):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_sidecar_says_what_the_file_is(prepared: Path, split: str):
+def test_sidecar_describes_the_file(prepared: Path, split: str):
     file = open_token_file(prepared / f"{split}.bin")
-    said = file.sidecar
+    sidecar = file.sidecar
     ids = np.memmap(file.path, dtype=np.uint16, mode="r")
     assert not file.inferred
-    assert said.dtype == "uint16"
-    assert said.vocab_size <= 400
-    assert said.tokens == len(ids)
-    assert ids.max() < said.vocab_size
-    assert said.documents == np.count_nonzero(ids == said.eot_id)
-    assert said.sha256 == hashlib.sha256(file.path.read_bytes()).hexdigest()
-    assert said.source == "corpus"
+    assert sidecar.dtype == "uint16"
+    assert sidecar.vocab_size <= 400
+    assert sidecar.tokens == len(ids)
+    assert ids.max() < sidecar.vocab_size
+    assert sidecar.documents == np.count_nonzero(ids == sidecar.eot_id)
+    assert sidecar.sha256 == hashlib.sha256(file.path.read_bytes()).hexdigest()
+    assert sidecar.source == "corpus"
     tokenizer = (prepared / "tokenizer" / "tokenizer.json").read_bytes()
-    assert asdict(said.tokenizer) == {"name": "tokenizer", "sha256": hashlib.sha256(tokenizer).hexdigest()}
+    assert asdict(sidecar.tokenizer) == {"name": "tokenizer", "sha256": hashlib.sha256(tokenizer).hexdigest()}
 
 
 def test_tokenizer_is_a_hugging_face_folder(prepared: Path):
@@ -81,7 +81,7 @@ def test_second_run_keeps_and_other_options_are_refused(run, corpus: Path, tmp_p
     assert hashes(tmp_path / "out") == first, "two runs of the same command must write the same bytes"
 
 
-def test_changed_input_is_not_taken_for_prepared(run, prepare_here, bytes_tokenizer: Path, tmp_path: Path):
+def test_changed_input_is_refused(run, prepare_here, bytes_tokenizer: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("one line\nanother line\n" * 20)
     flags = ["--input", "text.txt", "--tokenizer", bytes_tokenizer]
     prepare_here(*flags, cwd=tmp_path)
@@ -105,7 +105,7 @@ def kill_while_encoding(arguments: list[str], environment: dict, cwd: Path, part
     process = subprocess.Popen(arguments, cwd=cwd, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not partial.exists():
-        assert process.poll() is None, "it ended before it could be killed: give it more to do"
+        assert process.poll() is None, "the process ended before it could be killed: prepare more text"
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.kill()
@@ -131,14 +131,14 @@ def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command,
 
 def test_two_at_once_do_not_mix(tmp_path: Path):
     out = tmp_path / "out"
-    with only_one(out), pytest.raises(UserError, match="another preparation"), only_one(out):
+    with locked_folder(out), pytest.raises(UserError, match="another preparation"), locked_folder(out):
         pass
-    with only_one(out):
+    with locked_folder(out):
         pass
 
 
 def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
-    """The real GPT-2 tokenizer lies beside the checkout where there is one; elsewhere a stand-in with its last id."""
+    """With the real GPT-2 tokenizer if it lies beside the checkout, otherwise with one that has the same last id."""
     shared = REPOSITORY.parent / "shared" / "data" / "gpt2-tokenizer"
     real = (shared / "vocab.json").exists()
     folder = shared if real else tmp_path / "gpt2-like"
@@ -147,8 +147,8 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
     (tmp_path / "long.txt").write_text("Hello world" + " and more" * 3000)
     prepare_here("--input", corpus, "long.txt", "--tokenizer", folder, "--output_dir", "out", cwd=tmp_path)
     assert "longer than" not in capfd.readouterr().err
-    said = open_token_file(tmp_path / "out" / "train.bin").sidecar
-    assert (said.vocab_size, said.eot_id, said.dtype) == (50257, 50256, "uint16")
+    sidecar = open_token_file(tmp_path / "out" / "train.bin").sidecar
+    assert (sidecar.vocab_size, sidecar.eot_id, sidecar.dtype) == (50257, 50256, "uint16")
     texts = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
     assert len(texts) == len(CORPUS) + 1
     assert set(CORPUS.values()) <= set(texts)
@@ -161,8 +161,8 @@ def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
 def test_large_vocabulary_takes_four_bytes(prepare_here, corpus: Path, tmp_path: Path):
     write_tokenizer(tmp_path / "large", size=70_000)
     prepare_here("--input", corpus, "--tokenizer", "large", "--output_dir", "out", cwd=tmp_path)
-    said = open_token_file(tmp_path / "out" / "val.bin").sidecar
-    assert (said.dtype, said.vocab_size, said.eot_id) == ("uint32", 70_000, 69_999)
+    sidecar = open_token_file(tmp_path / "out" / "val.bin").sidecar
+    assert (sidecar.dtype, sidecar.vocab_size, sidecar.eot_id) == ("uint32", 70_000, 69_999)
     assert set(documents_of(tmp_path / "out", "val")) <= set(CORPUS.values())
 
 

@@ -38,7 +38,7 @@ def test_small_files_are_the_beginnings_of_the_full_ones(run, prepared: Path, co
     assert hashes(out) == before
 
 
-def test_small_first_full_later_makes_the_same(run, prepared: Path, corpus: Path, tmp_path: Path):
+def test_full_files_are_the_same_after_small_ones(run, prepared: Path, corpus: Path, tmp_path: Path):
     flags = ["--input", corpus, "--tokenizer", "train", "--vocab_size", 400, "--output_dir", "out"]
     run("preprocess_small.py", *flags, "--num_documents", 5, cwd=tmp_path)
     assert not (tmp_path / "out" / "train.bin").exists()
@@ -49,9 +49,9 @@ def test_small_first_full_later_makes_the_same(run, prepared: Path, corpus: Path
 
 
 def test_number_of_documents_is_checked(run, tmp_path: Path):
-    for flags, said in (
+    for flags, message in (
         ([], "--num_documents: is missing"),
         (["--num_documents", "1"], "--num_documents must be a whole number of at least 2, not 1"),
     ):
         (line,) = errors(run("preprocess_small.py", *flags, cwd=tmp_path, code=2))
-        assert said in line
+        assert message in line

@@ -40,7 +40,7 @@ def test_the_default_command_prepares_it(run, tmp_path: Path):
     assert set(decoded) <= originals
 
 
-def test_kept_documents_are_the_same_input(tmp_path: Path):
+def test_downloaded_documents_are_the_same_input(tmp_path: Path):
     raw = tmp_path / "raw"
     download.keep_stdlib(raw, max_documents=None)
     direct, kept = stdlib_source(), downloaded_source(STDLIB_NAME, output_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Which document goes where, and cutting long texts without changing their tokens."""
+"""The split of each document, and cutting long texts without changing their tokens."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ def validation(documents: list[tuple[None, Document]], *, fraction: float = 0.05
     return {document.key for split, document in divided if split == "val"}
 
 
-def test_a_document_stays_where_it_is_when_others_come():
+def test_a_document_stays_in_its_split_when_others_are_added():
     before, after = validation(collection(2000)), validation(collection(3000))
     assert 60 < len(before) < 140
     assert before == {key for key in after if int(key[1:]) < 2000}

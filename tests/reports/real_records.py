@@ -1,4 +1,4 @@
-"""Records that the program itself writes of runs that were resolved here and not trained."""
+"""Records that the program writes of runs that were resolved here and not trained."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,16 +26,16 @@ WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A run as a user asks for it, beside the defaults of ``small_run``."""
+    """What a user asks for, in addition to the defaults of ``small_run``."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     """By place in the JSON, ``zero_optimization.stage``."""
     ranks: int = 1
     elsewhere: bool = False
-    """The recipe is for another machine: it is read, and put into the run without asking this one."""
+    """The recipe is for another machine: it is read and put into the run, but not checked against this machine."""
     adapt: Callable[[RunConfig], RunConfig] = lambda config: config
-    """Changes the resolved run, where this machine could not resolve it so."""
+    """Changes the resolved run, for settings that this machine refuses."""
     changes: Sequence[dict[str, Any]] = ()
     """At resumes."""
     recipe_name: str = "recipe.json"
@@ -56,7 +56,7 @@ def recipe_of(asked: Asked) -> dict[str, Any]:
 
 
 def resolved(folder: Path, asked: Asked) -> RunConfig:
-    """What the program makes of ``asked``."""
+    """The run that the program resolves from ``asked``."""
     path = write_data(folder) / asked.recipe_name
     path.write_text(json.dumps(recipe_of(asked), indent=asked.indent))
     problems = Problems()

@@ -70,7 +70,7 @@ def test_the_table_holds_values_speed_up_and_signed_improvements(compared):
     assert "host memory is the resident set of rank 0's process alone" in text
 
 
-def test_figures_of_unequal_work_never_go_without_their_label(compared):
+def test_figures_of_unequal_work_are_labelled(compared):
     text, rows = compared(
         base=record(), big=record(training_config__global_batch_size=32, summary__train_time_sec=25.0)
     )
@@ -134,13 +134,13 @@ def test_names_cannot_break_the_table(tmp_path):
     assert header == r"|  | a\|b | \*x\*\_y\_\<b> | \*x\*\_y\_\<b> vs a\|b |"
 
 
-def test_notes_and_partial_runs_are_told(compared):
+def test_notes_and_partial_runs_are_shown(compared):
     text, _ = compared(base=record(), cut=record(status="interrupted", resumed_from="step-00000200"))
     assert "**PARTIAL RUN: cut is interrupted**" in text
     assert "- cut: resumed from step-00000200" in text
 
 
-def test_the_closing_table_says_what_matters(tmp_path):
+def test_the_closing_table_has_figures_and_verdicts(tmp_path):
     values = record(summary__train_time_sec=40.0)
     runs = [
         read_run(write_run(tmp_path / name, record_, lines=step_lines()), name=name)
@@ -183,13 +183,13 @@ def test_a_scheduler_of_another_form_is_shown_whole(compared):
     assert rows["scheduler"][1] == "type WarmupCosineLR, params warmup\\_num\\_steps 4"
 
 
-def test_inference_differences_are_called_noise_below_the_results(compared):
+def test_inference_differences_are_described_as_noise(compared):
     text, _ = compared(a=record(), b=record())
     assert text.index("## Results") < text.index("are measurement noise.") < text.index("## Work")
 
 
 @pytest.mark.parametrize(("steps", "cell"), [(3, "fewer than 4 steps"), (4, "unknown"), (None, "unknown")])
-def test_a_run_too_short_for_timing_says_so(compared, steps, cell):
+def test_a_run_too_short_for_timing_is_labelled(compared, steps, cell):
     changes = {"summary__mean_tokens_per_sec_global": None, "train_throughput": None, "summary__optimizer_steps": None}
     epoch = record()["epochs"][0] | {"optimizer_steps": steps}
     _, rows = compared(a=record(epochs=[epoch], **changes), b=record())

@@ -89,17 +89,15 @@ def test_each_fact_missing_alone_makes_it_unknown(read, path, on_both, missing):
     assert [stamp.split(":")[0] for stamp in work_stamps(verdict)] == ([] if later else ["WORK NOT VERIFIED"])
 
 
-def test_facts_that_nobody_recorded_are_asked_for_only_where_every_record_has_them(read):
+def test_facts_that_no_run_recorded_are_compared_only_if_every_version_records_them(read, snapshot):
     bare = without(without(record(), "training_config__val_windows"), "training_config__optimizer_params")
     assert judge([read("a", bare), read("b", bare)]).answer == "yes"
-    assert judge([read("old", flat_record()), read("b", bare)]).line() == (
-        "same work: unknown (old did not record its work)"
-    )
+    assert judge([read("old", flat_record()), read("b", bare)]).line() == snapshot
 
 
 @pytest.mark.parametrize("others", ["resumed too", "never resumed"])
-def test_what_a_resume_changed_is_asked_for_though_nobody_recorded_it(read, others):
-    """One of two may have gone on with other data, or with Zero++."""
+def test_changes_at_resume_are_unknown_if_no_run_recorded_them(read, others):
+    """One of the two may have resumed with other data, or with Zero++."""
     resumed = record(resumed_from="step-00000030")
     other = record(resumed_from="step-00000010") if others == "resumed too" else without(record(), "resumed_from")
     verdict = judge([read("a", resumed), read("b", other)])
@@ -107,19 +105,19 @@ def test_what_a_resume_changed_is_asked_for_though_nobody_recorded_it(read, othe
     assert verdict.unknown["a"] == ("quantized communication", "changed at resume")
 
 
-def test_seeds_that_a_float_cannot_tell_apart_differ(read):
+def test_seeds_that_are_equal_as_floats_differ(read, snapshot):
     runs = [read(str(seed), record(training_config__seed=seed)) for seed in (2**53, 2**53 + 1)]
-    assert judge(runs).line() == f"same work: no (seed {2**53} vs {2**53 + 1})"
+    assert judge(runs).line() == snapshot
 
 
-def test_a_seed_that_is_no_whole_number_is_unknown(read):
+def test_a_seed_that_is_not_a_whole_number_is_unknown(read, snapshot):
     runs = [read(name, record(training_config__seed=7.5)) for name in "ab"]
-    assert judge(runs).line() == "same work: unknown (a did not record seed; b did not record seed)"
+    assert judge(runs).line() == snapshot
 
 
-def test_a_known_difference_outweighs_the_unknown(read):
+def test_a_known_difference_outweighs_the_unknown(read, snapshot):
     verdict = judge([read("a", record()), read("b", record(training_config__seq_len=64, data__val_sha256=None))])
-    assert verdict.line() == "same work: no (sequence length 32 vs 64; b did not record validation data)"
+    assert verdict.line() == snapshot
 
 
 def test_steps_and_tokens_are_summed_from_epochs_where_the_summary_lacks_them(read):
@@ -127,18 +125,18 @@ def test_steps_and_tokens_are_summed_from_epochs_where_the_summary_lacks_them(re
     assert judge([read("a", record()), read("b", values)]).answer == "yes"
 
 
-def test_a_null_setting_against_a_number_is_unknown_not_equal(read):
+def test_a_null_setting_against_a_number_is_unknown_not_equal(read, snapshot):
     open_ended = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": None}}
     verdict = judge([read("a", record()), read("b", record(training_config__scheduler=open_ended))])
-    assert verdict.line() == "same work: unknown (b did not record scheduler)"
+    assert verdict.line() == snapshot
 
 
-def test_the_old_generation_leaves_the_work_unknown(read):
+def test_the_old_generation_leaves_the_work_unknown(read, snapshot):
     verdict = judge([read("old", flat_record()), read("new", record())])
-    assert verdict.line() == "same work: unknown (old did not record its work)"
+    assert verdict.line() == snapshot
 
 
-def test_two_others_may_differ_although_the_baseline_is_silent(read):
+def test_two_others_may_differ_though_the_baseline_recorded_nothing(read):
     runs = [
         read("old", flat_record()),
         read("b", record(training_config__global_batch_size=8)),
@@ -149,9 +147,9 @@ def test_two_others_may_differ_although_the_baseline_is_silent(read):
     assert verdict.differences[0].text(verdict.names) == "global batch unknown vs 8 (b), 16 (c)"
 
 
-def test_a_model_without_any_size_is_said_once(read):
+def test_a_model_without_any_size_is_named_once(read, snapshot):
     verdict = judge([read("a", record()), read("b", without(record(), "training_config__model"))])
-    assert verdict.line() == "same work: unknown (b did not record model)"
+    assert verdict.line() == snapshot
 
 
 def test_values_that_look_alike_when_shortened_are_shown_whole(read):
@@ -160,28 +158,28 @@ def test_values_that_look_alike_when_shortened_are_shown_whole(read):
     assert a in verdict.line() and b in verdict.line()
 
 
-def test_one_run_has_nothing_to_equal(read):
+def test_one_run_has_nothing_to_compare_with(read, snapshot):
     verdict = judge([read("a", record())])
-    assert verdict.line() == "same work: unknown (one run, nothing to compare it with)"
+    assert verdict.line() == snapshot
     assert work_stamps(verdict) == []
 
 
 @pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
-def test_a_run_that_did_not_end_is_stamped(read, status):
+def test_a_run_that_did_not_end_is_stamped(read, status, snapshot):
     runs = [read("a", record()), read("b", record(status=status))]
-    assert partial_stamps(runs) == [f"PARTIAL RUN: b is {status}"]
+    assert partial_stamps(runs) == snapshot
     assert partial_stamps(runs[:1]) == []
 
 
-def test_inference_of_other_lengths_is_stamped(read):
+def test_inference_of_other_lengths_is_stamped(read, snapshot):
     runs = [read("a", record()), read("b", record(inference__new_tokens=100)), read("old", flat_record())]
-    assert inference_stamps(runs) == ["NOT EQUAL INFERENCE: new tokens 16 vs 100 (b, old)"]
+    assert inference_stamps(runs) == snapshot
     assert inference_stamps(runs[:1]) == []
 
 
-def test_other_hardware_is_stamped_and_unknown_hardware_is_not(read):
+def test_other_hardware_is_stamped_and_unknown_hardware_is_not(read, snapshot):
     a, b = read("a", record()), read("b", record(hardware__cpu_name="Other CPU"))
-    assert machine_stamps([a, b]) == ["DIFFERENT HARDWARE: a: Fixture CPU, 2 cores; b: Other CPU, 2 cores"]
+    assert machine_stamps([a, b]) == snapshot
     old = read("old", flat_record())
     assert machine_stamps([a, old]) == []
     assert machine_line([a, old]).startswith("machine: Fixture CPU, 2 cores (not recorded by old)")
@@ -191,39 +189,35 @@ def test_other_hardware_is_stamped_and_unknown_hardware_is_not(read):
     ("shift", "precision", "answer"),
     [(0.015, "fp32", "yes"), (0.03, "fp32", "no"), (0.03, "bf16", "yes"), (0.06, "bf16", "no")],
 )
-def test_equal_loss_is_judged_by_a_stated_tolerance(read, shift, precision, answer):
+def test_equal_loss_is_judged_by_a_tolerance_that_the_line_names(read, shift, precision, answer):
     values = record(training_config__precision=precision)
     a, b = read("a", values, step_lines()), read("b", values, step_lines(shift=shift))
     line = equal_loss_line(a, b)
-    assert line.startswith(
-        f"equal loss: {answer} (b against a: largest difference per step {shift:.2g} in training loss"
-    )
+    assert line.startswith(f"equal loss: {answer} ")
+    assert f" {shift:.2g} in training loss" in line
     assert f"tolerance {0.02 if precision == 'fp32' else 0.05}" in line
 
 
-def test_one_bad_step_is_found_and_decides(read):
+def test_one_bad_step_is_found_and_decides(read, snapshot):
     lines = step_lines()
     spoiled = copy.deepcopy(lines)
     next(line for line in spoiled if line["step"] == 23)["loss"] += 0.5
-    line = equal_loss_line(read("a", record(), lines), read("b", record(), spoiled))
-    assert line.startswith(
-        "equal loss: no (b against a: largest difference per step 0.5 in training loss at step 23, 0 in"
-    )
+    assert equal_loss_line(read("a", record(), lines), read("b", record(), spoiled)) == snapshot
 
 
-def test_equal_loss_is_not_claimed_for_unequal_work(read):
+def test_equal_loss_is_not_claimed_for_unequal_work(read, snapshot):
     a, b = read("a", record(), step_lines()), read("b", record(training_config__seq_len=64), step_lines())
-    assert equal_loss_line(a, b).startswith("equal loss: unknown (b against a: not the same training")
+    assert equal_loss_line(a, b) == snapshot
 
 
-def test_equal_loss_needs_common_steps(read):
+def test_equal_loss_needs_common_steps(read, snapshot):
     a, old = read("a", record(), step_lines()), read("old", flat_record())
-    assert equal_loss_line(a, old).startswith("equal loss: unknown (old against a: no optimizer step")
+    assert equal_loss_line(a, old) == snapshot
 
 
-def test_equal_loss_of_unknown_work_says_so(read):
+def test_equal_loss_of_unknown_work_is_labelled(read, snapshot):
     a, b = read("a", record(), step_lines()), read("b", record(data__val_sha256=None), step_lines())
-    assert equal_loss_line(a, b).endswith("whether the work was the same is unknown)")
+    assert equal_loss_line(a, b) == snapshot
 
 
 def test_largest_gap_looks_at_common_steps_only():

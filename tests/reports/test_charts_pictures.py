@@ -1,4 +1,4 @@
-"""The pictures, asked for what they say: stamps, values, marks for what is missing, axes from zero."""
+"""The contents of the pictures: warnings, values, notes in place of missing ones, axes from zero."""
 
 import matplotlib as mpl
 import pytest
@@ -79,7 +79,7 @@ def test_unequal_inference_is_stamped_on_its_pictures_and_the_overview(read, wor
     assert stamped == {"inference_latency.png", "inference_throughput.png", "overview.png"}
 
 
-def test_a_wall_of_differences_is_cut_with_a_pointer(read, words):
+def test_a_long_list_of_differences_is_cut_and_refers_to_the_page(read, words):
     keys = ["seq_len", "global_batch_size", "lr", "gradient_clipping", "seed", "optimizer", "precision"]
     runs = [read("base-of-them-all", record())]
     for i in range(6):
@@ -101,14 +101,14 @@ def test_bars_start_at_zero_and_carry_their_values(read):
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
 
 
-def test_a_run_too_short_for_timing_says_so_in_place_of_its_bar(read):
+def test_a_run_too_short_for_timing_has_a_note_instead_of_a_bar(read):
     short = record(summary__mean_tokens_per_sec_global=None, train_throughput=None, summary__optimizer_steps=3)
     axes = Figure().subplots()
     draw_bars(axes, THROUGHPUT, [read("a", record()), read("b", short)])
     assert [text.get_text() for text in axes.texts] == ["102", "fewer than 4 steps"]
 
 
-def test_inference_differences_are_called_noise_on_their_pictures(read, words):
+def test_inference_differences_are_described_as_noise_on_their_pictures(read, words):
     drawn = words([read("a", record()), read("b", record())])
     noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
     assert noted == {"inference_latency.png", "inference_throughput.png"}
@@ -134,12 +134,12 @@ def test_single_points_that_coincide_stay_visible(read):
 
 def test_gpu_and_host_memory_never_share_a_panel(read):
     cpu, gpu = read("cpu", record()), read("gpu", record(summary__max_cuda_mem_allocated_bytes_rank0=2**31))
-    silent = read("old", flat_record())
+    unrecorded = read("old", flat_record())
     assert memory_bars([cpu, cpu]) == [HOST_MEMORY]
     assert memory_bars([gpu, gpu]) == [GPU_MEMORY]
     assert memory_bars([cpu, gpu]) == [GPU_MEMORY, HOST_MEMORY]
-    assert memory_bars([gpu, silent]) == [GPU_MEMORY]
-    assert memory_bars([silent]) == [HOST_MEMORY]
+    assert memory_bars([gpu, unrecorded]) == [GPU_MEMORY]
+    assert memory_bars([unrecorded]) == [HOST_MEMORY]
 
 
 def test_losses_against_steps_and_time_are_the_recorded_ones(read):
@@ -151,7 +151,7 @@ def test_losses_against_steps_and_time_are_the_recorded_ones(read):
         assert "does not start at 0" in axes.get_ylabel()
 
 
-def test_long_curves_show_every_step_and_a_stated_mean(read, words):
+def test_long_curves_show_every_step_and_a_mean_with_its_window(read, words):
     run = read("a", record(), step_lines(steps=500, every=100))
     assert window_of(run.train_curve) == 10 and window_of(run.val_curve) == 1
     axes = Figure().subplots()
@@ -162,7 +162,7 @@ def test_long_curves_show_every_step_and_a_stated_mean(read, words):
     assert "bold: mean of the last 10 recorded steps" in words([run])["loss_vs_step.png"]
 
 
-def test_epochs_are_the_axis_only_where_nobody_recorded_steps(read, words):
+def test_epochs_are_the_axis_only_if_no_run_recorded_steps(read, words):
     old, new = read("old", flat_record()), read("new", record())
     assert step_axis([old, old]) is EPOCHS
     assert step_axis([old, new]) is STEPS
@@ -179,7 +179,7 @@ def test_the_time_axis_names_its_unit(read, seconds, unit):
     assert end.x * axis.scale == pytest.approx(seconds)
 
 
-def test_curves_are_named_at_their_ends_only_where_that_can_be_read(read):
+def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
     apart = [read("a", record(), step_lines()), read("b", record(), step_lines(shift=1.0))]
     close = [read("a", record(), step_lines()), read("b", record(), step_lines(shift=0.001))]
     shorter = [read("a", record(), step_lines()), read("b", record(), step_lines(steps=20, shift=1.0))]
@@ -189,7 +189,7 @@ def test_curves_are_named_at_their_ends_only_where_that_can_be_read(read):
         assert ends_can_be_labelled(axes, ends) is expected
 
 
-def test_runs_are_told_apart_without_colour():
+def test_runs_can_be_distinguished_without_colour():
     looks = [look(index, count=8) for index in range(8)]
     assert len({each.hatch for each in looks}) == 8
     assert len({(each.marker, each.dashes) for each in looks}) == 8

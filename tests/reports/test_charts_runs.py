@@ -4,6 +4,7 @@ import json
 
 import pytest
 from chart_records import flat_record, record, step_lines, without, write_run
+from messages import without_paths
 
 from dsgpt.common.errors import UserError
 from dsgpt.reports.curves import smoothed
@@ -24,7 +25,7 @@ def test_a_complete_record_is_read(tmp_path):
     assert run.notes == ()
 
 
-def test_the_folder_serves_as_well_as_the_file(tmp_path):
+def test_a_run_can_be_read_by_its_folder(tmp_path):
     path = write_run(tmp_path, record())
     assert read_run(tmp_path, name="a") == read_run(path, name="a")
 
@@ -53,7 +54,7 @@ def test_the_flat_generation_is_read_without_inventing_steps(tmp_path):
         ("inference_latency", [1.0, None, 3.0], "inference_latency", 2.0),
         ("inference_throughput", 25, "inference_tokens_per_sec", 25.0),
         ("train_time_per_epoch", [60.0, None], "train_time", None),
-        ("train_time_per_epoch", 60.0, "train_time", None),  # of one epoch or of both: it does not say
+        ("train_time_per_epoch", 60.0, "train_time", None),  # of one epoch or of both: unknown
         ("val_loss_per_epoch", 3.0, "final_val_loss", 3.0),
         ("val_loss_per_epoch", [3.0, None], "final_val_loss", None),
         ("val_loss_per_epoch", [3.0, None], "best_val_loss", 3.0),
@@ -91,28 +92,25 @@ def test_any_section_may_be_missing_or_of_the_wrong_type(tmp_path, section, inst
     assert read_run(write_run(tmp_path, values), name="a").name == "a"
 
 
-def test_a_run_that_two_strategies_share_says_so(tmp_path):
+def test_a_change_of_strategy_is_noted(tmp_path, snapshot):
     moved = {"step": 200, "name": "executed by", "before": "zero2 on 4 ranks", "after": "ddp on 2 ranks"}
     values = record(changed_at_resume=[{"step": 100, "name": "optimizer", "before": {}, "after": {}}, moved])
     run = read_run(write_run(tmp_path, values), name="a")
-    assert run.notes == ("times are of two strategies: ddp on 2 ranks after step 200, zero2 on 4 ranks before",)
+    assert run.notes == snapshot
 
 
-def test_validation_losses_of_two_sets_are_told_apart(tmp_path):
-    """And where none was measured on the new set yet, those of the old one do not stand for it."""
+def test_a_change_of_the_validation_set_is_noted(tmp_path, snapshot):
+    """Until the new set is measured, the losses of the old set are not taken for it."""
     changes = [
         {"step": 20, "name": name, "before": 1, "after": 2} for name in ("validation data", "validation windows")
     ]
     values = record(changed_at_resume=changes, summary__final_val_loss=None, summary__best_val_loss=None)
     run = read_run(write_run(tmp_path, values), name="a")
-    assert run.notes == (
-        "validation losses are of two sets: the validation data changed after step 20",
-        "validation losses are of two sets: the validation windows changed after step 20",
-    )
+    assert run.notes == snapshot
     assert (run.final_val_loss, run.best_val_loss) == (None, None)
 
 
-def test_a_torn_last_line_is_ignored_without_a_word(tmp_path):
+def test_an_incomplete_last_line_is_ignored_without_a_note(tmp_path):
     path = write_run(tmp_path, record(), lines=step_lines(steps=5, every=5))
     log = path.with_name("metrics.jsonl")
     log.write_bytes(log.read_bytes() + b'{"step": 6, "loss": 3.\xe2')
@@ -156,7 +154,7 @@ def test_smoothing_is_a_trailing_mean():
         ("[" * 100_000, "not JSON"),
     ],
 )
-def test_a_file_that_is_no_record_is_named_on_one_line(tmp_path, text, reason):
+def test_a_file_that_is_not_a_record_is_an_error_of_one_line(tmp_path, text, reason):
     path = tmp_path / "training_metrics.json"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -165,14 +163,15 @@ def test_a_file_that_is_no_record_is_named_on_one_line(tmp_path, text, reason):
     assert str(path) in problem and reason in problem and "\n" not in problem
 
 
-def test_a_run_cut_off_before_its_first_record_is_to_be_continued(tmp_path):
+def test_a_run_without_its_first_record_is_refused(tmp_path, snapshot):
     (tmp_path / "metrics.jsonl").write_text("")
     for path in (tmp_path, tmp_path / "training_metrics.json"):
-        with pytest.raises(UserError, match=r"'a' was cut off before its first record: continue it with --resume$"):
+        with pytest.raises(UserError) as caught:
             read_run(path, name="a")
+        assert without_paths(str(caught.value), tmp_path) == snapshot(name="by folder and by file")
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path):
+def test_bytes_that_are_not_text_are_refused(tmp_path):
     path = tmp_path / "training_metrics.json"
     path.write_bytes(b"\x80\x81\xff" * 9)
     with pytest.raises(UserError, match="not a text file"):

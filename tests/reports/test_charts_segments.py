@@ -1,4 +1,4 @@
-"""Runs that several processes made: what of them must be said, and where."""
+"""Runs of several processes: which differences between them are shown, and where."""
 
 import copy
 from typing import Any
@@ -15,7 +15,6 @@ from dsgpt.reports.segments import Segment, over_time
 
 OTHER_CPU = {"cpu_name": "Other CPU"}
 TWO_RANKS = {"world_size": 2}
-ONE = "1 CPU device of 1 thread"
 TWO_THREADS = {"threads_per_device": 2}
 
 
@@ -45,19 +44,20 @@ def read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes",
     [
-        ({"hardware": TWO_THREADS}, f"devices {ONE} to step 30, 1 CPU device of 2 threads from step 31"),
-        ({"hardware": TWO_RANKS}, f"devices {ONE} to step 30, 2 CPU devices of 1 thread from step 31"),
-        ({"strategy": "zero2"}, "strategy zero1 to step 30, zero2 from step 31"),
-        ({"compile": True}, "compile no to step 30, yes from step 31"),
-        ({"activation_checkpointing": True}, "activation checkpointing no to step 30, yes from step 31"),
-        ({"micro_batch_size_per_gpu": 4}, "micro batch x accumulation 8 x 1 to step 30, 4 x 1 from step 31"),
-        ({"env": {"torch_version": "2.14.0"}}, "PyTorch 2.13.0 to step 30, 2.14.0 from step 31"),
+        {"hardware": TWO_THREADS},
+        {"hardware": TWO_RANKS},
+        {"strategy": "zero2"},
+        {"compile": True},
+        {"activation_checkpointing": True},
+        {"micro_batch_size_per_gpu": 4},
+        {"env": {"torch_version": "2.14.0"}},
     ],
-)  # fmt: skip
-def test_a_setup_that_changed_is_stamped(read, changes, said):
-    assert setup_stamps([read(**changes)]) == [f"SEGMENTS DIFFER: b: {said}"]
+    ids=str,
+)
+def test_a_setup_that_changed_is_stamped(read, snapshot, changes):
+    assert setup_stamps([read(**changes)]) == snapshot
 
 
 def test_a_resume_that_changed_nothing_is_not_stamped(read):
@@ -66,17 +66,15 @@ def test_a_resume_that_changed_nothing_is_not_stamped(read):
     assert (run.machine, run.devices, run.strategy) == ("Fixture CPU, 2 cores", "1 CPU device of 1 thread", "zero1")
 
 
-def test_hardware_of_every_segment_counts(read, tmp_path):
-    """The last one's alone would pass for the other run's."""
+def test_hardware_of_every_segment_counts(read, tmp_path, snapshot):
+    """The hardware of the last segment alone is the same as the other run's."""
     moved = read(first=segment(1, 30, hardware=OTHER_CPU))
-    stamp = "Other CPU, 2 cores to step 30, Fixture CPU, 2 cores from step 31"
-    assert machine_stamps([moved]) == [f"DIFFERENT HARDWARE: b: {stamp}"]
     plain = read_run(write_run(tmp_path / "a", record()), name="a")
-    assert machine_stamps([plain, moved]) == [f"DIFFERENT HARDWARE: a: Fixture CPU, 2 cores; b: {stamp}"]
+    assert [machine_stamps([moved]), machine_stamps([plain, moved])] == snapshot
     assert machine_line([plain, moved]).startswith("several machines or devices.")
 
 
-def test_other_host_launcher_and_code_are_notes(read):
+def test_other_host_launcher_and_code_are_notes(read, snapshot):
     run = read(
         host="next",
         hardware={"launcher": "torchrun"},
@@ -84,21 +82,16 @@ def test_other_host_launcher_and_code_are_notes(read):
         first=segment(1, 30, hardware={"launcher": "deepspeed"}),
     )
     assert setup_stamps([run]) == []
-    assert run.notes[1:] == (
-        "host fixture-host to step 30, next from step 31",
-        "launcher deepspeed to step 30, torchrun from step 31",
-        f"code {'c' * 40} to step 30, {'d' * 40} from step 31",
-    )
+    assert run.notes[1:] == snapshot
 
 
-def test_segments_without_a_step_are_passed_over(tmp_path):
+def test_segments_without_a_step_are_ignored(tmp_path):
     values = record(segments=[segment(1, 40), segment(41, 40, strategy="ddp", hardware=OTHER_CPU)])
     run = read_run(write_run(tmp_path, values), name="a")
     assert (setup_stamps([run]), run.strategy) == ([], "zero1")
 
 
-def test_three_segments_are_told_by_what_changed():
-
+def test_a_value_per_segment_in_words():
     segments = [Segment(1, 10), Segment(11, 20), Segment(21, 40)]
     assert over_time(segments, ["a", "a", "a"]) == "a"
     assert over_time(segments, ["a", "a", "b"]) == "a to step 20, b from step 21"
@@ -106,8 +99,8 @@ def test_three_segments_are_told_by_what_changed():
     assert over_time(segments, [None, None, None]) is None
 
 
-def test_steps_of_which_nothing_is_recorded_are_stamped(tmp_path):
-    """Of a run that went on from a checkpoint of before segments were kept; and of a record of that time."""
+def test_steps_without_a_record_are_stamped(tmp_path):
+    """In a run resumed from a checkpoint of a version without segments, and in a record of such a version."""
     for name, values in {
         "gap": record(segments=[segment(31, 40)], resumed_from="step-00000030"),
         "old": record(resumed_from="step-00000030"),
@@ -118,23 +111,21 @@ def test_steps_of_which_nothing_is_recorded_are_stamped(tmp_path):
         assert machine_stamps([run]) == []
 
 
-def test_the_peak_of_the_last_process_alone_is_no_peak(tmp_path):
+def test_the_peak_memory_of_the_last_process_alone_is_unknown(tmp_path):
     run = read_run(write_run(tmp_path, record(resumed_from="step-00000030")), name="old")
     assert run.host_memory is None
     assert "peak memory was recorded of the last process alone: treated as unknown" in run.notes
     assert read_run(write_run(tmp_path, record()), name="old").host_memory == 2**30
 
 
-def test_zero_plus_plus_for_some_of_the_steps_is_another_training(read):
+def test_zero_plus_plus_for_some_of_the_steps_is_another_training(read, snapshot):
     plain, mixed = read("a"), read("b", first=segment(1, 30, quantized_weights=True))
-    assert judge([plain, mixed]).line() == (
-        "same work: no (quantized communication none vs weights to step 30, none from step 31)"
-    )
+    assert judge([plain, mixed]).line() == snapshot
     twice = copy.deepcopy(mixed)
     assert judge([mixed, twice]).answer == "yes"
 
 
-def test_the_stamps_are_on_paper_console_and_pictures(read, tmp_path):
+def test_the_stamps_are_on_page_console_and_pictures(read, tmp_path):
     run = read(strategy="zero2", train_time_sec=60.0, peak_rss_bytes_rank0=2**29)
     stamp = "SEGMENTS DIFFER: b: strategy zero1 to step 30, zero2 from step 31"
     assert stamp in console_summary([run], output=tmp_path)
@@ -149,6 +140,6 @@ def test_the_stamps_are_on_paper_console_and_pictures(read, tmp_path):
 @pytest.mark.parametrize(
     "segments", [None, [], "text", [3], [{}], [{"first_step": "1", "last_step": []}], [{"hardware": 3}]]
 )
-def test_segments_that_are_none_are_not_believed(tmp_path, segments):
+def test_invalid_segments_are_ignored(tmp_path, segments):
     run = read_run(write_run(tmp_path, record(segments=segments)), name="a")
     assert run.machine == "Fixture CPU, 2 cores"

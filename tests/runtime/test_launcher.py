@@ -1,4 +1,4 @@
-"""What a launcher is, what starts one, and that a rank notices the end of every process of it."""
+"""Launcher commands are recognised, and a rank notices the end of every process of its launcher."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ START = "import os, subprocess; print({name!r}, os.getpid(), flush=True); subpro
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_a_command_that_is_written_is_recognised(launcher):
+def test_a_launcher_command_is_recognised(launcher):
     words = launcher_command(launcher, 2, "--no_such_flag")
     assert starts_launcher([*words, "src/gpt2.py"])
     assert Path(words[0]).exists() and words[1:3] in (["--num_gpus", "2"], ["--nproc_per_node", "2"])

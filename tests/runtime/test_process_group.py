@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# A group is a matter of the whole process, so each of these is one of its own.
+# A group belongs to the whole process, so each test starts a new process.
 CODE = """
 import os, sys
 import torch, torch.distributed as dist
@@ -27,7 +27,7 @@ print("left" if dist.is_initialized() else "destroyed")
 
 @pytest.mark.parametrize(("end", "state"), [("well", "destroyed"), ("fail", "left")])
 @pytest.mark.parametrize("leftover", [{}, {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}])
-def test_a_single_process_is_a_group_of_its_own(end, state, leftover):
+def test_a_single_process_forms_a_group(end, state, leftover):
     clean = {key: value for key, value in os.environ.items() if "RANK" not in key and not key.startswith("MASTER_")}
     done = subprocess.run(
         [sys.executable, "-c", CODE, end],

@@ -1,4 +1,4 @@
-"""Who a rank is in every dimension; DeepSpeed's own layouts are the same where they exist."""
+"""The index of a rank in every dimension, compared with DeepSpeed's layouts."""
 
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology

@@ -57,7 +57,7 @@ def test_a_tokenizer_that_brings_code_is_refused_at_the_start(folder, capsys):
     bring_code(folder / "tokenizer", marker=folder / "ran")
     assert train(command_line(folder, max_train_steps=1)) == 2
     (line,) = errors(capsys)
-    assert "tokenizer_config.json asks for code of its own (auto_map)" in line
+    assert "tokenizer_config.json asks for its own code (auto_map)" in line
     assert not (folder / "ran").exists()
 
 

@@ -36,12 +36,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse cannot read as a ``UserError``."""
+        """Raise argparse's message as a ``UserError``."""
         raise UserError(f"{message}; see --help")
 
 
 class Reader:
-    """Converts words to values. Collects what cannot be converted in ``problems``; the flag then has no value."""
+    """Converts words to values. If it cannot, it adds a line to ``problems``, and the flag has no value."""
 
     def __init__(self) -> None:
         self.problems = Problems()
@@ -137,9 +137,9 @@ def read_words(
 
     Args:
         parser: knows the flags.
-        reader: the one whose methods are the types of ``parser``'s flags.
+        reader: its methods are the types of ``parser``'s flags.
         words: the command line; by default that of this process.
-        elsewhere: for flags of other programs, where to set the same here.
+        elsewhere: by flag of another program, how to set the same here.
 
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
@@ -153,9 +153,9 @@ def read_words(
         name = word.split("=")[0]
         if _is_flag(word, parser):
             hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
-            reader.problems.add(f"{name} is no known flag{hint or '; see --help'}")
+            reader.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
         elif not previous_unknown:  # otherwise it is the value of the unknown flag
-            reader.problems.add(f"{word!r} belongs to no flag")
+            reader.problems.add(f"{word!r} is neither a flag nor the value of one")
         previous_unknown = _is_flag(word, parser)
     return namespace
 
@@ -170,7 +170,7 @@ def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace
 
 
 def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:
-    """``words`` without the flags whose value is missing, which are noted: argparse would stop at the first."""
+    """``words`` without the flags that lack a value. Each is noted: argparse would stop at the first."""
     takers = {flag for action in parser._actions if action.nargs in (None, "+") for flag in action.option_strings}
     kept = []
     for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):

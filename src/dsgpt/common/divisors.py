@@ -16,13 +16,13 @@ def largest_divisor(number: int, *, at_most: int) -> int:
 
 
 def divisors_around(number: int, wanted: int) -> str:
-    """The divisors of ``number`` next below and next above ``wanted``, in words: ``2 or 4``."""
+    """The nearest divisors of ``number`` below and above ``wanted``, in words: ``2 or 4``."""
     found = divisors(number)
     return in_words([d for d in found if d < wanted][-1:] + [d for d in found if d > wanted][:1])
 
 
 def multiples_around(number: int, unit: int) -> str:
-    """The multiples of ``unit`` next below ``number``, unless that is 0, and next above it, in words: ``6 or 9``."""
+    """The nearest multiples of ``unit`` below (unless it is 0) and above ``number``, in words: ``6 or 9``."""
     below = number // unit * unit
     return in_words([below, below + unit] if below else [unit])
 

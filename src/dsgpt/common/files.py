@@ -16,7 +16,7 @@ from typing import Any
 _BLOCK = 1 << 22
 
 PRINTABLE = "dsgpt.printable"
-"""Error handler for ``encode``: a byte that is not UTF-8, or a character that the encoding lacks, is ``\\xe9``."""
+"""Error handler for ``encode``: escapes bytes that are not UTF-8 and characters that the encoding lacks (``\\xe9``)."""
 
 
 def _spelt_out(error: UnicodeError) -> tuple[str, int]:
@@ -47,8 +47,8 @@ def is_utf8(path: object) -> bool:
 def undecodable(path: object) -> str:
     """The message about a path that is not UTF-8 and that a library must open."""
     return (
-        f"{printable(path)}: is not valid UTF-8, and the libraries that read tokenizers and weights open no such path: "
-        "rename it"
+        f"{printable(path)}: is not valid UTF-8, and the libraries that read tokenizers and weights cannot open such "
+        "a path: rename it"
     )
 
 
@@ -109,16 +109,16 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     The file is durable on return. A failure leaves no partial file behind.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:  # never through a link of that name
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link of that name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: found out in seconds, before a library retries for minutes."""
+"""Checks in seconds whether the Hugging Face hub answers. Its library would retry for minutes."""
 
 import os
 import ssl
@@ -7,14 +7,14 @@ import urllib.request
 
 from dsgpt.common.errors import UserError
 
-_PATIENCE_SECONDS = 10
+_TIMEOUT_SECONDS = 10
 
 
-def explain_offline(what: str, *, cure: str) -> None:
-    """Return if the hub answers.
+def require_hub(what: str, *, cure: str) -> None:
+    """Check that the hub answers.
 
     Args:
-        what: needs the hub; begins the message.
+        what: what needs the hub; begins the message.
         cure: what the user can do without it; ends the message.
 
     Raises:
@@ -25,9 +25,9 @@ def explain_offline(what: str, *, cure: str) -> None:
             raise UserError(f"{what}: needs the Hugging Face hub, but {name} is set; {cure}")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_SECONDS).close()
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # it answers; what the code means is for the library to report
+        return  # the hub answers; the library reports what the code means
     except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is not an address
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):

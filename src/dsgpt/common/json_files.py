@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 MAX_BYTES = 16 << 20
-"""The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have a limit of
-their own."""
+"""The largest file that is read by default: larger than any record, manifest or recipe. Vocabularies have
+their own limit."""
 MAX_DEPTH = 40
-"""How deep objects and arrays may be nested; our own files use at most 8 levels."""
+"""How deep objects and arrays may be nested; dsgpt's files use at most 8 levels."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -84,7 +84,7 @@ def check_depth(data: bytes, limit: int = MAX_DEPTH) -> None:
 
 
 def _refuse_constant(word: str) -> None:
-    raise JsonError(f"{word} is no JSON number")
+    raise JsonError(f"{word} is not a JSON number")
 
 
 def _finite(word: str) -> float:
@@ -109,11 +109,11 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """The contents of a regular file of at most ``max_bytes``, without a byte order mark.
 
     Raises:
-        JsonError: it cannot be read, is no regular file, or is larger.
+        JsonError: it cannot be read, is not a regular file, or is larger.
     """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would block
-            raise JsonError("it is no regular file")
+            raise JsonError("it is not a regular file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
@@ -129,7 +129,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
     """Any JSON value in a file.
 
     Raises:
-        JsonError: the file cannot be read, or holds no JSON within the limits.
+        JsonError: the file cannot be read, or does not contain JSON within the limits.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes))
 

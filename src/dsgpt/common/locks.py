@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What a network file system without locks answers."""
+"""Errors of a network file system without locks."""
 
 
 class NoLocksError(OSError):
@@ -16,14 +16,14 @@ class NoLocksError(OSError):
 
 
 class Lock:
-    """The lock of one open file or folder. A context: it releases the lock at its end."""
+    """The lock of one open file or folder. A context manager: releases the lock at the end."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """The lock of a file, which is made if need be. It must stay: a removed file could be locked a second time.
+        """The lock of a file, which is created if missing. Never remove the file: another process could lock a new one.
 
         Raises:
             OSError: it cannot be opened; ``ELOOP``: it is a link.
@@ -40,10 +40,10 @@ class Lock:
         return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if follow_link else os.O_NOFOLLOW)))
 
     def take(self, *, shared: bool = False, wait: bool = False) -> bool:
-        """Whether this process holds the lock now.
+        """Try to take the lock; return whether this process has it now.
 
         Args:
-            shared: others may share it; otherwise nobody else may hold it.
+            shared: other processes may share it; otherwise no other process may have it.
             wait: wait until it is free, instead of returning False.
 
         Raises:

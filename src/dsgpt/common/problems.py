@@ -1,4 +1,4 @@
-"""Collects every mistake before any of them is reported."""
+"""Collects all mistakes, so that they are reported together."""
 
 import difflib
 import math

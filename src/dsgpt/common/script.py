@@ -1,6 +1,6 @@
-"""How every script starts and ends: its exit code, its error lines, and its output streams. Imports no torch.
+r"""How every script starts and ends: its exit code, its error lines, and its output streams. Imports no torch.
 
-A path may contain bytes that are not UTF-8, and an output may have no ``é``: both are printed as ``\\xe9``.
+Bytes of a path that are not UTF-8, and characters that the output's encoding lacks, are printed as ``\xe9``.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
 def complain(lines: Sequence[str], code: int) -> int:
     """Print each line as an error, and return ``code``."""
     for line in "\n".join(lines).splitlines():
-        with contextlib.suppress(OSError):  # the terminal is gone; the exit code still tells
+        with contextlib.suppress(OSError):  # the terminal is gone; the exit code remains
             print(f"error: {printable(line)}", file=sys.stderr, flush=True)
     return code
 
@@ -126,7 +126,7 @@ class _Output(io.FileIO):
 def _output_lost(error: OutputError) -> int:
     if error.errno == errno.EPIPE:
         return EXIT_READER_GONE
-    return complain([f"standard output: {error.strerror}: what was printed is not complete"], EXIT_USER_ERROR)
+    return complain([f"standard output: {error.strerror}: the output is incomplete"], EXIT_USER_ERROR)
 
 
 def _with(kept: str, line: str) -> str:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.sidecar import TokenFileError
 from dsgpt.data.token_file import TokenFile
-from dsgpt.runtime.interruption import leave_to_the_rank
+from dsgpt.runtime.interruption import ignore_stop_signals
 
 PADDING_WINDOW = -1
 """Not a window: pads the last validation batch, so that every rank has the same number of micro batches."""
@@ -115,7 +115,7 @@ def _whole_batch(batch: object) -> object:
 def _loader(
     dataset: WindowDataset, batches: _TrainingBatches | _ValidationBatches, *, workers: int, pin_memory: bool
 ) -> DataLoader[Batch]:
-    # The dataset returns a whole micro batch, so there is nothing to collate. With a generator of its own, the loader
+    # The dataset returns a whole micro batch, so there is nothing to collate. With its own generator, the loader
     # draws no seed from the default generator, whose state belongs to dropout and is restored at a resume.
     return DataLoader(
         dataset,
@@ -123,7 +123,7 @@ def _loader(
         collate_fn=_whole_batch,
         num_workers=workers,
         pin_memory=pin_memory,
-        worker_init_fn=leave_to_the_rank,
+        worker_init_fn=ignore_stop_signals,
         generator=torch.Generator(),
     )
 

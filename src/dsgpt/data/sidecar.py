@@ -25,7 +25,7 @@ class TokenFileError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """The tokenizer that made the ids, as a sidecar names it."""
+    """The tokenizer that made the ids."""
 
     name: str | None = None
     """Name on the hub, or of the folder beside the file."""
@@ -65,7 +65,7 @@ class Sidecar:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """Size and time of change of a file: shows without reading it that it changed, unless its time was set back."""
+    """Size and time of change of a file: shows a change without reading the file, unless the time was set back."""
 
     size: int
     """Bytes."""
@@ -89,39 +89,38 @@ def sidecar_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def read_sidecar(beside: Path) -> Sidecar:
-    """Read the sidecar file ``beside``; unknown keys, of other tools or later versions, are ignored.
+def read_sidecar(path: Path) -> Sidecar:
+    """Read the sidecar file ``path``; unknown keys, of other tools or later versions, are ignored.
 
     Raises:
         TokenFileError: it cannot be read, a key is missing or of another type, or its values contradict each other.
     """
     try:
-        sidecar = read_as(beside, Sidecar, unknown_keys=True)
+        sidecar = read_as(path, Sidecar, unknown_keys=True)
     except JsonError as error:
-        raise TokenFileError(f"{beside}: is no sidecar of a token file ({error}); make the data again") from error
+        raise TokenFileError(f"{path}: is not the sidecar of a token file ({error}); make the data again") from error
     if sidecar.vocab_size is None:
-        raise TokenFileError(f"{beside}: vocab_size is null, not a positive whole number; make the data again")
+        raise TokenFileError(f"{path}: vocab_size is null, not a positive whole number; make the data again")
     if sidecar.vocab_size > 1 << (8 * DTYPES[sidecar.dtype].itemsize):
-        raise TokenFileError(f"{beside}: vocab_size {sidecar.vocab_size:,} does not fit dtype {sidecar.dtype}")
+        raise TokenFileError(f"{path}: vocab_size {sidecar.vocab_size:,} does not fit dtype {sidecar.dtype}")
     return sidecar
 
 
-def note_stamp(beside: Path, stamp: Stamp, *, sha256: str) -> None:
-    """Write into the sidecar file ``beside`` that a .bin with this ``stamp`` has the hash ``sha256``.
+def note_stamp(path: Path, stamp: Stamp, *, sha256: str) -> None:
+    """Write into the sidecar file ``path`` that a .bin with this ``stamp`` has the hash ``sha256``.
 
     Does nothing if this user may not replace the sidecar, if it is a link, or if it has another hash by now. Then the
     next reader hashes the .bin again.
     """
     with contextlib.suppress(OSError, JsonError):
-        before = beside.lstat()
-        may_replace = os.geteuid() in (0, before.st_uid) and os.access(beside, os.W_OK)
+        before = path.lstat()
+        may_replace = os.geteuid() in (0, before.st_uid) and os.access(path, os.W_OK)
         if not stat.S_ISREG(before.st_mode) or not may_replace:
             return
-        said = read_object(beside)
-        if said.get("sha256") != sha256:
+        values = read_object(path)
+        if values.get("sha256") != sha256:
             return
-        write_json_atomic(beside, said | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
-        os.chown(
-            beside, before.st_uid, before.st_gid
-        )  # the sidecar is a new file now, and must stay readable to others
-        beside.chmod(stat.S_IMODE(before.st_mode))
+        write_json_atomic(path, values | {"size": stamp.size, "mtime_ns": stamp.mtime_ns})
+        # The sidecar is a new file now, and must stay readable to others.
+        os.chown(path, before.st_uid, before.st_gid)
+        path.chmod(stat.S_IMODE(before.st_mode))

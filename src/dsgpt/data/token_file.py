@@ -79,7 +79,7 @@ class TokenFile:
         before = Stamp.of(self.path)
         computed = self.computed_sha256(progress)
         if Stamp.of(self.path) != before:
-            raise TokenFileError(f"{self.path}: was changed while it was hashed: start again when nothing writes to it")
+            raise TokenFileError(f"{self.path}: changed while it was hashed: start again when no program writes to it")
         claimed = self.sidecar.sha256
         if claimed and computed != claimed:
             raise TokenFileError(
@@ -114,9 +114,9 @@ def open_token_file(path: Path) -> TokenFile:
         raise TokenFileError(f"{path}: is empty; make it again with `python data_prep/preprocess.py --overwrite`")
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
-    beside = sidecar_path(path)
-    inferred = not os.path.lexists(beside)  # a broken link is there, and is an error
-    sidecar = _inferred(size) if inferred else read_sidecar(beside)
+    sidecar_file = sidecar_path(path)
+    inferred = not os.path.lexists(sidecar_file)  # a broken link is there, and is an error
+    sidecar = _inferred(size) if inferred else read_sidecar(sidecar_file)
     _check_size(path, size, sidecar, inferred)
     return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
 
@@ -132,8 +132,8 @@ def _check_size(path: Path, size: int, sidecar: Sidecar, inferred: bool) -> None
     width = DTYPES[sidecar.dtype].itemsize
     if size % width:
         raise TokenFileError(
-            f"{path}: {size:,} bytes is no whole number of {width}-byte {sidecar.dtype} ids; the file is cut off or "
-            "is no token file"
+            f"{path}: {size:,} bytes is not a whole number of {width}-byte {sidecar.dtype} ids; the file is cut off or "
+            "is not a token file"
         )
     if not inferred and size != sidecar.tokens * width:
         raise TokenFileError(

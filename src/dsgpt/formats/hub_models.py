@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.hub_access import explain_offline
+from dsgpt.common.hub_access import require_hub
 from dsgpt.formats.pretrained import WEIGHT_FILES, index_file, parts_of
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -13,7 +13,7 @@ _VOCABULARY = ("tokenizer.json", "vocab.json")
 
 
 def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
-    """The folder that holds a published model.
+    """The folder with a published model.
 
     Args:
         given: a folder, or a name on the hub; then the folder is in the hub library's cache.
@@ -21,13 +21,13 @@ def model_folder(given: str, *, weights: bool, quiet: bool = False) -> Path:
         quiet: fetch without progress bars.
 
     Raises:
-        UserError: there is no such model, or it can neither be found here nor fetched.
+        UserError: there is no such model, or it is neither on this machine nor can it be fetched.
     """
     folder = Path(given)
     if folder.is_dir():
         return folder
     if folder.exists() or not _HUB_NAME.fullmatch(given):
-        raise UserError(f"--init_from {given}: is no folder: give one, or a name on the Hugging Face hub")
+        raise UserError(f"--init_from {given}: is not a folder: give a folder, or a name on the Hugging Face hub")
     return _HubModel(given, quiet=quiet).fetch(weights=weights)
 
 
@@ -43,7 +43,7 @@ class _HubModel:
         self._revision: str | None = None
         self._offline: UserError | None = None
         try:
-            explain_offline(f"--init_from {name}", cure="fetch it where there is one, and give its folder")
+            require_hub(f"--init_from {name}", cure="fetch it on a machine with a network, and give its folder")
         except UserError as error:
             self._offline = error
 
@@ -89,7 +89,7 @@ class _HubModel:
             return None
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
             raise UserError(
-                f"--init_from {self._name}: is no folder here, and no model on the hub that may be read"
+                f"--init_from {self._name}: is neither a folder here nor a readable model on the hub"
             ) from error
         except OSError as error:
             raise self._failed("could not be fetched", error) from error

@@ -33,11 +33,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except JsonError as error:
-        raise UserError(f"{path}: is no readable JSON file ({error})") from error
+        raise UserError(f"{path}: is not a readable JSON file ({error})") from error
 
 
 class PretrainedWeights:
-    """The weights of a Hugging Face folder as canonical parameters; each is read when it is asked for.
+    """The weights of a Hugging Face folder as canonical parameters; each call reads one.
 
     Args:
         folder: contains ``model.safetensors`` or ``pytorch_model.bin``, whole or in parts.
@@ -64,10 +64,10 @@ class PretrainedWeights:
             UserError: the output head in the file differs from the embedding.
         """
         if tuple(shape) != tuple(self._shapes[name]):
-            raise ValueError(f"{name} is asked for in the shape {tuple(shape)}, and has {tuple(self._shapes[name])}")
+            raise ValueError(f"{name} has the shape {tuple(self._shapes[name])}, but {tuple(shape)} was asked for")
         value = self._stored[_stored_name(name)].read()
         if name == "wte.weight" and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
-            raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: a GPT-2 with an untied head is no GPT-2")
+            raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: in GPT-2 they are the same tensor")
         return canonical_value(name, value, self._config)
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -122,7 +122,7 @@ def parts_of(index: Path) -> list[str]:
     parts = sorted(set(names.values()))
     for part in parts:
         if Path(part).name != part or len(part.encode()) > 255 or "\0" in part:
-            raise UserError(f"{index}: names {clipped_text(part)}, which is no file beside it")
+            raise UserError(f"{index}: names {clipped_text(part)}, which is not a file beside it")
     return parts
 
 
@@ -130,7 +130,7 @@ def _parts(index: Path) -> list[Path]:
     parts = [index.parent / name for name in parts_of(index)]
     for part in parts:
         if not part.is_file():
-            raise UserError(f"{part}: is missing, and {index.name} names it")
+            raise UserError(f"{part}: is missing, but {index.name} names it")
     return parts
 
 
@@ -149,7 +149,7 @@ def _check(stored: dict[str, StoredTensor], shapes: dict[str, torch.Size], confi
         f"{place}: {', '.join(names[:3])} {what}"
         for names, what in (
             (missing, "is missing: it must hold every weight that config.json announces"),
-            (extra, "is no weight of a GPT-2 language model"),
+            (extra, "is not a weight of a GPT-2 language model"),
         )
         if names
     ]

@@ -1,7 +1,7 @@
 """Files of named tensors, read and written one tensor at a time, so that a whole model is never in memory.
 
 Only safetensors files are written (https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON
-header, the header, the tensors' bytes). Their library can only write a model that is in memory as a whole.
+header, the header, the tensors' bytes). The safetensors library can only write a model that is entirely in memory.
 """
 
 import contextlib
@@ -78,12 +78,12 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         file: _SafetensorsFile = safe_open(path, framework="pt")
         found = {}
-        for name in file.keys():  # noqa: SIM118 - no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             part = file.get_slice(name)
             dtype = _DTYPE_NAMES.get(part.get_dtype())
             found[name] = StoredTensor(shape=tuple(part.get_shape()), dtype=dtype, read=partial(file.get_tensor, name))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is no readable safetensors file ({clipped_text(str(error))})") from error
+        raise UserError(f"{path}: is not a readable safetensors file ({clipped_text(str(error))})") from error
     return found
 
 
@@ -98,12 +98,12 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path}: holds more than tensors, and what it holds could run code: save the weights as safetensors"
+            f"{path}: holds more than tensors, and loading it could run code: save the weights as safetensors"
         ) from error
     except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path}: is no readable file of tensors ({str(error).partition(chr(10))[0]})") from error
+        raise UserError(f"{path}: is not a readable file of tensors ({str(error).partition(chr(10))[0]})") from error
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
-        raise UserError(f"{path}: is no file of named tensors")
+        raise UserError(f"{path}: is not a file of named tensors")
     return {
         name: StoredTensor(
             shape=tuple(value.shape),
@@ -173,7 +173,7 @@ class SafetensorsWriter:
         """
         shape, dtype = self._missing.pop(name)
         if value.dtype != dtype or tuple(value.shape) != shape:
-            raise ValueError(f"{name} was announced as {dtype} {shape}, and is {value.dtype} {tuple(value.shape)}")
+            raise ValueError(f"{name} was announced as {dtype} {shape}, but is {value.dtype} {tuple(value.shape)}")
         with self._named_errors():
             self._file.seek(self._data_start + self._starts[name])
             self._file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -193,7 +193,7 @@ class SafetensorsWriter:
         with self._named_errors(), self._file:  # closed even if something below fails
             if kind is None:
                 if self._missing:
-                    raise ValueError(f"{', '.join(self._missing)} never came")
+                    raise ValueError(f"announced tensors were not written: {', '.join(self._missing)}")
                 self._file.flush()
                 os.fsync(self._file.fileno())
 

@@ -36,7 +36,7 @@ FILES = (
     "chat_template.jinja",
 )
 """Transformers 5 writes the first two and the last; earlier versions wrote the others."""
-COPY_LINKS = "links are not followed there: make files of them (cp -rL FOLDER COPY)"
+COPY_LINKS = "links are not followed there: replace them by copies (cp -rL FOLDER COPY)"
 _HONOURED = {SETTINGS: None, CONFIG: ("AutoConfig", "AutoTokenizer")}
 """Entries of ``auto_map`` in each file that transformers would follow when it opens a tokenizer; None: all entries."""
 _READ = (SETTINGS, SPECIAL_TOKENS, CONFIG)
@@ -46,7 +46,7 @@ _UNUSED = {"tokenizer_file", "special_tokens_map_file"}
 
 
 class RefusedTokenizerError(UserError):
-    """The tokenizer asks for code of its own or for files of unknown names, and is not opened."""
+    """The tokenizer would run its own code or open files of other names, so it is not opened."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -100,13 +100,13 @@ def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
             return UserError(f"its {name} cannot be read ({error})")
         if others := sorted(set(_naming_files(name, values))):
             return RefusedTokenizerError(
-                f"its {name} names other files to open ({', '.join(others[:3])}), which nothing vouches for: remove "
+                f"its {name} names other files to open ({', '.join(others[:3])}), which nothing has checked: remove "
                 f"{'this entry' if len(others) == 1 else 'these entries'}, and leave the vocabulary in {TOKENIZER}"
             )
         wanted, entries = values.get("auto_map"), _HONOURED.get(name, ())
         if wanted and (entries is None or not isinstance(wanted, dict) or any(wanted.get(key) for key in entries)):
             return RefusedTokenizerError(
-                f"its {name} asks for code of its own (auto_map), which is never run: use a tokenizer of the "
+                f"its {name} asks for its own code (auto_map), which is never run: use a tokenizer of the "
                 f"`tokenizers` library (a {TOKENIZER}), without auto_map"
             )
     return None
@@ -132,7 +132,7 @@ def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Parsed as transformers does it, where the last of equal keys counts: the check must see what it would use."""
+    """The object in a file, parsed as transformers does: of equal keys the last counts, and so it must be checked."""
     try:
         value = json.loads(read_bytes(path))
     except RecursionError as error:
@@ -149,7 +149,7 @@ def _object(path: Path) -> dict[str, Any]:
 def open_tokenizer(
     source: Path | str, *, what: str, named: bool = False, fetch: bool = False, **settings: Any
 ) -> "PreTrainedTokenizerBase":
-    """Open a tokenizer with transformers. One that comes with code is refused, without a question to the user.
+    """Open a tokenizer with transformers. One that comes with code is refused without asking the user.
 
     Transformers opens a copy of a folder's known regular files, because it looks for other files and follows links.
 
@@ -174,7 +174,7 @@ def open_tokenizer(
         fault = error
     except Exception as error:  # the library checks no types, and the tokenizers library raises plain Exception
         kind = "tokenizer folder" if isinstance(source, Path) else "tokenizer"
-        raise UserError(f"{what}: is no {kind} that can be read ({reason_of(error)})") from error
+        raise UserError(f"{what}: is not a readable {kind} ({reason_of(error)})") from error
     raise type(fault)(f"{what}: {fault}")
 
 

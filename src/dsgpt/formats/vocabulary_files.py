@@ -24,12 +24,12 @@ def token_ids(folder: Path) -> dict[str, int] | None:
             try:
                 return _TOKEN_IDS.validate_python(read(read_object(path, max_bytes=_MAX_BYTES)), strict=True)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path}: is no readable vocabulary ({clipped_text(str(error))})") from error
+                raise UserError(f"{path}: is not a readable vocabulary ({clipped_text(str(error))})") from error
     return None
 
 
 def end_of_text_id(folder: Path) -> int | None:
-    """The id of the tokenizer's ``eos_token``; None if the files do not say it.
+    """The id of the tokenizer's ``eos_token``; None if the files do not name one.
 
     Raises:
         UserError: a file cannot be read.
@@ -41,7 +41,7 @@ def end_of_text_id(folder: Path) -> int | None:
     try:
         token = read_object(settings).get("eos_token")
     except JsonError as error:
-        raise UserError(f"{settings}: are no readable settings of a tokenizer ({error})") from error
+        raise UserError(f"{settings}: cannot be read as settings of a tokenizer ({error})") from error
     text = token.get("content") if isinstance(token, dict) else token
     return ids.get(text) if isinstance(text, str) else None
 

@@ -1,4 +1,4 @@
-"""The shape of a GPT-2, its published sizes, and its parameter count. Imports no torch: planning starts fast."""
+"""The shape of a GPT-2, its published sizes, and its parameter count. Imports no torch, so planning starts fast."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ SHAPE_FLAGS = {
     "block_size": "--max_position_embeddings",
     "vocab_size": "--vocab_size",
 }
-"""The flag that gives each whole number of a shape."""
+"""The flag for each whole number of a shape."""
 
 
 LARGEST = {"n_layer": 1_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 1 << 31, "vocab_size": 1 << 31}
@@ -55,7 +55,7 @@ class GPT2Config:
     block_size: int
     """Positions with an embedding: the longest sequence that the model can read."""
     vocab_size: int
-    """Ids it can read and predict."""
+    """Ids that the model can read and predict."""
     dropout: float = 0.0
     """Probability of dropping an activation in training. GPT-2 used 0.1; models that see data once or twice use 0."""
 

@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then MLP, each behind a LayerNorm and beside the residual stream."""
+    """One transformer block: attention, then MLP, each after a LayerNorm and added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class GPT2(nn.Module):
 
         The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; a target of -100 is left out.
         The logits of padded vocabulary rows are cut off before the softmax, so padding is never predicted.
-        ``first_position`` is the position of ``ids[:, 0]``, where ``ids`` are a later part of longer sequences.
+        ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences.
         """
         start = first_position if cache is None else cache.length
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T,)

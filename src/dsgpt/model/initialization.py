@@ -1,7 +1,7 @@
 """Initial weights as a pure function of (seed, parameter name).
 
-No value depends on the order in which parameters are made, nor on the rank that makes them. So however a model is split
-over ranks, each part starts from the values that it has in the whole model.
+No value depends on the order in which parameters are made, nor on the rank that makes them. However a model is split
+over ranks, each part starts from the same values as in the whole model.
 """
 
 import hashlib

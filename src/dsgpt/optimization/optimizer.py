@@ -53,7 +53,7 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 def begin_state(optimizer: torch.optim.Optimizer, parameter: Tensor, *, steps: int) -> dict[str, Tensor]:
     """Make the state of ``parameter`` after ``steps`` steps, with zeros for moments, which the caller fills.
 
-    torch and DeepSpeed's CPU Adam make the state in their first step alone. torch counts the steps in a tensor,
+    torch and DeepSpeed's CPU Adam make the state only in their first step. torch counts the steps in a tensor,
     DeepSpeed in a Python number.
 
     Returns:

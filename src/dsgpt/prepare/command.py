@@ -7,9 +7,9 @@ from dsgpt.prepare.preparation import prepare
 
 DESCRIPTION = """\
 Turn text into token files: train.bin and val.bin (little-endian ids without a header, as nanoGPT reads them), each with
-a .json that says what it holds, and tokenizer/, which transformers.AutoTokenizer loads. Every document ends with the
+a .json that describes it, and tokenizer/, which transformers.AutoTokenizer loads. Every document ends with the
 end-of-text id. Without flags it prepares the text that ships with Python itself, about 12 MB (Debian's packages hold a
-bit less): no download, no account, under a minute. The same command a second time finds its work done."""
+bit less): no download, no account, under a minute. The same command a second time changes nothing."""
 
 EXAMPLES = """\
   python data_prep/preprocess.py

@@ -10,7 +10,7 @@ from tqdm import tqdm
 Bar: TypeAlias = "tqdm[NoReturn]"
 """A progress bar that is moved by hand, not by an iterable."""
 KEPT = "nothing was published; the same command starts again"
-"""What is said after an interruption, or on a full disk."""
+"""Ends the error line after an interruption, or if the disk is full."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -40,7 +40,7 @@ def progress(*, total: int | None, description: str, unit: str) -> Iterator[Bar]
     ) as bar:  # fmt: skip
         try:
             yield bar
-        except GeneratorExit:  # whoever reads the rows stopped early
+        except GeneratorExit:  # the reader of the rows stopped early
             bar.total = bar.n
             raise
         bar.total = bar.n

@@ -63,8 +63,8 @@ class Source:
     def fingerprint(self) -> str:
         """A hash that changes when the input changes.
 
-        It covers the names of all files and, up to 256 MiB in total, their contents. Beyond that it covers size and
-        time of change instead: reading everything would take as long as the preparation that it may save.
+        It covers the names of all files and their contents. If the files are larger than 256 MiB in total, it covers
+        their sizes and times of change instead of contents, which would take as long to read as the preparation takes.
         """
         if self.same_by_documents:
             return self._documents_fingerprint()

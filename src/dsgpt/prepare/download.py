@@ -11,7 +11,7 @@ from typing import TypeAlias
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
-from dsgpt.common.hub_access import explain_offline
+from dsgpt.common.hub_access import require_hub
 from dsgpt.prepare.console import Bar, counted, progress
 from dsgpt.prepare.downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
@@ -19,7 +19,7 @@ from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
 
 DESCRIPTION = """\
 Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,
-or in train.jsonl and validation.jsonl where the set brings its own split. preprocess.py --dataset NAME reads them. All
+or in train.jsonl and validation.jsonl if the set has its own split. preprocess.py --dataset NAME reads them. All
 but the first come from the Hugging Face hub, without an account; no code of a set is ever run.
 
 sets:
@@ -143,7 +143,7 @@ def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_doc
             files[f"{split}.jsonl"] = _write(folder / f".{split}.jsonl.partial", kept)
     empty = [file for file, size in files.items() if not size["documents"]]
     if empty:
-        raise UserError(f"{name}: the set came without any text for {', '.join(empty)}; nothing was kept")
+        raise UserError(f"{name}: the set has no text for {', '.join(empty)}; nothing was kept")
     (folder / RECORD_NAME).unlink(missing_ok=True)
     for file in files:
         (folder / f".{file}.partial").replace(folder / file)
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.name == STDLIB_NAME:
             keep_stdlib(options.folder, max_documents=options.max_documents)
         else:
-            explain_offline(
+            require_hub(
                 f"the set {options.name}",
                 cure="use python-stdlib, which needs none, or give your own files to data_prep/preprocess.py --input",
             )

@@ -45,10 +45,10 @@ def raw_record(folder: Path) -> RawRecord | None:
     try:
         record = read_as(path, RawRecord, unknown_keys=True)
     except JsonError as error:
-        raise UserError(f"{path}: is no record of a download ({error}); fetch it again with --overwrite") from error
+        raise UserError(f"{path}: is not the record of a download ({error}); fetch again with --overwrite") from error
     missing = [file for file in record.files if not (folder / file).is_file()]
     if missing:
-        raise UserError(f"{folder / missing[0]}: is missing, and {path.name} names it; fetch it again with --overwrite")
+        raise UserError(f"{folder / missing[0]}: is missing, but {path.name} names it; fetch it again with --overwrite")
     return record
 
 

@@ -18,9 +18,9 @@ class HubSet:
     config: str | None = None
     data_files: dict[str, str] | None = None
     splits: dict[str, int] = field(default_factory=dict)
-    """Rows of each split that is taken (0: not known), for the progress bar where the hub does not tell."""
+    """Rows of each split that is taken (0: not known), for the progress bar if the hub does not give them."""
     articles: bool = False
-    """True where a row is a line, and a heading line begins a document (WikiText)."""
+    """True if a row is a line, and a heading line begins a document (WikiText)."""
 
     @property
     def source(self) -> str:
@@ -29,8 +29,7 @@ class HubSet:
         return f"{name} ({self.config})" if self.config else name
 
 
-# The hub's main branch may still carry a loading script, which `datasets` rightly refuses to run; the Parquet files
-# beside it need none.
+# The hub's main branch may have a loading script, which `datasets` refuses to run. The Parquet files need none.
 _OPENWEBTEXT = "hf://datasets/Skylion007/openwebtext/plain_text/train-*.parquet"
 
 HUB_SETS = {

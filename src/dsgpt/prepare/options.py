@@ -75,9 +75,9 @@ def parse_options(argv: Sequence[str] | None = None, *, description: str, exampl
 
     Args:
         argv: the words; by default those of this process.
-        description: what ``--help`` says of the script.
+        description: of the script, for ``--help``.
         examples: commands that ``--help`` ends with.
-        small: whether only the first documents are prepared, as many as ``--num_documents`` says.
+        small: whether only the first ``--num_documents`` documents are prepared.
 
     Raises:
         UserError: all of its mistakes, one line each.
@@ -117,7 +117,7 @@ def _parser(reader: Reader, description: str, examples: str, *, small: bool) -> 
         metavar="F",
         type=reader.share("--val_fraction"),
         help="share of the documents for validation, chosen by a hash of seed and name "
-        f"(default {_DEFAULT_VAL_FRACTION}); sets that bring a validation split keep their own",
+        f"(default {_DEFAULT_VAL_FRACTION}); sets that have a validation split keep it",
     )
     add(
         "--seed",
@@ -149,7 +149,7 @@ def _add_source_flags(parser: Parser, reader: Reader) -> None:
         metavar="NAME",
         type=reader.choice("--dataset", DATASETS, None),
         help=f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no "
-        "download; the others want `python data_prep/download_data.py NAME` first)",
+        "download; the others need `python data_prep/download_data.py NAME` first)",
     )
     parser.add_argument(
         "--input",
@@ -161,7 +161,7 @@ def _add_source_flags(parser: Parser, reader: Reader) -> None:
         "is read, but no link",
     )
     parser.add_argument(
-        "--text_key", metavar="KEY", help="where a .jsonl or .parquet row keeps its text (default text)"
+        "--text_key", metavar="KEY", help="key or column of the text in .jsonl and .parquet rows (default text)"
     )
 
 

@@ -23,7 +23,7 @@ from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
 from dsgpt.prepare.vocabulary import Vocabulary, encode, open_vocabulary, save_loaded, save_trained, train_tokenizer
 
 _NAMED = 3
-"""How many of the skipped links are named."""
+"""How many skipped links are named."""
 
 
 def prepare(options: PrepareOptions) -> None:
@@ -34,7 +34,7 @@ def prepare(options: PrepareOptions) -> None:
     """
     source = _source(options)
     place = Place(folder=options.output_dir, suffix=options.suffix)
-    with only_one(place.folder):
+    with locked_folder(place.folder):
         identity = options.identity() | {"input": source.fingerprint(), "tokenizer": _fingerprint(options.tokenizer)}
         if not options.overwrite and already_prepared(place, identity):
             _report(place, "already prepared:")
@@ -64,13 +64,13 @@ def _fingerprint(tokenizer: str) -> str | None:
 def _source(options: PrepareOptions) -> Source:
     if options.dataset is None:
         source = own_source(options.inputs, text_key=options.text_key, output_dir=options.output_dir)
-        _say_what_was_left_out(source)
+        _print_left_out(source)
         if not source.files:
             raise UserError(f"--input {' '.join(map(str, options.inputs))}: holds no text files")
     else:
         source = _named_source(options.dataset, output_dir=options.output_dir)
     if source.has_own_split and options.val_fraction is not None and options.num_documents is None:
-        raise UserError(f"--val_fraction: {options.dataset} brings its own validation split; leave the flag out")
+        raise UserError(f"--val_fraction: {options.dataset} has its own validation split; leave the flag out")
     return source
 
 
@@ -86,7 +86,7 @@ def _named_source(dataset: str, *, output_dir: Path) -> Source:
     )
 
 
-def _say_what_was_left_out(source: Source) -> None:
+def _print_left_out(source: Source) -> None:
     if source.skipped_binary:
         print(f"left out {counted(source.skipped_binary, 'binary file')}")
     links = source.skipped_links
@@ -97,8 +97,8 @@ def _say_what_was_left_out(source: Source) -> None:
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it, so that two preparations cannot mix.
+def locked_folder(folder: Path) -> Iterator[None]:
+    """A context that creates the folder and locks it, so that two preparations cannot mix.
 
     Raises:
         UserError: another preparation holds the lock.
@@ -106,7 +106,7 @@ def only_one(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with Lock.of_folder(folder, follow_link=True) as lock:
         if not lock.take():
-            raise UserError(f"{folder}: another preparation is writing there; wait for its end")
+            raise UserError(f"{folder}: another preparation is writing there; wait until it ends")
         yield
 
 
@@ -115,10 +115,10 @@ def _divided(options: PrepareOptions, source: Source) -> Divided:
 
 
 def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
-    """The tokenizer: the one in the output folder if the full or small files there were made with the same options,
-    otherwise a new one in a temporary folder.
+    """The tokenizer in the output folder, or a new one in a temporary folder.
 
-    For small files it is trained on the whole train split too, so that small and full files share it.
+    The one in the output folder is used if the full or small files there were made with the same options. A new one is
+    trained on the whole train split for small files too, so that small and full files share it.
     """
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
@@ -129,7 +129,7 @@ def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity:
     with progress(total=source.total_bytes(), description="training the tokenizer", unit="B") as bar:
         tokenizer = train_tokenizer(_train_texts(_divided(options, source), bar), vocab_size=options.vocab_size)
     if tokenizer.get_vocab_size() < options.vocab_size:
-        print(f"the text has words for {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
+        print(f"the text yields only {tokenizer.get_vocab_size():,} of the {options.vocab_size:,} ids asked for")
     save_trained(tokenizer, place.staged_tokenizer)
     return open_vocabulary(place.staged_tokenizer)
 
@@ -146,7 +146,7 @@ def _check_shared_tokenizer(place: Place, vocabulary: Vocabulary) -> None:
     if other and other.tokenizer_sha256 != vocabulary.sha256:
         raise UserError(
             f"{place.tokenizer}: belongs to {place.other.tokens('train').name} and differs from the tokenizer asked "
-            f"for; choose another --output_dir, or remove {place.other.record.name} and the files it speaks of"
+            f"for; choose another --output_dir, or remove {place.other.record.name} and the files that it describes"
         )
 
 
@@ -174,7 +174,7 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
                 bar.update(source_bytes if unit == "B" else 1)
         for split, writer in writers.items():
             if not writer.tokens:
-                raise UserError(f"no document fell to {split}; give more documents or change --val_fraction")
+                raise UserError(f"the {split} split has no document; give more documents or change --val_fraction")
         stack.pop_all()
         _publish(place, vocabulary, writers, identity)
 

@@ -85,7 +85,8 @@ class Place:
             return read_as(self.record, Preparation, unknown_keys=True)
         except JsonError as error:
             raise UserError(
-                f"{self.record}: is no record of a preparation ({error}); remove it and prepare again with --overwrite"
+                f"{self.record}: is not the record of a preparation ({error}); remove it and prepare again with "
+                "--overwrite"
             ) from error
 
     def write_record(self, *, identity: Identity, tokenizer_sha256: str, sidecars: dict[str, Sidecar]) -> None:
@@ -108,7 +109,7 @@ def already_prepared(place: Place, identity: Identity) -> bool:
     if record is None:
         unknown = [path for path in map(place.tokens, SPLITS) if path.exists()]
         if unknown:
-            raise UserError(f"{unknown[0]}: exists, but not from a finished preparation; replace it with --overwrite")
+            raise UserError(f"{unknown[0]}: exists, but no finished preparation made it; replace it with --overwrite")
         return False
     files = {split: open_token_file(place.tokens(split)) for split in SPLITS}
     old = record.identity
@@ -133,9 +134,9 @@ def _check_contents(place: Place, record: Preparation, files: dict[str, TokenFil
         if prepared is None or prepared.sha256 != file.sidecar.sha256:
             others.append(file.path)
     if others:
-        raise UserError(f"{others[0]}: is not what {place.record.name} speaks of; replace it with --overwrite")
+        raise UserError(f"{others[0]}: is not the file that {place.record.name} describes; replace it with --overwrite")
     for file in files.values():
         if doubt := file.doubt():
             with progress(total=file.size_bytes, description=f"hashing {file.path.name}", unit="B") as bar:
                 file.verified_sha256(bar.update)
-            print(f"{doubt}: hashed again, its contents are the sidecar's")
+            print(f"{doubt}: hashed again, its contents match the sidecar")

@@ -1,4 +1,4 @@
-"""Which documents are for training and which for validation: decided by name, not by place."""
+"""Which documents are for training and which for validation: a hash of the name decides, not the order."""
 
 import hashlib
 import itertools

@@ -37,7 +37,7 @@ def stdlib_source(*, root: Path | None = None) -> Source:
     root = root or Path(sysconfig.get_path("stdlib"))
     keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
     if not keyed:
-        raise UserError(f"{root}: this Python ships no sources of its library; use another Python, or --input")
+        raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
     return Source(
         description=f"sources and documentation of the Python {platform.python_version()} standard library",
         files=tuple(
@@ -59,7 +59,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _read_library_file(file: SourceFile) -> Iterator[Document]:
-    """One document in the encoding that the file declares (PEP 263; UTF-8 unless it says otherwise)."""
+    """One document in the encoding that the file declares (PEP 263; UTF-8 by default)."""
     with file.path.open("rb") as lines:
         encoding = tokenize.detect_encoding(lines.readline)[0] if file.path.suffix == ".py" else "utf-8"
     data = file.path.read_bytes()
@@ -67,7 +67,7 @@ def _read_library_file(file: SourceFile) -> Iterator[Document]:
 
 
 def _read_topics(file: SourceFile) -> Iterator[Document]:
-    """The language reference that ``help()`` shows: a dict in the source, one document per topic here."""
+    """The language reference that ``help()`` shows, one document per topic; the file is a dict of topics."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB that only this reader needs
 
     size = file.path.stat().st_size // len(topics)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import remove
-from dsgpt.common.hub_access import explain_offline
+from dsgpt.common.hub_access import require_hub
 from dsgpt.formats.tokenizer_files import (
     SETTINGS,
     TOKENIZER,
@@ -115,9 +115,7 @@ def save_loaded(name: str, folder: Path) -> None:
 
 
 def _download(name: str) -> "PreTrainedTokenizerBase":
-    explain_offline(
-        f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json"
-    )
+    require_hub(f"--tokenizer {name}", cure="use --tokenizer train, or name a local folder that holds a tokenizer.json")
     try:
         return open_tokenizer(name, what=f"--tokenizer {name}", fetch=True, clean_up_tokenization_spaces=False)
     except RefusedTokenizerError:
@@ -140,7 +138,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
     """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
 
     Raises:
-        UserError: it was changed since: it has links, asks for code, or is damaged.
+        UserError: the folder has links, asks for code, or is damaged: it was changed.
     """
     if fault := fault_of(folder):
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")
@@ -150,7 +148,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
         tokenizer = Tokenizer.from_file(str(path))
         eos = settings["eos_token"]
         eot_id = tokenizer.token_to_id(eos if isinstance(eos, str) else eos["content"])
-    except Exception as error:  # the tokenizers library raises nothing more special
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"{folder}: is damaged ({reason_of(error)}); make it again with --overwrite") from error
     if eot_id is None:
         raise UserError(f"{folder}: is damaged (it has no token {eos!r}); make it again with --overwrite")

@@ -16,7 +16,7 @@ DESCRIPTION = """\
 Compare training runs in pictures and in one table (comparison.md).
 
 Runs are compared only as far as they did the same work: same data, model, global batch, steps, tokens and recipe.
-Where they differ, every picture says so; where a record does not tell, that is said too. The first run is the baseline.
+Every picture states what differs and what a record does not contain. The first run is the baseline.
 """
 EXAMPLES = """\
 examples:

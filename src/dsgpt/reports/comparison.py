@@ -1,11 +1,11 @@
-"""The numbers of all runs side by side: comparison.md, and the table on the console."""
+"""The figures of all runs side by side: comparison.md, and the table on the console."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.reports.equal_work import asked_for, equal_loss_line, inference_stamps, judge, partial_stamps, show
+from dsgpt.reports.equal_work import compared_facts, equal_loss_line, inference_stamps, judge, partial_stamps, show
 from dsgpt.reports.machines import machine_line, setup_stamps
 from dsgpt.reports.runs import TOO_SHORT, Run
 from dsgpt.reports.segments import DEVICES, HARDWARE, STRATEGY
@@ -183,7 +183,7 @@ def _work_rows(runs: Sequence[Run]) -> list[list[str]]:
     rows.append(["machine", *(run.machine or show(None) for run in runs)])
     rows.append(["devices used", *(run.devices or show(None) for run in runs)])
     rows.append(["status", *(run.status or show(None) for run in runs)])
-    for fact in asked_for(runs):
+    for fact in compared_facts(runs):
         rows += _fact_rows(fact, [run.work[fact] for run in runs])
     rows.append(["inference: prompt tokens", *(show(run.prompt_tokens) for run in runs)])
     rows.append(["inference: new tokens", *(show(run.new_tokens) for run in runs)])

@@ -91,10 +91,10 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
 
 
-def asked_for(runs: Sequence[Run]) -> list[str]:
+def compared_facts(runs: Sequence[Run]) -> list[str]:
     """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
 
-    Where one was resumed, ``RESUME_FACTS`` are asked for all the same: that nobody recorded them is then no default.
+    If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: then absence is not a default.
     """
     later = LATER_FACTS - RESUME_FACTS if any(run.resumed for run in runs) else LATER_FACTS
     return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]
@@ -104,7 +104,7 @@ def judge(runs: Sequence[Run]) -> Verdict:
     """Compare every fact over all ``runs``; a value that was not recorded is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}
-    facts = asked_for(runs)
+    facts = compared_facts(runs)
     for fact in facts:
         values = [run.work[fact] for run in runs]
         found = list(_differences(fact, values))

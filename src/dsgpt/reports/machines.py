@@ -38,12 +38,12 @@ def _machines(runs: Sequence[Run]) -> list[str]:
 def machine_line(runs: Sequence[Run]) -> str:
     """The machine in one line, with the devices of each run and the runs that did not record the machine."""
     known = _machines(runs)
-    silent = [run.name for run in runs if run.machine is None]
+    unrecorded = [run.name for run in runs if run.machine is None]
     if not known:
         return "machine: not recorded"
     machine = f"machine: {known[0]}" if len(known) == 1 else "several machines or devices"
-    if silent:
-        machine += f" (not recorded by {', '.join(silent)})"
+    if unrecorded:
+        machine += f" (not recorded by {', '.join(unrecorded)})"
     users: dict[str, list[str]] = {}
     for run in runs:
         if run.devices:

@@ -78,7 +78,7 @@ class Run:
     train_curve: Curve
     val_curve: Curve
     notes: tuple[str, ...]
-    """Remarks on this record for the reader of the comparison."""
+    """Remarks on this record, for comparison.md."""
 
     @property
     def too_short_to_time(self) -> bool:
@@ -116,7 +116,7 @@ def _changes(record: Fields) -> list[dict[str, Any]]:
     return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
 
 
-def _moves(record: Fields) -> Iterator[str]:
+def _strategy_changes(record: Fields) -> Iterator[str]:
     """A note for each change of strategy or ranks, from records without segments."""
     for change in _changes(record):
         if change.get("name") == EXECUTED_BY and not record.sections("segments"):
@@ -124,7 +124,7 @@ def _moves(record: Fields) -> Iterator[str]:
             yield f"times are of two strategies: {after} after step {step}, {before} before"
 
 
-def _validated_anew(record: Fields) -> Iterator[str]:
+def _validation_changes(record: Fields) -> Iterator[str]:
     """A note for each change of the validation set: losses before and after it cannot be compared."""
     for change in _changes(record):
         if change.get("name") in ("validation data", "validation windows"):
@@ -147,9 +147,9 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
     if record.raw("resumed_from") is not None:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
     segments = read_segments(record)
-    anew = list(_validated_anew(record))
-    notes.extend([*_moves(record), *differences(segments, noted=True), *anew])
-    val_losses = [] if anew else epochs.val_losses  # losses of earlier epochs may be of the other set
+    other_sets = list(_validation_changes(record))
+    notes.extend([*_strategy_changes(record), *differences(segments, noted=True), *other_sets])
+    val_losses = [] if other_sets else epochs.val_losses  # losses of earlier epochs may be of the other set
     return Run(
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
@@ -230,7 +230,7 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
 
 
 def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
-    """Peak memory of the whole run. Records of versions without segments only have that of the last process."""
+    """Peak memory of the whole run; unknown if an earlier version resumed it and recorded only the last process."""
     summary = record.section("summary")
     peaks = {
         "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),

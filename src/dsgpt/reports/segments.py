@@ -10,7 +10,7 @@ from dsgpt.reports.fields import Fields
 
 HARDWARE, DEVICES, STRATEGY = "hardware", "devices", "strategy"
 NOTED = ("host", "launcher", "code")
-"""What may differ between segments that can still be compared in time; mentioned in the notes."""
+"""Entries of ``setup`` that may differ between segments whose times are compared; mentioned in the notes."""
 VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
 FIGURES = (
     "train_time_sec",
@@ -37,7 +37,7 @@ class Segment:
 
 
 def read_segments(record: Fields) -> tuple[Segment, ...]:
-    """The segments that executed steps, in order, after one for earlier steps of which nothing is recorded.
+    """The segments that executed steps, in order. Earlier steps without a record are one more segment, the first.
 
     A record of a version without segments has one segment, that of its last process.
     """
@@ -162,7 +162,7 @@ def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
     Args:
         segments: of one run.
         noted: compare the entries of ``NOTED``; otherwise those that affect times and memory, without the hardware,
-            which has a warning of its own.
+            which has its own warning.
     """
     recorded = [segment for segment in segments if segment.setup]
     names = NOTED if noted else [name for name in recorded[-1].setup if name not in {HARDWARE, *NOTED}]

@@ -19,15 +19,15 @@ def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ)
     """Why the processes of this machine cannot have a GPU each; empty if they can.
 
     Slurm may show each task only its own GPU (``srun --gpus-per-task=1``). Then one visible GPU is enough if each
-    process is a task of its own; ranks that another launcher started inside a task would share its GPU.
+    process is a separate task; ranks that another launcher started inside a task would share its GPU.
     """
     gpus, processes = cuda_devices(), topology.local_world_size
     tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
     if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
         return ""
     return (
-        f"{processes} processes were started on this machine but it has {gpus} GPUs: start at most {gpus} (deepspeed "
-        f"--num_gpus {gpus}), or use --device cpu"
+        f"{processes} processes were started on this machine, but it has only {gpus} GPU{'s' * (gpus != 1)}: start at "
+        f"most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
     )
 
 

@@ -19,7 +19,7 @@ from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
 from dsgpt.runtime.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""From schedulers and launchers, from Slurm and spot instances, from the keyboard, from a terminal that is closed."""
+"""Sent, in this order, by schedulers and launchers, Slurm and spot instances, the keyboard, and a closed terminal."""
 ECHO_SEC = {True: 2.0, False: 0.2}
 """Seconds after the first signal in which further signals count as the same request, with and without a launcher: a
 launcher forwards signals that its ranks already got from the terminal or the batch system."""
@@ -32,11 +32,11 @@ _CLOSE = b"\0"
 
 
 class Interruption:
-    """Whether this process was asked to stop its run, and by what. A context: it listens from enter to exit.
+    """Whether this process was asked to stop its run, and by what. A context manager: handles signals inside.
 
     Args:
         launcher: the launcher of this rank; None if there is none.
-        speaks: whether this rank prints that it got the request.
+        speaks: whether this rank prints a line about the request.
     """
 
     def __init__(self, launcher: Launcher | None = None, *, speaks: bool = True) -> None:
@@ -53,8 +53,8 @@ class Interruption:
     def __enter__(self) -> "Interruption":
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        heard = [number for number in SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
-        self._before = {number: signal.signal(number, self._handle) for number in heard}
+        handled = [number for number in SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="interruption", daemon=True)
         self._thread.start()
@@ -73,8 +73,9 @@ class Interruption:
 
     @contextlib.contextmanager
     def patience(self, patient: bool = True) -> Iterator[None]:
-        """Inside, a request only sets ``reason``. Outside, or inside ``patience(False)``, it is raised in the main
-        thread at once.
+        """A context in which a request only sets ``reason``.
+
+        Outside, or inside ``patience(False)``, it is raised in the main thread at once.
         """
         before, self._patient = self._patient, patient
         try:
@@ -100,13 +101,13 @@ class Interruption:
             if self._launcher is not None and self._launcher.is_gone():
                 self._orphaned()
             if self._deadline is not None and time.monotonic() > self._deadline[0]:
-                _leave_at_once("the run did not come to its end in time", self._deadline[1])
+                _leave_at_once("the run did not end in time", self._deadline[1])
 
     def _signalled(self, name: str) -> None:
         now = time.monotonic()
         if self._asked_at is None:
             self._ask(name, now)
-            self._say(f"{name}: the run stops after this step and saves; once more ends it at once")
+            self._say(f"{name}: the run stops after this step and saves; a second signal ends it at once")
         elif name == signal.SIGHUP.name:
             return  # a closed terminal may send several
         elif now - self._asked_at > self._echo_sec:
@@ -145,7 +146,7 @@ def _leave_at_once(why: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_to_the_rank(*_: Any) -> None:
+def ignore_stop_signals(*_: Any) -> None:
     """Make a data worker ignore these signals, which terminals and schedulers send to it too.
 
     The rank needs its workers to finish the step; they end with the rank.

@@ -1,4 +1,4 @@
-"""Launchers (``deepspeed``, ``torchrun``): their commands, written and recognised, and whether this rank's still runs.
+"""Launchers (``deepspeed``, ``torchrun``): makes and recognises their commands, and watches the launcher of this rank.
 
 Imports no torch.
 """
@@ -28,8 +28,8 @@ def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
 
     Args:
         launcher: ``python``, which starts one; ``deepspeed`` or ``torchrun`` of this environment, activated or not.
-        ranks: how many.
-        flags: further ones of the launcher.
+        ranks: how many to start.
+        flags: further flags of the launcher.
     """
     if launcher == "python":
         return [sys.executable]
@@ -46,7 +46,7 @@ def starts_launcher(words: Sequence[str]) -> bool:
 
 
 class Launcher:
-    """The processes that wait for this rank: its parent, and further up all those to the topmost launcher command.
+    """The processes that wait for this rank: its parent and those above, up to the topmost launcher command.
 
     ``deepspeed`` is two processes; the upper one may be killed alone.
     """
@@ -56,7 +56,7 @@ class Launcher:
         self._processes = _waiting_processes()
 
     def is_gone(self) -> bool:
-        """Whether one of these processes has ended, so that nobody would notice what this rank does."""
+        """Whether one of these processes has ended, so that nothing waits for this rank any more."""
         return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
 
 
@@ -77,7 +77,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether a process is gone, or dead and only waits for its parent to ask for its exit code."""
+    """Whether a process is gone, or is a zombie: it has ended, but its parent has not read its exit code."""
     try:
         return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The process group of all ranks. In a process without a group, every function acts as for a single rank."""
+"""The process group of all ranks. Without a group, every function acts as for a single rank."""
 
 import contextlib
 import os

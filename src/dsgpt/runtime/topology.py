@@ -10,7 +10,7 @@ from dsgpt.common.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Over how many ranks one copy of the model is split, in each way; further ranks are data parallel."""
+    """How many ranks share one copy of the model, in each way of splitting it; further ranks are data parallel."""
 
     tensor: int = 1
     """Ranks that hold a shard of every matrix."""
@@ -50,7 +50,7 @@ class Topology:
     launcher: str
     """``python``, ``deepspeed`` or ``torchrun``."""
     sizes: ParallelSizes = field(default=ParallelSizes())
-    """How the model is split: the recipe says it, not the launcher."""
+    """How the model is split: comes from the recipe, not from the launcher."""
 
     def split(self, sizes: ParallelSizes) -> "Topology":
         """The same processes with the model split by ``sizes``, whose product divides ``world_size``."""
