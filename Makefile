@@ -62,7 +62,7 @@ style: $(BIN)/.installed-for-tests
 pytest = $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 check: style
-	$(pytest) --without-processes --quiet
+	$(pytest) --without-processes --snapshot-warn-unused --quiet
 
 test: style
 	$(pytest)
@@ -85,7 +85,7 @@ test-python%:
 test-here: $(BIN)/.installed-for-tests
 	@rm -rf $(VENV)/demo
 	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
-	$(BIN)/python -m pytest $(SELECTION) --quiet -p no:cacheprovider
+	$(BIN)/python -m pytest $(SELECTION) --snapshot-warn-unused --quiet -p no:cacheprovider
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity

@@ -93,7 +93,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
         file = folder / "pytorch_model.bin"
         torch.save({"wte.weight": RunsCode(tmp_path / "ran")}, file, _use_new_zipfile_serialization=new)
         (line,) = refused(folder)
-        assert line.startswith("HF/pytorch_model.bin: holds more than tensors, and what it holds could run code")
+        assert line.startswith("HF/pytorch_model.bin: holds more than tensors, and loading it could run code")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
