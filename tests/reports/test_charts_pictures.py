@@ -8,10 +8,20 @@ from matplotlib.text import Text
 
 from dsgpt.reports import plots
 from dsgpt.reports.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, memory_bars
-from dsgpt.reports.lines import EPOCHS, STEPS, draw_losses, ends_can_be_labelled, step_axis, time_axis, window_of
+from dsgpt.reports.lines import (
+    EPOCHS,
+    SMALLEST_SPAN,
+    STEPS,
+    draw_losses,
+    ends_can_be_labelled,
+    step_axis,
+    time_axis,
+    window_of,
+)
 from dsgpt.reports.runs import read_run
 from dsgpt.reports.style import look, quiet_style
 
+LAST_DIGITS = {"a": 8.616005635, "b": 8.616005659}
 STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput"]
 STAMPED += ["loss_vs_step", "loss_vs_time", "peak_memory", "overview"]
 
@@ -130,6 +140,15 @@ def test_single_points_that_coincide_stay_visible(read):
     draw_losses(axes, [read("a", record(), lines), read("b", record(), lines)], kind="validation", axis=STEPS)
     below, above = axes.lines
     assert below.get_markersize() > 1.5 * above.get_markersize() and below.get_zorder() < above.get_zorder()
+
+
+def test_differences_of_rounding_do_not_fill_a_panel(read):
+    runs = [read(name, record(), [{"step": 1, "val_loss": loss}]) for name, loss in LAST_DIGITS.items()]
+    axes = Figure().subplots()
+    draw_losses(axes, runs, kind="validation", axis=STEPS)
+    low, high = axes.get_ylim()
+    assert high - low == pytest.approx(SMALLEST_SPAN)
+    assert low < min(LAST_DIGITS.values()) < max(LAST_DIGITS.values()) < high
 
 
 def test_gpu_and_host_memory_never_share_a_panel(read):

@@ -19,6 +19,8 @@ SMOOTH_FROM = 200
 """Curves with more points are drawn faint, with their trailing mean on top."""
 TIME_TITLE = "Loss by training time"
 ZOOMED = "axis does not start at 0"
+SMALLEST_SPAN = 0.01
+"""Nats per token that a loss axis covers at least: differences of rounding must not fill a panel."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
     sns.despine(ax=axes)
     if ends:
         axes.set_xlim(left=0)
+        _widen(axes)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis.coordinate != "time", steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     else:
@@ -93,6 +96,13 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
         text = axis.missing if recorded else "not recorded"
         note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
     return ends
+
+
+def _widen(axes: Axes) -> None:
+    """Let the vertical axis cover at least ``SMALLEST_SPAN``."""
+    low, high = axes.get_ylim()
+    missing = max(0.0, SMALLEST_SPAN - (high - low))
+    axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
 def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
