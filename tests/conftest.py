@@ -61,7 +61,8 @@ def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> N
         words = [os.fsdecode(word) for word in about[1]]
         if starts_launcher(words) or RANKS in words:
             pytest.skip("starts a launcher")
-        if any_python and (Path(words[0]).name.startswith("python") or words[0] in {"bash", "sh", "make"}):
+        program = Path(words[0]).name
+        if any_python and (program.startswith("python") or program in {"bash", "sh", "make"}):
             pytest.skip("starts another Python")
 
 

@@ -14,6 +14,13 @@ GOALS = ["demo", "check", "test", "parity", "faults", "records", "charts"]
 WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
 
+@pytest.fixture(autouse=True)
+def outside_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what a ``make`` around the tests exports: its flags, and the variables of its command line."""
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "VENV", "STEPS", "SELECTION"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """The files of a fresh clone that ``make`` needs; nothing is installed."""
@@ -45,12 +52,11 @@ def interpreter(path: Path, *, version: tuple[int, int] | None = None, without: 
 
 def make(goal: str, *arguments: str, clone: Path, **variables: str) -> list[str]:
     """The error lines of a ``make`` that fails, without the last one, which is make's."""
-    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHON", "MAKEFLAGS", "MAKELEVEL"}}
     assert MAKE is not None
     done = subprocess.run(
         [MAKE, goal, *arguments],
         cwd=clone,
-        env={**environment, **variables},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
