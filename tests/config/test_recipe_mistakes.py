@@ -207,3 +207,15 @@ def test_all_mistakes_are_reported_together(file):
     for word in ("many", "Lion", "cubic", "gradient_clipping", "fp16: enabled", "stage", "amp", "speed"):
         assert sum(word in line for line in found) == 1, word
     assert len(found) == 8
+
+
+def test_an_unknown_key_hides_no_mistake_between_blocks(file):
+    wrong = {
+        "fp16": {"enabled": True, "foo": 1},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_com": True, "offload_param": {"device": "cpu", "foo": 1}},
+    }
+    found = problems_of(write_recipe(file, RECIPE, **wrong))
+    for part in ("fp16: foo", "overlap_com", "offload_param: foo", "both enabled", "needs ZeRO stage 3"):
+        assert sum(part in line for line in found) == 1, (part, found)
+    assert len(found) == 5

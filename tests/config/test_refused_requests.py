@@ -252,3 +252,12 @@ def test_the_command_itself(here):
         "error: --num_heads 5 does not divide --embedding_size 16: take 4 or 8 heads",
         "error: --device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi",
     ]
+
+
+def test_a_size_that_fits_no_head_hides_no_mistake_in_the_batch(here, refused, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    write_recipe(here / "recipe.json", sequence_parallel_size=4)
+    found = refused(run_type="optimized", micro_batch_size_per_gpu=3)
+    assert any("sequence_parallel_size 4 does not divide" in line for line in found), found
+    assert any(line.startswith("micro batch 3 ") for line in found), found

@@ -3,10 +3,13 @@
 import io
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from dsgpt.prepare import download
 from dsgpt.prepare.console import counted, duration, progress
+from dsgpt.prepare.options import parse_options
 
 
 class Terminal(io.StringIO):
@@ -55,3 +58,10 @@ def test_numbers_in_words():
         "0 binary files", "1 binary file", "2,000 binary files",
     ]  # fmt: skip
     assert [duration(seconds) for seconds in (0.3, 1.2, 61)] == ["less than 1 s", "1 s", "61 s"]
+
+
+def test_an_empty_output_folder_is_the_default():
+    """As of a shell variable that is not set. The path of an empty word would be the current folder."""
+    default = Path("data/python-stdlib")
+    assert parse_options(["--output_dir", ""], description="", examples="", small=False).output_dir == default
+    assert download.parse_options(["--output_dir", ""]).folder == default / "raw"

@@ -49,6 +49,12 @@ class Problems:
         """Whether a mistake about ``word``, or about a misspelling of it, was already noted."""
         return any(line.startswith(f"{word} ") or f"did you mean {word}?" in line for line in self._lines)
 
+    def copy(self) -> "Problems":
+        """The mistakes noted so far; later ones are not added to it."""
+        noted = Problems()
+        noted._only_differs, noted._lines = self._only_differs, dict(self._lines)
+        return noted
+
     def raise_if_any(self) -> None:
         """Raise one ``UserError`` with all mistakes; a ``DifferentRunError`` if all were noted with ``differs``."""
         if self._lines:

@@ -20,6 +20,8 @@ class Request(Inputs):
     """Inputs that have a recipe, to be checked for compatibility."""
 
     recipe: Recipe
+    mistakes: Problems
+    """What is wrong with the inputs themselves."""
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -31,13 +33,13 @@ class Request(Inputs):
         """The ranks with the model split over them; only for sizes that divide the number of ranks."""
         return self.topology.split(self.sizes)
 
-    def is_doubtful(self, problems: Problems, *keys: str) -> bool:
-        """Whether ``problems`` has a mistake in one of these top-level keys of the recipe, or a misspelling of one.
+    def is_doubtful(self, *keys: str) -> bool:
+        """Whether one of these top-level keys of the recipe is wrong or misspelt.
 
         The intended value is then unknown, so no other mistake may be derived from it.
         """
         places = [f"{self.recipe.path}: {key}" for key in keys]
-        return any(map(problems.mention, [*keys, *places, *(f"{place}:" for place in places)]))
+        return any(map(self.mistakes.mention, [*keys, *places, *(f"{place}:" for place in places)]))
 
 
 def check_compatibility(request: Request, problems: Problems) -> None:
@@ -61,7 +63,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
     """
     low = request.recipe.dsgpt.fsdp.reduce_dtype == "low" and request.precision != "fp32"
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    doubtful = request.is_doubtful(problems, "dsgpt", "bf16", "fp16", *sizes)
+    doubtful = request.is_doubtful("dsgpt", "bf16", "fp16", *sizes)
     if request.options.run_type == "fsdp" and low and accumulation > 1 and not doubtful:
         problems.add(
             f'{request.recipe.path}: dsgpt.fsdp.reduce_dtype "low" does not go with {accumulation} micro batches per '
@@ -111,7 +113,7 @@ def _check_strategies(request: Request, problems: Problems) -> None:
             f"{recipe.path}: a pipeline does not go with ZeRO stage {stage}, which frees gradients that the pipeline "
             "still adds to: take stage 0 or 1 (ds_configs/pipeline.json)"
         )
-    stage_is_known = not request.is_doubtful(problems, "zero_optimization", "bf16", "fp16")
+    stage_is_known = not request.is_doubtful("zero_optimization", "bf16", "fp16")
     if sizes.pipeline > 1 and stage == 0 and stage_is_known and request.precision != "fp32":
         problems.add(
             f"{recipe.path}: a pipeline at ZeRO stage 0 does not go with {request.precision}, in which it would add up "
@@ -171,7 +173,7 @@ def _check_offload(request: Request, problems: Problems) -> None:
             f"{recipe.path}: offload works only with data parallelism here: take ds_configs/zero2_offload.json "
             "or ds_configs/zero3_offload.json, or leave the offload out"
         )
-    if request.is_doubtful(problems, "zero_optimization", "optimizer"):
+    if request.is_doubtful("zero_optimization", "optimizer"):
         return
     if recipe.nvme_blocks:
         _check_nvme(request, problems)

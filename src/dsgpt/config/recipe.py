@@ -30,6 +30,7 @@ from dsgpt.config.recipe_values import (
     WITHOUT_UNKNOWN_KEYS,
     Block,
     Flag,
+    Mistake,
     Number,
     Positive,
     mistakes_of,
@@ -226,14 +227,25 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
         problems.add(f"--deepspeed_config {path}: must be an object in braces, not {clipped(raw)}")
         return None
     settings: RecipeSettings | None
-    try:
-        settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
-    except ValidationError as error:
-        problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes_of(error)))
+    if mistakes := _mistakes_in(raw):
+        problems.add(*(f"{': '.join(map(str, (path, *each.place)))} {each.text}" for each in mistakes))
         settings = _without_mistakes(raw)
+    else:
+        settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
     if settings is None:
         return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
+
+
+def _mistakes_in(raw: dict[str, Any]) -> list[Mistake]:
+    """Every mistake in ``raw``. Unknown keys alone make a block invalid, so checks across blocks need a second pass."""
+    found: list[Mistake] = []
+    for context in (IN_A_FILE, WITHOUT_UNKNOWN_KEYS):
+        try:
+            _SETTINGS.validate_python(raw, context=context)
+        except ValidationError as error:
+            found += [each for each in mistakes_of(error) if each not in found]
+    return found
 
 
 def _without_mistakes(raw: dict[str, Any]) -> RecipeSettings | None:

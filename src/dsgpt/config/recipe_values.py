@@ -80,9 +80,13 @@ def _whole(value: Any) -> Any:
 Flag = Annotated[bool, Strict(), must_be("true or false")]
 Text = Annotated[str, Strict(), must_be("a string")]
 Positive = Annotated[int, Strict(), Field(ge=1), must_be("a whole number of at least 1")]
-Elements = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole), must_be("a whole number of at least 1")]
+Elements = Annotated[
+    int, Strict(), Field(ge=1, lt=2**63), BeforeValidator(_whole), must_be("a whole number of at least 1")
+]
 """A number of elements, bytes or requests, of at least 1."""
-Limit = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole), must_be("a whole number of at least 0")]
+Limit = Annotated[
+    int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole), must_be("a whole number of at least 0")
+]
 Number = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), must_be("a number of at least 0")]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1), must_be("a number from 0 to 1")]
 

@@ -107,7 +107,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     check_required(options, problems)
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
-    request = Request(**vars(inputs)) if inputs.recipe else None
+    request = Request(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
     batch = None
     if request is not None:
         check_compatibility(request, problems)
@@ -170,7 +170,7 @@ def _plan_batch(request: Request, problems: Problems, notices: list[str]) -> Bat
     options, recipe = request.options, request.recipe
     if request.topology.world_size % request.sizes.ranks_per_copy:
         return None
-    if request.is_doubtful(problems, "train_batch_size", *PARALLEL_KEYS):
+    if request.is_doubtful("train_batch_size", *PARALLEL_KEYS):
         return None
     flags = BatchRequest(
         global_batch_size=options.global_batch_size,

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from tqdm import tqdm
@@ -11,6 +12,11 @@ Bar: TypeAlias = "tqdm[NoReturn]"
 """A progress bar that is moved by hand, not by an iterable."""
 KEPT = "nothing was published; the same command starts again"
 """Ends the error line after an interruption, or if the disk is full."""
+
+
+def folder_if_named(word: str) -> Path | None:
+    """The value of a flag that names a folder; None for an empty word, such as an unset variable of the shell."""
+    return Path(word) if word else None
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
 from dsgpt.common.hub_access import require_hub
-from dsgpt.prepare.console import Bar, counted, progress
+from dsgpt.prepare.console import Bar, counted, folder_if_named, progress
 from dsgpt.prepare.downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
 from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
@@ -78,7 +78,7 @@ def _parser(reader: Reader) -> Parser:
         type=reader.choice("NAME", tuple(sets), STDLIB_NAME),
         help="one of the sets above",
     )
-    parser.add_argument("--output_dir", metavar="DIR", type=Path, help="receives raw/ (default data/NAME)")
+    parser.add_argument("--output_dir", metavar="DIR", type=folder_if_named, help="receives raw/ (default data/NAME)")
     parser.add_argument(
         "--max_documents",
         metavar="N",

@@ -10,6 +10,7 @@ from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.files import is_utf8, printable, undecodable
 from dsgpt.common.problems import Problems
 from dsgpt.formats.tokenizer_files import fault_of
+from dsgpt.prepare.console import folder_if_named
 from dsgpt.prepare.hub_sets import HUB_SETS
 from dsgpt.prepare.stdlib_corpus import STDLIB_NAME
 from dsgpt.prepare.vocabulary import SMALLEST_VOCABULARY
@@ -129,7 +130,7 @@ def _parser(reader: Reader, description: str, examples: str, *, small: bool) -> 
     add(
         "--output_dir",
         metavar="DIR",
-        type=Path,
+        type=folder_if_named,
         help="receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
     )
     if small:

@@ -77,7 +77,8 @@ def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     assert len(done["steps"]) == 2
 
 
-def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch):
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch, start):
     """As on GPUs: the other rank does not wait half an hour for one that failed, and the next training runs."""
     (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -85,7 +86,7 @@ def test_spawned_ranks_end_with_the_first_that_fails(assignment, tmp_path, monke
     failing = replace(assignment("one fails", run_type="ddp"), call="failing_worker:fail_or_wait", arguments={})
     cells = [failing, assignment("done", run_type="ddp")]
     launch = Launch(launcher="torchrun", ranks=2, cells=2)
-    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start="spawn"))
+    finished = list(run_job(launch, cells, job_file=tmp_path / "job.json", device="cpu", start=start))
     assert [index for index, _ in finished] == [0, 1]
     failed, waiting = (read_rank(tmp_path / "one fails", rank) for rank in range(2))
     assert (failed["status"], failed["message"]) == ("error", "RuntimeError: this rank fails")

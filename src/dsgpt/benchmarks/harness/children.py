@@ -105,32 +105,31 @@ def _log_file(cell: Cell, rank: int) -> Path:
     return Path(cell["folder"]) / f"rank-{rank}.log"
 
 
-def watch(children: Mapping[int, int], cell: Cell, *, ranks: int, alive: Alive) -> None:
+def watch(children: dict[int, int], cell: Cell, *, ranks: int, alive: Alive) -> None:
     """Wait for all children, kill them if they hang, and write the end of each that could not write one itself.
 
     Args:
-        children: rank to process id.
+        children: rank to process id; empty afterwards.
         cell: what they run.
         ranks: number of ranks of the cell, of which other processes may have some.
         alive: asked while they run.
     """
-    folder, running = Path(cell["folder"]), dict(children)
+    folder = Path(cell["folder"])
     started, alone_since = time.monotonic(), float("inf")
-    with _killed_on_error(running):
-        while running:
-            for rank, child in list(running.items()):
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    del running[rank]
-                    _write_missing_end(folder, rank, status)
-            alive.check()
-            now = time.monotonic()
-            if now < alone_since and any(end["status"] != "done" for end in read_ranks(folder, ranks)):
-                alone_since = now
-            if now - started > CELL_LIMIT_SEC or now - alone_since > PATIENCE_SEC:
-                for child in running.values():
-                    os.kill(child, signal.SIGKILL)
-            time.sleep(POLL_SEC)
+    while children:
+        for rank, child in list(children.items()):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                del children[rank]
+                _write_missing_end(folder, rank, status)
+        alive.check()
+        now = time.monotonic()
+        if now < alone_since and any(end["status"] != "done" for end in read_ranks(folder, ranks)):
+            alone_since = now
+        if now - started > CELL_LIMIT_SEC or now - alone_since > PATIENCE_SEC:
+            for child in children.values():
+                os.kill(child, signal.SIGKILL)
+        time.sleep(POLL_SEC)
 
 
 def _write_missing_end(folder: Path, rank: int, status: int) -> None:
@@ -142,12 +141,12 @@ def _write_missing_end(folder: Path, rank: int, status: int) -> None:
 
 
 @contextlib.contextmanager
-def _killed_on_error(running: Mapping[int, int]) -> Iterator[None]:
-    """Kill the children when this process must exit."""
+def killed_on_error(children: Mapping[int, int]) -> Iterator[None]:
+    """Kill ``children``, rank to process id, when this process must exit."""
     try:
         yield
     except BaseException:
-        for child in running.values():
+        for child in children.values():
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         raise

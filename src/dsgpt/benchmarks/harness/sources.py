@@ -7,10 +7,10 @@ from dsgpt.telemetry.sources import Hashes, changed_files, hash_files, made_from
 
 SUITES = ("parity", "resume", "faults", "saving")
 DEMO = "demo"
-_TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "src/dsgpt/**/*.py")
+_TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
 _OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/reports")
-_OF_SUITES = ("src/dsgpt/benchmarks/harness/*.py",)
+_OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
 """Modules of the suites that only make pages and tables from an existing record."""
 PARAGRAPH = "Sources: "

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.harness.children import Alive, fork, run_cell, spawn, watch
+from dsgpt.benchmarks.harness.children import Alive, fork, killed_on_error, run_cell, spawn, watch
 from dsgpt.benchmarks.harness.launch import ELSEWHERE, PORT_FILE
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.main import leave
@@ -68,8 +68,11 @@ def _fork_all(job: dict[str, Any], job_file: Path, topology: Topology, alive: Al
     for cell in job["cells"]:
         meeting = _meeting(free_port())
         write_atomic(Path(cell["folder"]) / PORT_FILE, meeting["MASTER_PORT"].encode())
-        children = {rank: fork(cell, rank, inherited | ranks[rank] | meeting) for rank in ranks}
-        watch(children, cell, ranks=topology.world_size, alive=alive)
+        children: dict[int, int] = {}
+        with killed_on_error(children):
+            for rank, variables in ranks.items():
+                children[rank] = fork(cell, rank, inherited | variables | meeting)
+            watch(children, cell, ranks=topology.world_size, alive=alive)
     write_atomic(finished, b"")
 
 
@@ -83,8 +86,9 @@ def _spawn_own(job: dict[str, Any], job_file: Path, topology: Topology, alive: A
         alive.wait_for(port_file)
         module = [job["worker"], str(job_file), "--cell", str(index)]
         meeting = _meeting(int(port_file.read_text(encoding="utf-8")))
-        child = spawn(module, cell, topology.rank, environment | meeting)
-        watch({topology.rank: child}, cell, ranks=topology.world_size, alive=alive)
+        children = {topology.rank: spawn(module, cell, topology.rank, environment | meeting)}
+        with killed_on_error(children):
+            watch(children, cell, ranks=topology.world_size, alive=alive)
 
 
 def _import_once(modules: list[str]) -> None:
@@ -112,7 +116,7 @@ def _variables_of_this_rank() -> dict[str, str]:
 
 
 def _variables_file(job_file: Path, rank: int) -> Path:
-    return job_file.with_suffix(f".rank-{rank}.json")
+    return job_file.with_suffix(f".variables-{rank}")
 
 
 def _meeting(port: int) -> dict[str, str]:
