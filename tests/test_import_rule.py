@@ -87,6 +87,11 @@ def test_imports_follow_the_rooms(path):
             assert other == own or other in ROOMS[own], f"{own} imports {name}"
 
 
+def test_a_room_itself_imports_nothing():
+    for path in PACKAGE.rglob("__init__.py"):
+        assert [type(node) for node in ast.parse(path.read_text(encoding="utf-8")).body] == [ast.Expr], path
+
+
 def test_the_common_room_needs_nothing_but_the_standard_library_and_pydantic():
     """Pydantic takes 0.1 s to import, and DeepSpeed brings it along anyway."""
     for path in (PACKAGE / "common").glob("*.py"):
@@ -135,9 +140,16 @@ def test_light_modules_import_no_torch(room, tmp_path):
     assert not found & {"torch", "deepspeed", "transformers"}
 
 
-@pytest.mark.parametrize("script", ["gpt2.py", "generate.py", "convert.py"])
+SCRIPTS = [
+    *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py"),
+    *("charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
+    "data_prep/download_data.py",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_help_starts_fast(script, tmp_path):
-    found = imported_by(SOURCES / script, "--help", cwd=tmp_path)
+    found = imported_by(REPOSITORY / script, "--help", cwd=tmp_path)
     assert "dsgpt" in found
     assert not found & {"torch", "deepspeed", "transformers"}
 

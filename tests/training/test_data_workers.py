@@ -1,18 +1,24 @@
 """The worker processes of data loaders end with the training, whatever ends it."""
 
+import contextlib
 import gc
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_run import command_line, write_data, write_recipe
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.data.loader import WindowDataset
 from dsgpt.main import train
+from dsgpt.runtime.interruption import ignore_stop_signals
 from dsgpt.strategies.pytorch.baseline import Baseline
+from dsgpt.training.batches import Batches
 from dsgpt.training.saving import Saver
 
 
@@ -50,3 +56,16 @@ def test_no_worker_outlives_an_error(here, monkeypatch, owner, method):
 def test_no_worker_outlives_a_run(here):
     assert train(command_line(here, num_workers=2, eval_every=1)) == 0
     assert multiprocessing.active_children() == []
+
+
+def _interrupted_at_its_start(worker: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    ignore_stop_signals(worker)
+
+
+def test_a_signal_at_the_start_of_a_worker_is_ignored():
+    """Ctrl-C reaches workers too, and a validation that begins at that moment starts new ones."""
+    with contextlib.closing(
+        Batches(DataLoader(range(4), num_workers=1, worker_init_fn=_interrupted_at_its_start))
+    ) as read:
+        assert [int(number) for number in read] == [0, 1, 2, 3]

@@ -146,6 +146,19 @@ def _leave_at_once(why: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Inside, this thread receives none of ``SIGNALS``, and a process forked here starts with them blocked.
+
+    Otherwise a data worker that a terminal signals before ``ignore_stop_signals`` would run the rank's handlers.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_stop_signals(*_: Any) -> None:
     """Make a data worker ignore these signals, which terminals and schedulers send to it too.
 
@@ -154,3 +167,4 @@ def ignore_stop_signals(*_: Any) -> None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

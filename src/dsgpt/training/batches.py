@@ -8,17 +8,19 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
+from dsgpt.runtime.interruption import stop_signals_blocked
 
 
 class Batches:
     """The micro batches of a loader, and its worker processes from the start until ``close``.
 
-    Workers must end before Python exits: they ignore SIGTERM (``leave_to_the_rank``), and Python's exit handler, which
-    sends it to every child, would then wait for ever. Without ``close`` the traceback of an error keeps them alive.
+    Workers must end before Python exits: they ignore SIGTERM (``ignore_stop_signals``), and Python's exit handler,
+    which sends it to every child, would wait for ever. Without ``close`` the traceback of an error keeps them alive.
     """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
-        self._batches: Iterator[Batch] = iter(loader)
+        with stop_signals_blocked():
+            self._batches: Iterator[Batch] = iter(loader)
 
     def __iter__(self) -> Self:
         return self
