@@ -115,6 +115,7 @@ def json_lines_reader(*, text_key: str, key_field: str | None = None) -> Callabl
     """
 
     def read(file: SourceFile) -> Iterator[Document]:
+        """Yield a document for each line that is not blank."""
         with file.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
@@ -144,6 +145,7 @@ def parquet_reader(*, text_key: str) -> Callable[[SourceFile], Iterator[Document
     """A reader of the column ``text_key`` of a Parquet file, a batch of rows at a time; a null text is empty."""
 
     def read(file: SourceFile) -> Iterator[Document]:
+        """Yield a document for each row."""
         import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
         from pyarrow import parquet  # noqa: PLC0415
 

@@ -76,6 +76,7 @@ class _FaultsCommand(SuiteCommand["Outcome"]):
         return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
 
     def record(self, results: Sequence["Outcome"], *, seconds: float) -> Record:
+        """The record of ``results``, which took ``seconds``."""
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
         settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
         return record_head(SCHEMA_VERSION, device="cpu") | {

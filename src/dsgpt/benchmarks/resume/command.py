@@ -76,6 +76,7 @@ class _ResumeCommand(SuiteCommand["Result"]):
         return f"{count} {result.name}: {word}{off} ({result.seconds:.1f} s{left}){because}"
 
     def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
+        """The record of ``results``, which took ``seconds``."""
         from dsgpt.benchmarks.harness.work import STEPS, VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds
         from dsgpt.benchmarks.resume.suite import BOUND, REWRITTEN_BOUNDS, SAVED, VALIDATED  # noqa: PLC0415
 

@@ -93,6 +93,7 @@ class _SavingCommand(SuiteCommand[Run]):
         return f"round {result['round']} of {self._options.rounds}, {result['mode']}: training waited {stalls} s"
 
     def record(self, results: Sequence[Run], *, seconds: float) -> Record:
+        """The record of ``results``, which took ``seconds``."""
         runs = [{key: value for key, value in run.items() if key != "round"} for run in results]
         figures = {mode: _figures([run for run in runs if run["mode"] == mode]) for mode in SAVE_MODES}
         return record_head(SCHEMA_VERSION, device=self._options.device) | {
