@@ -3,10 +3,9 @@
 import argparse
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, path_problems
-from dsgpt.common.errors import UserError
+from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.script import run_script
-from dsgpt.config.options import WHICH_CHECKPOINT
+from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
 
 EXAMPLES = """\
 examples:
@@ -16,10 +15,9 @@ examples:
 
 def main() -> None:
     """Read the flags, sample, print."""
-    parser = _build_parser()
-    options = parser.parse_args()
-    if problems := path_problems(parser, options):
-        raise UserError(*problems)
+    reader = Reader()
+    options = read_words(_build_parser(reader), reader)
+    reader.problems.raise_if_any()
     from dsgpt.inference.sample import sample  # noqa: PLC0415 - torch takes seconds; --help should not
 
     for text in sample(
@@ -37,7 +35,7 @@ def main() -> None:
         print("-" * 80)
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(reader: Reader) -> argparse.ArgumentParser:
     parser = Parser(
         description="Continue a prompt with the model of a run, whichever strategy trained it.",
         epilog=EXAMPLES,
@@ -48,20 +46,39 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--which",
-        choices=WHICH_CHECKPOINT,
+        type=reader.choice("--which", WHICH_CHECKPOINT, "latest"),
         default="latest",
+        metavar="{" + ",".join(WHICH_CHECKPOINT) + "}",
         help="checkpoint of a run: the newest, or the one with the lowest validation loss (default: latest)",
     )
     parser.add_argument("--prompt", default="", help="text to continue (default: none, the start of a document)")
-    parser.add_argument("--max_new_tokens", type=int, default=100, metavar="N", help="tokens to add (default: 100)")
-    parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations to draw (default: 1)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
+    wholes = (
+        ("--max_new_tokens", 1, 100, "N", "tokens to add"),
+        ("--num_samples", 1, 1, "N", "continuations to draw"),
+        ("--top_k", 1, 50, "K", "sample from the K likeliest"),
+        ("--seed", 0, 1337, "N", "same seed, same text"),
     )
-    parser.add_argument("--top_k", type=int, default=50, metavar="K", help="sample from the K likeliest (default: 50)")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="same seed, same text (default: 1337)")
+    for flag, low, default, metavar, text in wholes:
+        parser.add_argument(
+            flag,
+            type=reader.whole(flag, low=low),
+            default=default,
+            metavar=metavar,
+            help=f"{text} (default: {default})",
+        )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)"
+        "--temperature",
+        type=reader.number("--temperature"),
+        default=0.8,
+        metavar="T",
+        help="0: always the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--device",
+        type=reader.choice("--device", DEVICES, "auto"),
+        default="auto",
+        metavar="{" + ",".join(DEVICES) + "}",
+        help="where to compute (default: auto)",
     )
     return parser
 

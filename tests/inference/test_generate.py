@@ -203,4 +203,11 @@ def test_errors_of_the_command(run_dir, tmp_path):
     assert done.stderr.splitlines()[-1] == "error: the following arguments are required: --checkpoint; see --help"
     done = generate("--checkpoint", run_dir, "--temperature", "warm", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: argument --temperature: invalid float value: 'warm'; see --help"
+    assert done.stderr.splitlines()[-1] == "error: --temperature must be a number of at least 0, not warm"
+
+
+def test_mistakes_on_the_command_line_are_reported_together(run_dir, tmp_path, snapshot):
+    words = "--num_samples 0 --top_k x --temperature nan --seed -1 --device tpu --which newest --promt def"
+    done = generate("--checkpoint", run_dir, *words.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == snapshot

@@ -62,6 +62,22 @@ class Reader:
 
         return read
 
+    def number(self, flag: str) -> Callable[[str], float | None]:
+        """A reader of finite numbers of at least 0."""
+
+        def read(word: str) -> float | None:
+            """The number, or None after noting the mistake."""
+            try:
+                value = float(word)
+            except ValueError:
+                value = -1.0
+            if not 0 <= value < float("inf"):
+                self.problems.add(f"{flag} must be a number of at least 0, not {word}")
+                return None
+            return value
+
+        return read
+
     def fraction(self, flag: str) -> Callable[[str], float | None]:
         """A reader of numbers of at least 0 and below 1."""
 

@@ -3,6 +3,7 @@
 Separate methods for forward, backward and step are not possible, because DeepSpeed's pipeline engine forbids them.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -49,6 +50,7 @@ class StateTensors(NamedTuple):
 class Strategy(Protocol):
     """A way to execute the recipe. Methods are collective unless they say otherwise: every rank calls them in order."""
 
+    @abstractmethod
     def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
         """Take one optimizer step on the next ``gradient_accumulation_steps`` micro batches of this rank.
 
@@ -58,14 +60,17 @@ class Strategy(Protocol):
         """
         ...
 
+    @abstractmethod
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """Sum of losses (nats) and number of targets over one validation step of all ranks; both 0-dim float64."""
         ...
 
+    @abstractmethod
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
         """Every parameter under its canonical name (the baseline's), one at a time; valid until the next one."""
         ...
 
+    @abstractmethod
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight that this rank holds whole and computes with, under its canonical name; no communication.
 
@@ -73,6 +78,7 @@ class Strategy(Protocol):
         """
         ...
 
+    @abstractmethod
     def state_tensors(self) -> StateTensors:
         """The tensors that hold this rank's model state now; no communication.
 
@@ -80,10 +86,12 @@ class Strategy(Protocol):
         """
         ...
 
+    @abstractmethod
     def counters(self) -> Counters:
         """The rest of the state besides the tensors of ``iter_state``; no communication."""
         ...
 
+    @abstractmethod
     def load_state(self, reader: StateReader) -> None:
         """Continue from the state of a checkpoint, which any strategy on any number of ranks may have written.
 
@@ -92,6 +100,7 @@ class Strategy(Protocol):
         """
         ...
 
+    @abstractmethod
     def close(self) -> None:
         """Remove the files that this rank swapped to. Not collective: it may be called after an error."""
         ...

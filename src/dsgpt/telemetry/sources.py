@@ -28,6 +28,8 @@ class MadeFrom:
     record_sha256: str
     """Of the record itself: the entry says nothing about another record at the same path."""
     sources: Hashes
+    complete: bool = True
+    """Whether the whole suite was run, and nothing failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +67,13 @@ def require_sources_file(folder: Path) -> None:
     _read(folder)
 
 
-def note_sources(folder: Path, record: Path, *, git_commit: str | None, sources: Hashes) -> None:
+def note_sources(folder: Path, record: Path, *, git_commit: str | None, sources: Hashes, complete: bool = True) -> None:
     """Enter ``record``, a file below ``folder``, into the ``SOURCES.json`` of ``folder``.
 
     Raises:
         UserError: there is a ``SOURCES.json`` that cannot be read.
     """
-    entry = MadeFrom(git_commit=git_commit, record_sha256=sha256_of(record), sources=sources)
+    entry = MadeFrom(git_commit=git_commit, record_sha256=sha256_of(record), sources=sources, complete=complete)
     records = _read(folder).records | {record.relative_to(folder).as_posix(): entry}
     write_json_atomic(folder / SOURCES_FILE, asdict(SourcesFile(records=dict(sorted(records.items())))))
 

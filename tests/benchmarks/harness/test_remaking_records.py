@@ -9,7 +9,14 @@ from small_run import REPOSITORY
 from suite_commands import benchmark, refusal
 
 from dsgpt.benchmarks.harness.records import RECORDS, REFERENCE, WORK, check_lines, remake_records
-from dsgpt.benchmarks.harness.sources import SUITES, source_files, source_hashes, sources_paragraph, without_sources
+from dsgpt.benchmarks.harness.sources import (
+    SUITES,
+    source_files,
+    source_hashes,
+    sources_paragraph,
+    why_old,
+    without_sources,
+)
 from dsgpt.common.errors import UserError
 from dsgpt.telemetry.sources import SOURCES_FILE, changed_files, made_from, note_sources, unchanged
 
@@ -104,6 +111,13 @@ def test_the_sources_of_this_repository_are_found():
     assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
     assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
     assert not {name for name in found if "/reports/" in name or "page" in name or "/resume/" in name}
+
+
+def test_a_record_of_a_part_or_with_failures_is_to_be_remade(repository):
+    record, sources = noted(repository), source_hashes(repository, "parity")
+    assert not why_old(record, name="parity", repository=repository)
+    note_sources(repository / REFERENCE, record, git_commit="abc", sources=sources, complete=False)
+    assert "part of the suite" in why_old(record, name="parity", repository=repository)
 
 
 def test_a_page_says_that_nothing_has_changed_or_lists_what_has(repository, snapshot):

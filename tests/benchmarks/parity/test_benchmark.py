@@ -14,6 +14,7 @@ from dsgpt.benchmarks.parity import suite
 from dsgpt.benchmarks.parity.bounds import BF16, FP32, Bounds
 from dsgpt.benchmarks.parity.command import ParityOptions, run_parity
 from dsgpt.benchmarks.parity.page import parity_page
+from dsgpt.telemetry.sources import made_from
 
 RECORD = (REFERENCE / "parity.json").as_posix()
 
@@ -51,6 +52,7 @@ def test_a_run_writes_its_record_and_the_page_made_from_it(tmp_path):
     assert record["launches"][0]["seconds"] > 0
     page = (tmp_path / "out" / "record.md").read_text()
     assert without_sources(page) == parity_page(record, source="out/record.json")
+    assert made_from(tmp_path / "out" / "record.json").complete is False  # of the core alone
     assert "This page was made from these sources." in page
     assert "## Bytes per rank" in page
     again = benchmark("parity", "--table-from", "out/record.json", "--page", "again.md", cwd=tmp_path)

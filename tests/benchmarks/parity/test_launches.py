@@ -16,7 +16,7 @@ import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.benchmarks.harness import launch as launching
-from dsgpt.benchmarks.harness.launch import Assignment, Launch, environment_for, run_job
+from dsgpt.benchmarks.harness.launch import Assignment, Launch, Start, environment_for, run_job
 from dsgpt.benchmarks.harness.rank_files import read_rank
 
 START_A_JOB = """
@@ -40,6 +40,19 @@ def fail_or_wait(flags, folder):
 
 if __name__ == "__main__":
     children.PATIENCE_SEC = 1
+    sys.exit(worker.main(sys.argv[1:]))
+"""
+HASHING_WORKER = """
+import sys
+from dsgpt.benchmarks.harness import worker
+from dsgpt.benchmarks.harness.rank_files import rank_file
+from dsgpt.common.files import write_json_atomic
+from dsgpt.runtime.topology import read_topology
+
+def note_hash(flags, folder):
+    write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "hash": hash("a string")})
+
+if __name__ == "__main__":
     sys.exit(worker.main(sys.argv[1:]))
 """
 CALL = "dsgpt.benchmarks.parity.rank:train_cell"
@@ -77,7 +90,7 @@ def test_every_end_is_a_result_and_the_next_training_runs(assignment, tmp_path):
     assert len(done["steps"]) == 2
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", [Start.FORK_ALL, Start.SPAWN])
 def test_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch, start):
     """As on GPUs: the other rank does not wait half an hour for one that failed, and the next training runs."""
     (tmp_path / "failing_worker.py").write_text(FAILING_WORKER, encoding="utf-8")
@@ -92,6 +105,19 @@ def test_ranks_end_with_the_first_that_fails(assignment, tmp_path, monkeypatch, 
     assert (failed["status"], failed["message"]) == ("error", "RuntimeError: this rank fails")
     assert (waiting["status"], waiting["message"]) == ("error", "rank 1 was killed by signal 9")
     assert [read_rank(tmp_path / "done", rank)["status"] for rank in range(2)] == ["done", "done"]
+
+
+def test_two_ranks_differ_as_two_pythons_do(tmp_path, monkeypatch):
+    """Code that uses the order of a set would give every rank the same order if all were forked from one Python."""
+    (tmp_path / "hashing_worker.py").write_text(HASHING_WORKER, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(launching, "WORKER", "hashing_worker")
+    (folder := tmp_path / "cell").mkdir()
+    cell = Assignment(folder=str(folder), flags=[], call="hashing_worker:note_hash")
+    launch = Launch(launcher="torchrun", ranks=2, cells=1)
+    assert len(list(run_job(launch, [cell], job_file=tmp_path / "job.json", device="cpu", imports=[]))) == 1
+    assert read_rank(folder, 0)["hash"] != read_rank(folder, 1)["hash"]
 
 
 def test_a_launch_that_does_nothing_is_ended(assignment, tmp_path, monkeypatch):

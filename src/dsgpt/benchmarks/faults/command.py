@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dsgpt.benchmarks.faults.page import faults_page, summary_lines
-from dsgpt.benchmarks.faults.plan import DROPOUT, RUNS, SAVE_EVERY, STEPS
+from dsgpt.benchmarks.faults.plan import DROPOUT, KILLS, RUNS, SAVE_EVERY, STEPS
 from dsgpt.benchmarks.harness.cells import by
 from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite, work_facts
 from dsgpt.benchmarks.harness.pages import Record, SuitePage
@@ -30,6 +30,11 @@ class FaultOptions(SuiteOptions):
     """Decides the instants and victims of the kills."""
     core: bool
     """Only what ``make test`` runs."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the options select the whole suite."""
+        return not self.core and self.kills >= KILLS
 
 
 def run_faults(options: FaultOptions, *, repository: Path) -> int:

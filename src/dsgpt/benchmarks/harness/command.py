@@ -34,6 +34,11 @@ class SuiteOptions:
     keep: Path | None
     """Where to leave the suite's work; None to remove it."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the options select the whole suite."""
+        return True
+
 
 class SuiteCommand(ABC, Generic[R]):
     """One run of a suite, as its command needs it; ``R`` is one result."""
@@ -97,11 +102,16 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
         record: Record = finite(suite.record(results, seconds=time.perf_counter() - started))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(options.output, record)
-    sources = unchanged(before, source_hashes(repository, name))
-    note_sources(options.output.parent, options.output, git_commit=record["git_commit"], sources=sources)
+    failures = suite.failures(results, record)
+    note_sources(
+        options.output.parent,
+        options.output,
+        git_commit=record["git_commit"],
+        sources=unchanged(before, source_hashes(repository, name)),
+        complete=options.whole and not failures,
+    )
     text = suite.page.text(record, source=options.output.as_posix())
     write_page(options.page, text, sources=sources_paragraph(options.output, name=name, repository=repository))
-    failures = suite.failures(results, record)
     last = f"record {options.output}, page {options.page}"
     for line in ["", *suite.page.summary(record), "", last, *suite.closing_lines(failures)]:
         console.say(line)

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +34,25 @@ LEAVE_SEC = 5
 CALL_SEPARATOR = ":"
 PORT_FILE = "port"
 """File in a cell's folder with the port at which its ranks meet. It is the first file that rank 0 writes."""
+
+
+class Start(StrEnum):
+    """How the ranks of a cell start."""
+
+    FORK_ALL = "fork all"
+    """Rank 0 of the launch imports, and forks all ranks of each cell: much faster where ranks outnumber cores."""
+    FORK_OWN = "fork own"
+    """Every rank of the launch imports, and forks its own rank of each cell. As in a user's run, ranks do not share
+    what differs from one Python to the next, such as the order of sets."""
+    SPAWN = "spawn"
+    """Every rank of the launch starts its rank of each cell in a new Python: a process that uses a GPU cannot fork."""
+
+
+def usual_start(ranks: int, device: str) -> Start:
+    """How cells start on that many ranks unless the caller says otherwise."""
+    if device != "cpu":
+        return Start.SPAWN
+    return Start.FORK_OWN if ranks == 2 else Start.FORK_ALL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +110,7 @@ def run_job(
     *,
     job_file: Path,
     device: str,
-    start: str | None = None,
+    start: Start | None = None,
     imports: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Run ``assignments`` one after the other; yield index and seconds of each when all its ranks have ended.
@@ -103,14 +123,13 @@ def run_job(
         assignments: what to run.
         job_file: the file to write for the ranks.
         device: ``cpu`` or ``cuda``.
-        start: how a rank starts each cell: ``fork``, which is faster, or ``spawn``, which GPUs need; by default what
-            fits the device.
+        start: how the ranks of each cell start; by default ``usual_start``.
         imports: modules to import once for all forked cells, beside those of the calls; by default what the launcher's
             own strategies need.
     """
     modules = [*(IMPORTS[launch.launcher] if imports is None else imports), *(one.module for one in assignments)]
     job = {
-        "start": start or ("fork" if device == "cpu" else "spawn"),
+        "start": start or usual_start(launch.ranks, device),
         "worker": WORKER,
         "runner": os.getpid(),
         "imports": list(dict.fromkeys(modules)),

@@ -47,6 +47,8 @@ def why_old(record: Path, *, name: str, repository: Path) -> str:
     entry = made_from(record)
     if entry is None:
         return "the record does not say from which sources it was made"
+    if not entry.complete:
+        return "the record is of a part of the suite, or something in it failed"
     changed = changed_files(entry.sources, source_hashes(repository, name))
     if not changed:
         return ""

@@ -1,9 +1,7 @@
 """A rank of a suite: ``python -m dsgpt.benchmarks.harness.worker JOB``, under ``torchrun``, ``deepspeed`` or alone.
 
-A launch takes seconds, most of them imports, so one launch serves many cells, and only rank 0 imports: it runs every
-rank of each cell in a forked child with the variables that the launcher gave to that rank. The ranks of a cell join a
-new process group, and nothing that one cell leaves behind reaches another. A process that uses a GPU cannot be forked:
-there every rank starts its own part of each cell in a new interpreter.
+A launch takes seconds, most of them imports, so one launch serves many cells. The ranks of a cell join a new process
+group, and nothing that one cell leaves behind reaches another. ``launch.Start`` says how a cell's ranks start.
 
 A cell names the function that its ranks call; see ``launch.Assignment``.
 """
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.harness.children import Alive, fork, killed_on_error, run_cell, spawn, watch
-from dsgpt.benchmarks.harness.launch import ELSEWHERE, PORT_FILE
+from dsgpt.benchmarks.harness.launch import ELSEWHERE, PORT_FILE, Start
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.main import leave
 from dsgpt.runtime.topology import Topology, free_port, read_topology
@@ -45,10 +43,10 @@ def main(arguments: list[str]) -> int:
         run_cell(job["cells"][given.cell], topology.rank)
         leave(0)
     alive = Alive(runner=job["runner"])
-    if job["start"] == "fork":
+    if job["start"] == Start.FORK_ALL:
         _fork_all(job, given.job, topology, alive)
     else:
-        _spawn_own(job, given.job, topology, alive)
+        _run_own(job, given.job, topology, alive)
     return 0
 
 
@@ -76,8 +74,11 @@ def _fork_all(job: dict[str, Any], job_file: Path, topology: Topology, alive: Al
     write_atomic(finished, b"")
 
 
-def _spawn_own(job: dict[str, Any], job_file: Path, topology: Topology, alive: Alive) -> None:
+def _run_own(job: dict[str, Any], job_file: Path, topology: Topology, alive: Alive) -> None:
     """Run this rank of every cell."""
+    forks = job["start"] == Start.FORK_OWN
+    if forks:
+        _import_once(job["imports"])
     environment = {key: value for key, value in os.environ.items() if key != AGENT_STORE}
     for index, cell in enumerate(job["cells"]):
         port_file = Path(cell["folder"]) / PORT_FILE
@@ -85,8 +86,9 @@ def _spawn_own(job: dict[str, Any], job_file: Path, topology: Topology, alive: A
             write_atomic(port_file, str(free_port()).encode())
         alive.wait_for(port_file)
         module = [job["worker"], str(job_file), "--cell", str(index)]
-        meeting = _meeting(int(port_file.read_text(encoding="utf-8")))
-        children = {topology.rank: spawn(module, cell, topology.rank, environment | meeting)}
+        variables = environment | _meeting(int(port_file.read_text(encoding="utf-8")))
+        rank = topology.rank
+        children = {rank: fork(cell, rank, variables) if forks else spawn(module, cell, rank, variables)}
         with killed_on_error(children):
             watch(children, cell, ranks=topology.world_size, alive=alive)
 

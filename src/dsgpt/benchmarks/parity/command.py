@@ -33,6 +33,11 @@ class ParityOptions(SuiteOptions):
     device: str
     """``cpu`` or ``cuda``."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the options select the whole suite."""
+        return not (self.core or self.only or self.ranks)
+
 
 def run_parity(options: ParityOptions, *, repository: Path) -> int:
     """Run the suite; return 0 if all trainings are as the reference and all planted bugs were caught.

@@ -56,8 +56,9 @@ def method(record: Record) -> str:
         WHY_OF_1_0 if record["schema_version"] == "1.0" else _why_of_1_1(record["hardware"]["device"]),
         _references(record),
         _launches(record),
-        """A launch imports everything once. Every cell is then trained in processes forked from it (on GPUs: in new
-interpreters), with a new process group.""",
+        """Every cell is trained in its own processes, with a new process group. On GPUs each of them is a new Python.
+On a CPU they are forked after the imports: on 2 ranks each from a Python of its own, on more ranks all from one. So
+what differs from one Python to the next, such as the order of sets, is only tested on 2 ranks and on GPUs.""",
     ]
     return "\n\n".join(parts)
 

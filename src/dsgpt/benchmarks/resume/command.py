@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dsgpt.benchmarks.harness.cells import Cell, by, counted
 from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite, work_facts
 from dsgpt.benchmarks.harness.pages import Record, SuitePage
-from dsgpt.benchmarks.resume.matrix import Pair, core_pairs, core_rewritten, rewritten, seeded_pairs
+from dsgpt.benchmarks.resume.matrix import PAIRS, Pair, core_pairs, core_rewritten, rewritten, seeded_pairs
 from dsgpt.benchmarks.resume.page import resume_page, summary_lines
 from dsgpt.telemetry.console import Console
 
@@ -28,6 +28,11 @@ class ResumeOptions(SuiteOptions):
     """Decides the choice of pairs."""
     core: bool
     """Only what ``make test`` runs."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the options select the whole suite."""
+        return not self.core and self.pairs >= PAIRS
 
 
 def run_resume(options: ResumeOptions, *, repository: Path) -> int:
