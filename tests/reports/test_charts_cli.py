@@ -11,6 +11,7 @@ from small_run import REPOSITORY
 
 from dsgpt.common.script import exit_code_of
 from dsgpt.reports import command
+from dsgpt.telemetry.sources import PARAGRAPH, hash_files, note_sources
 
 SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
 BARS = {"training_time.png", "throughput.png", "inference_latency.png", "inference_throughput.png", "peak_memory.png"}
@@ -44,6 +45,28 @@ def test_two_runs_from_any_folder_twice_the_same_bytes(tmp_path, two_runs):
     again = run_script("--baseline-json", a, "--optimized-json", b, cwd=tmp_path)
     assert again.stdout == done.stdout
     assert {path.name: path.read_bytes() for path in (tmp_path / "charts").iterdir()} == first
+
+
+def test_the_comparison_says_whether_the_sources_of_its_records_have_changed(tmp_path, two_runs):
+    """For records that a ``SOURCES.json`` names, as the committed ones."""
+    runs = [word for path in two_runs for word in ("--run", f"{path.parent.name}={path.parent}")]
+    arguments = [*runs, "--output-dir", str(tmp_path / "charts")]
+
+    def paragraphs() -> list[str]:
+        assert main(arguments) == 0
+        text = (tmp_path / "charts" / "comparison.md").read_text()
+        return [part for part in text.split("\n\n") if part.startswith(PARAGRAPH)]
+
+    assert paragraphs() == []
+    sources = hash_files(REPOSITORY, [REPOSITORY / "src" / "gpt2.py", REPOSITORY / "src" / "demo.py"])
+    note_sources(tmp_path, two_runs[0], git_commit="abc", sources=sources)
+    start = (
+        "Sources: `SOURCES.json` names the 2 files from which A was made, with their sha256. When this page was made,"
+    )
+    assert paragraphs() == [f"{start} none of them had changed."]
+    note_sources(tmp_path, two_runs[0], git_commit="abc", sources=sources | {"src/demo.py": "other", "src/old.py": "x"})
+    (changed,) = paragraphs()
+    assert changed.endswith("2 of them had changed: src: demo.py, old.py.")
 
 
 def test_runs_by_folder_are_added_in_their_order(tmp_path, two_runs, capsys):

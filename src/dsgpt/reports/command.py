@@ -1,7 +1,7 @@
 """The command line of ``charts/generate_charts.py``."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.reports.comparison import comparison_markdown, console_summary
-from dsgpt.reports.runs import Run, read_run
+from dsgpt.reports.runs import RECORD_NAME, Run, read_run
+from dsgpt.telemetry.sources import PARAGRAPH, by_folder, changed_files, hash_files, made_from
 
 DESCRIPTION = """\
 Compare training runs in pictures and in one table (comparison.md).
@@ -33,6 +34,9 @@ overview (.png), and comparison.md. Exit code 0: done; 2: a mistake in the comma
 130: interrupted.
 """
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+"""Holds the sources that a ``SOURCES.json`` names."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs, unreadable = read_all(request.paths)
     problems.add(*unreadable)
     problems.raise_if_any()
-    write_charts(runs, output=request.output)
+    write_charts(runs, output=request.output, sources=_sources_paragraph(request.paths))
     print(console_summary(runs, output=request.output))
 
 
@@ -114,8 +118,13 @@ def read_all(paths: dict[str, Path]) -> tuple[list[Run], list[str]]:
     return runs, problems
 
 
-def write_charts(runs: Sequence[Run], *, output: Path) -> None:
+def write_charts(runs: Sequence[Run], *, output: Path, sources: str = "") -> None:
     """Write all pictures and comparison.md into ``output``; each file is written whole or not at all.
+
+    Args:
+        runs: the first is the baseline.
+        output: the folder.
+        sources: what comparison.md says about the sources of the records.
 
     Raises:
         UserError: the folder cannot be written.
@@ -127,9 +136,30 @@ def write_charts(runs: Sequence[Run], *, output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         for name, picture in pictures.items():
             write_atomic(output / name, picture)
-        write_atomic(output / "comparison.md", comparison_markdown(runs).encode(errors=PRINTABLE))
+        write_atomic(output / "comparison.md", comparison_markdown(runs, sources=sources).encode(errors=PRINTABLE))
     except OSError as error:
         raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
+
+
+def _sources_paragraph(paths: Mapping[str, Path]) -> str:
+    """From which sources the records among ``paths`` were made that a ``SOURCES.json`` names; empty if none is.
+
+    Raises:
+        UserError: a ``SOURCES.json`` cannot be read.
+    """
+    records = {name: path / RECORD_NAME if path.is_dir() else path for name, path in paths.items()}
+    entries = {name: entry for name, record in records.items() if (entry := made_from(record)) is not None}
+    if not entries:
+        return ""
+    then = {file: digest for entry in entries.values() for file, digest in entry.sources.items()}
+    now = hash_files(REPOSITORY, (path for file in then if (path := REPOSITORY / file).is_file()))
+    changed = changed_files(then, now)
+    had = f"{len(changed)} of them had changed: {by_folder(changed)}" if changed else "none of them had changed"
+    names = f"{', '.join(entries)} {'was' if len(entries) == 1 else 'were'}"
+    return (
+        f"{PARAGRAPH}`SOURCES.json` names the {len(then)} files from which {names} made, with their "
+        f"sha256. When this page was made, {had}."
+    )
 
 
 def _output_problems(output: Path) -> list[str]:

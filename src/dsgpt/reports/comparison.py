@@ -91,15 +91,15 @@ def speed_up(base: Run, other: Run) -> float | None:
     return base.train_time / other.train_time
 
 
-def comparison_markdown(runs: Sequence[Run]) -> str:
-    """The contents of comparison.md; the first run is the baseline."""
+def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
+    """The contents of comparison.md; the first run is the baseline, and ``sources`` a paragraph about the records."""
     verdict = judge(runs)
     parts = ["# Comparison", _escape(verdict.line())]
     if verdict.answer == "no":
         parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
     parts += [f"**{_escape(line)}**" for line in [*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)]]
     parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
-    parts.append(_escape(machine_line(runs)))
+    parts += [_escape(machine_line(runs)), sources]
     parts += ["## Results", _table(_result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
     parts += ["## Work", _table(_work_rows(runs)), _segments(runs), _notes(runs)]
     return "\n\n".join(part for part in parts if part) + "\n"

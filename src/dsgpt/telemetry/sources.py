@@ -4,8 +4,9 @@
 themselves stay as they are.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from dsgpt.common.errors import UserError
@@ -15,6 +16,9 @@ from dsgpt.common.json_files import JsonError, read_as
 SOURCES_FILE = "SOURCES.json"
 CHANGED_MEANWHILE = "changed while the record was made"
 """Replaces the hash of such a file. It equals no hash, because the record belongs to no single version of the file."""
+
+PARAGRAPH = "Sources: "
+"""The beginning of a page's paragraph about the sources of its records."""
 
 Hashes = dict[str, str]
 """Paths below the repository, with ``/``, to sha256 as lower-case hex."""
@@ -94,6 +98,17 @@ def made_from(record: Path) -> MadeFrom | None:
         if entry is not None and entry.record_sha256 == sha256_of(record):
             return entry
     return None
+
+
+def by_folder(names: Sequence[str]) -> str:
+    """``src/dsgpt/data: loader.py, order.py; src: gpt2.py``."""
+    groups = groupby(names, key=lambda name: name.rpartition("/")[0])
+    return "; ".join(f"{folder}: {', '.join(name.rpartition('/')[2] for name in found)}" for folder, found in groups)
+
+
+def without_sources(page: str) -> str:
+    """``page`` without the paragraph about sources, which changes with the sources and not with the record."""
+    return "\n\n".join(part for part in page.split("\n\n") if not part.startswith(PARAGRAPH))
 
 
 def _read(folder: Path) -> SourcesFile:

@@ -15,8 +15,8 @@ from dsgpt.benchmarks.faults.page import faults_page
 from dsgpt.benchmarks.faults.plan import KILLS, MOMENTS, RUNS, SAVE_EVERY, SEED, STEPS, VICTIMS, seeded_kills
 from dsgpt.benchmarks.faults.processes import Missed
 from dsgpt.benchmarks.faults.suite import Fault, all_faults, try_faults
-from dsgpt.benchmarks.harness.sources import without_sources
 from dsgpt.config.options import SAVE_MODES
+from dsgpt.telemetry.sources import without_sources
 
 RECORD = REPOSITORY / REFERENCE / "faults.json"
 

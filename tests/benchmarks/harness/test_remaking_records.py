@@ -15,10 +15,9 @@ from dsgpt.benchmarks.harness.sources import (
     source_hashes,
     sources_paragraph,
     why_old,
-    without_sources,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.telemetry.sources import SOURCES_FILE, changed_files, made_from, note_sources, unchanged
+from dsgpt.telemetry.sources import SOURCES_FILE, changed_files, made_from, note_sources, unchanged, without_sources
 
 LOADER = "src/dsgpt/data/loader.py"
 FILES = (

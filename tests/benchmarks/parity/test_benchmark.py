@@ -9,12 +9,11 @@ from suite_commands import REFERENCE, benchmark, refusal
 
 from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.command import EXIT_FAILED
-from dsgpt.benchmarks.harness.sources import without_sources
 from dsgpt.benchmarks.parity import suite
 from dsgpt.benchmarks.parity.bounds import BF16, FP32, Bounds
 from dsgpt.benchmarks.parity.command import ParityOptions, run_parity
 from dsgpt.benchmarks.parity.page import parity_page
-from dsgpt.telemetry.sources import made_from
+from dsgpt.telemetry.sources import made_from, without_sources
 
 RECORD = (REFERENCE / "parity.json").as_posix()
 

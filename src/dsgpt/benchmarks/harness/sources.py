@@ -1,9 +1,8 @@
 """Which source files can change a record, and what a page says about them."""
 
-from itertools import groupby
 from pathlib import Path
 
-from dsgpt.telemetry.sources import Hashes, changed_files, hash_files, made_from
+from dsgpt.telemetry.sources import PARAGRAPH, Hashes, by_folder, changed_files, hash_files, made_from
 
 SUITES = ("parity", "resume", "faults", "saving")
 DEMO = "demo"
@@ -13,8 +12,6 @@ _OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/r
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
 """Modules of the suites that only make pages and tables from an existing record."""
-PARAGRAPH = "Sources: "
-"""The beginning of the page's paragraph about sources."""
 
 
 def source_files(repository: Path, name: str) -> list[Path]:
@@ -53,7 +50,7 @@ def why_old(record: Path, *, name: str, repository: Path) -> str:
     if not changed:
         return ""
     since = f"commit {entry.git_commit}" if entry.git_commit else "then"
-    return f"{len(changed)} of {len(entry.sources)} sources have changed since {since}: {_by_folder(changed)}"
+    return f"{len(changed)} of {len(entry.sources)} sources have changed since {since}: {by_folder(changed)}"
 
 
 def sources_paragraph(record: Path, *, name: str, repository: Path) -> str:
@@ -69,15 +66,4 @@ def sources_paragraph(record: Path, *, name: str, repository: Path) -> str:
     made = f"{PARAGRAPH}the record was made from {len(entry.sources)} files, named with their sha256 in `SOURCES.json`"
     if not changed:
         return f"{made} beside it. This page was made from these sources."
-    return f"{made} beside it.\nWhen this page was made, {len(changed)} of them had changed: {_by_folder(changed)}."
-
-
-def without_sources(page: str) -> str:
-    """``page`` without the paragraph about sources, which changes with the sources and not with the record."""
-    return "\n\n".join(part for part in page.split("\n\n") if not part.startswith(PARAGRAPH))
-
-
-def _by_folder(names: list[str]) -> str:
-    """``src/dsgpt/data: loader.py, order.py; src: gpt2.py``."""
-    groups = groupby(names, key=lambda name: name.rpartition("/")[0])
-    return "; ".join(f"{folder}: {', '.join(name.rpartition('/')[2] for name in found)}" for folder, found in groups)
+    return f"{made} beside it.\nWhen this page was made, {len(changed)} of them had changed: {by_folder(changed)}."
