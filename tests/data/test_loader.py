@@ -40,8 +40,8 @@ def training(dataset: WindowDataset, first: int, last: int, *, workers: int = 0,
     )
 
 
-def validation(dataset: WindowDataset, windows: int, *, part: RankShare, workers: int = 0) -> DataLoader:
-    return validation_loader(dataset, windows, part, global_batch_size=8, workers=workers, pin_memory=False)
+def validation(dataset: WindowDataset, windows: int, *, part: RankShare) -> DataLoader:
+    return validation_loader(dataset, windows, part, global_batch_size=8, pin_memory=False)
 
 
 def same(first: list[Batch], second: list[Batch]) -> bool:
@@ -78,8 +78,6 @@ def test_ranks_together_read_the_global_batch(dataset, ranks):
 
 def test_worker_processes_change_nothing(dataset):
     assert same(list(training(dataset, 0, 7, workers=2)), list(training(dataset, 0, 7)))
-    part = share(micro=2)
-    assert same(list(validation(dataset, 21, part=part, workers=2)), list(validation(dataset, 21, part=part)))
 
 
 @pytest.mark.parametrize("windows", [1, 7, 8, 9, 16, 21, WINDOWS])

@@ -2,18 +2,22 @@
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_run import command_line, write_data, write_recipe
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from dsgpt.data import loader as loading
 from dsgpt.data.loader import WindowDataset
 from dsgpt.main import train
 from dsgpt.runtime.interruption import ignore_stop_signals
@@ -51,6 +55,30 @@ def test_no_worker_outlives_an_error(here, monkeypatch, owner, method):
     with pytest.raises(RuntimeError, match="a defect") as caught:
         train(command_line(here, num_workers=2, save_every=1))
     assert multiprocessing.active_children() == [], caught
+
+
+def test_no_worker_starts_in_the_middle_of_a_run(here, monkeypatch):
+    """Beside the threads of collectives a fork can deadlock: it did at validations, when a signal came."""
+    started = []
+    start = BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda self: (started.append(len(lines(here))), start(self))[1])
+    assert train(command_line(here, num_workers=2, eval_every=1)) == 0
+    assert started == [0, 0]
+
+
+def lines(folder: Path) -> list[str]:
+    file = folder / "run" / "metrics.jsonl"
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def test_a_worker_that_is_stuck_ends_the_run(here, monkeypatch):
+    monkeypatch.setattr(loading, "WORKER_SEC", 0.5)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds that torch waits before it ends workers
+    monkeypatch.setattr(WindowDataset, "__getitems__", lambda *_: time.sleep(600))
+    with pytest.raises(RuntimeError, match="timed out after"):
+        train(command_line(here, num_workers=1))
+    assert multiprocessing.active_children() == []
+    assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
 
 
 def test_no_worker_outlives_a_run(here):

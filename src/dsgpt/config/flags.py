@@ -190,7 +190,7 @@ def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     )
     for flag, low, text in (
         ("--threads_per_device", 1, "CPU threads of each process; on CPU they are the device (default: 1 on CPU)"),
-        ("--num_workers", 0, "processes that read data beside each rank (default: 0, the rank reads itself)"),
+        ("--num_workers", 0, "processes that read training data beside each rank (default: 0, the rank reads itself)"),
         ("--local_rank", -1, "set by some launchers; the index of this process's GPU"),
     ):
         group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)

@@ -20,6 +20,9 @@ PADDING_WINDOW = -1
 IGNORED_TARGET = -100
 """A target that counts neither in the loss nor in the tokens: torch's cross-entropy ignores it by default."""
 
+WORKER_SEC = 600
+"""Seconds without a micro batch after which a data worker counts as stuck, and the rank fails."""
+
 
 class Batch(NamedTuple):
     """One micro batch of one rank."""
@@ -123,6 +126,7 @@ def _loader(
         collate_fn=_whole_batch,
         num_workers=workers,
         pin_memory=pin_memory,
+        timeout=WORKER_SEC if workers else 0,
         worker_init_fn=ignore_stop_signals,
         generator=torch.Generator(),
     )
@@ -144,8 +148,12 @@ def training_loader(
 
 
 def validation_loader(
-    dataset: WindowDataset, windows: int, share: RankShare, *, global_batch_size: int, workers: int, pin_memory: bool
+    dataset: WindowDataset, windows: int, share: RankShare, *, global_batch_size: int, pin_memory: bool
 ) -> DataLoader[Batch]:
-    """Micro batches of the first ``windows`` validation windows, ``global_batch_size`` of them per validation step."""
+    """Micro batches of the first ``windows`` validation windows, ``global_batch_size`` of them per validation step.
+
+    The rank reads them itself. A worker would be forked in the middle of the run, beside the threads of collectives:
+    if one of them holds a lock of Python at that moment, the worker waits for it for ever, and the rank for the worker.
+    """
     batches = _ValidationBatches(windows, share, global_batch_size=global_batch_size)
-    return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)
+    return _loader(dataset, batches, workers=0, pin_memory=pin_memory)

@@ -32,6 +32,10 @@ class Batches:
         """End the worker processes; no more batches can be read."""
         if isinstance(self._batches, _MultiProcessingDataLoaderIter):
             self._batches._shutdown_workers()
+            for worker in self._batches._workers:
+                if worker.is_alive():  # it is stuck, and ignores the SIGTERM that it was sent
+                    worker.kill()
+                    worker.join()
 
 
 def training_batches(config: RunConfig, *, first_step: int) -> Batches:
@@ -59,7 +63,6 @@ def validation_batches(config: RunConfig) -> Batches:
             config.val_windows,
             _share(config),
             global_batch_size=config.batch.global_batch_size,
-            workers=config.options.num_workers,
             pin_memory=config.device == "cuda",
         )
     )
