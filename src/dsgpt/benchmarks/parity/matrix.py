@@ -53,7 +53,8 @@ def core() -> list[Cell]:
     """The cells of ``make test``: every strategy on the fewest ranks that split anything, and some on four.
 
     AdamW without accumulation shows a wrong first moment, SGD with accumulation a wrong scale, which Adam hides. In
-    fp32, SGD runs without clipping if ``STRATEGIES`` has such a variant; in bf16 it is clipped.
+    fp32, SGD runs without clipping if ``STRATEGIES`` has such a variant; in bf16 it is clipped. More than two ranks, which
+    take longest, run what two cannot show: the first gradient and every norm of AdamW show a wrong scale too.
     """
     cells = []
     for strategy in STRATEGIES.values():
@@ -66,7 +67,7 @@ def core() -> list[Cell]:
         unclipped = f"{strategy.name}-unclipped-sgd"
         if unclipped in STRATEGIES:
             cells.append(Cell(strategy=unclipped, ranks=few, optimizer="sgd"))
-        if unclipped not in STRATEGIES or strategy.name in _CLIP_FP32_OTHERWISE:
+        if few <= 2 and (unclipped not in STRATEGIES or strategy.name in _CLIP_FP32_OTHERWISE):
             cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd"))
         if not strategy.fp32_only:
             cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
@@ -76,7 +77,7 @@ def core() -> list[Cell]:
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]
     four = ("tensor2-zero1", "pipeline2-zero1", "sequence2-zero1")
-    return [*cells, *(Cell(strategy=name, ranks=4, optimizer=optimizer) for name in four for optimizer in OPTIMIZERS)]
+    return [*cells, *(Cell(strategy=name, ranks=4) for name in four)]
 
 
 def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], problems: Problems) -> list[Cell]:
