@@ -53,8 +53,8 @@ def core() -> list[Cell]:
     """The cells of ``make test``: every strategy on the fewest ranks that split anything, and some on four.
 
     AdamW without accumulation shows a wrong first moment, SGD with accumulation a wrong scale, which Adam hides. In
-    fp32, SGD runs without clipping if ``STRATEGIES`` has such a variant; in bf16 it is clipped. More than two ranks take
-    longest and do not repeat SGD in fp32: the first gradient and the norms show a wrong scale with AdamW too.
+    fp32, SGD runs without clipping if ``STRATEGIES`` has such a variant; in bf16 it is clipped. Cells on more than two
+    ranks take longest and do not repeat SGD in fp32: first gradient and norms show a wrong scale with AdamW too.
     """
     cells = []
     for strategy in STRATEGIES.values():
