@@ -1,4 +1,4 @@
-"""``make demo``: prepares text, trains the same model on one device and on all devices, and draws the comparison."""
+"""``make demo``: prepares text, trains the same model on one device and on several, and draws the comparison."""
 
 import argparse
 import contextlib
@@ -116,7 +116,7 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
 
 
 def _prepare(demo: Demo) -> int:
-    """Prepare the text, unless it is there: another Python has another text, and runs may depend on the first one."""
+    """Prepare the text, unless it is there: another Python gives another text, and runs may depend on the first one."""
     if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
         print(f"{demo.data} contains prepared text, which is used unchanged", flush=True)
         return 0
@@ -143,8 +143,8 @@ def _resume_or_overwrite(words: Sequence[str]) -> str:
     """``--resume``; or ``--overwrite``, after a message, if the folder contains a sound run with other settings.
 
     Another number of steps is another training, because the learning rate decays over all steps; so is another recipe
-    or text. Any other fault, such as a damaged checkpoint or a full disk, replaces nothing: the training reports
-    it, and the demo ends.
+    or text. After any other fault, such as a damaged checkpoint or a full disk, nothing is replaced: the training
+    reports it, and the demo ends.
     """
     folder = words[words.index("--checkpoint_path") + 1]
     refusal = _refusal([*words, "--resume"])

@@ -56,7 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> None:
-    """Skip a test, or all that share its fixture, when it is about to start a launcher. So no list of tests is kept."""
+    """Skip a test, or all that share its fixture, when it is about to start a launcher; so no list of tests is needed.
+
+    With ``any_python``, also when it is about to start another Python.
+    """
     if event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in about[1]]
         if starts_launcher(words) or RANKS in words:

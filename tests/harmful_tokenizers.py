@@ -28,7 +28,7 @@ def bring_code(folder: Path, *, marker: Path) -> Path:
 
 
 def seal(checkpoint: Path) -> None:
-    """Let the manifest vouch for every file as it is now, new ones too: a forger would do no less."""
+    """Write the present size and sha256 of every file, new ones too, into the manifest, as a forger would."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"] = {
         path.relative_to(checkpoint).as_posix(): {

@@ -41,7 +41,7 @@ def place_of(path: Path) -> tuple[int, bool]:
 class GroupScheduling(LoadScopeScheduling):
     """Gives a process one group of tests after the other.
 
-    pytest-xdist's own groups travel in the names of tests, where pytest 9.2 hides them.
+    pytest-xdist adds its own groups to the names of tests, where pytest 9.2 hides them.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -25,7 +25,7 @@ RECIPE: dict[str, Any] = {
 
 
 def write_tokens(path: Path, ids: np.ndarray, **changes: Any) -> Path:
-    """``ids`` as uint16 in ``path``, with a sidecar in which ``changes`` replace the true values."""
+    """Write ``ids`` as uint16 to ``path``, with a sidecar in which ``changes`` replace the true values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = np.asarray(ids).astype("<u2").tobytes()
     path.write_bytes(data)
@@ -50,14 +50,14 @@ def random_ids(count: int, *, seed: int = 0, below: int = END_OF_TEXT) -> np.nda
 
 
 def write_data(folder: Path) -> Path:
-    """``train.bin`` and ``val.bin``."""
+    """Write ``train.bin`` and ``val.bin`` with their sidecars."""
     write_tokens(folder / "train.bin", random_ids(TOKENS))
     write_tokens(folder / "val.bin", random_ids(10 * SEQUENCE + 1, seed=1))
     return folder
 
 
 def write_recipe(path: Path, recipe: Any = RECIPE, **changes: Any) -> Path:
-    """A recipe with ``changes`` in its top level; text is written as it is."""
+    """Write a recipe with ``changes`` in its top level; a recipe that is text is written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(recipe if isinstance(recipe, str) else json.dumps(recipe | changes if changes else recipe))
     return path
@@ -89,7 +89,7 @@ def command_line(folder: Path, **changes: Any) -> list[str]:
 
 
 def write_tokenizer(folder: Path, *, size: int = VOCABULARY) -> dict[str, str | None]:
-    """A byte-level tokenizer of ``size`` ids without merges, its end-of-text id the last.
+    """Write a byte-level tokenizer of ``size`` ids without merges; the last id is end-of-text.
 
     Returns:
         The ``tokenizer`` entry of a sidecar for data of this tokenizer.
@@ -108,7 +108,7 @@ def write_tokenizer(folder: Path, *, size: int = VOCABULARY) -> dict[str, str | 
 
 
 def write_inputs(folder: Path) -> Path:
-    """What ``command_line`` names: token files, with the tokenizer that made them, and a recipe."""
+    """Write what ``command_line`` names: token files, with the tokenizer that made them, and a recipe."""
     write_data(folder)
     write_tokens(folder / "train.bin", random_ids(TOKENS), tokenizer=write_tokenizer(folder / "tokenizer"))
     write_recipe(folder / "recipe.json")

@@ -1,4 +1,4 @@
-"""``make test`` runs two processes; tests that share launches must run in one of them, or both launch the same."""
+"""Tests that share launches run in one of the two processes of ``make test``; else both would start the launches."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ def test_a_file_stays_in_one_process():
 
 
 def test_tests_that_share_launches_are_one_group():
-    """Otherwise each process would start the same launches; the scheduler reads the files, pytest the fixtures."""
+    """The scheduler searches the text of the files; it must find those whose tests take the fixture."""
     for folder, fixture in SHARED.items():
         files = sorted((TESTS / folder).glob("test_*.py"))
         sharing = [file.name for file in files if group_of(file) == folder]

@@ -16,7 +16,7 @@ WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
 @pytest.fixture(autouse=True)
 def outside_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what a ``make`` around the tests exports: its flags, and the variables of its command line."""
+    """Remove what a ``make`` that runs the tests exports: its flags, and the variables of its command line."""
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "VENV", "STEPS", "SELECTION"):
         monkeypatch.delenv(name, raising=False)
 
@@ -130,14 +130,14 @@ def test_help_is_the_default(clone):
 
 
 def test_other_pythons_are_found_or_skipped(clone, tmp_path):
-    """In PATH or among pyenv's versions; a command that only has the name, such as pyenv's shims, is skipped."""
+    """In PATH or among pyenv's versions; a command that has the name but runs no Python is skipped."""
     shim = tmp_path / "bin" / "python3.12"
     shim.parent.mkdir()
     shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2; exit 127\n")
     shim.chmod(0o755)
     interpreter(tmp_path / "pyenv" / "versions" / "3.13.7" / "bin" / "python", version=(3, 13))
     environment = os.environ | {"PATH": f"{shim.parent}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
-    command = [MAKE, "--dry-run", "test-pythons"]  # lines that start another make are run even so
+    command = [MAKE, "--dry-run", "test-pythons"]  # make still runs lines that start another make
     done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=True)
     assert "\nPython 3.12 is not installed here: nothing is tested with it\n" in done.stdout
     assert ".venv-3.13/bin/python -m pytest --without-launchers" in done.stdout

@@ -1,4 +1,4 @@
-"""Pages that list keys of the record, exit codes or versions list all of them."""
+"""Pages that list keys of steps or segments, exit codes or versions list all of them."""
 
 import json
 import re

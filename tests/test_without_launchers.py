@@ -1,4 +1,4 @@
-"""``--without-launchers``: a test is skipped at the moment when it starts a launcher; all others run."""
+"""With ``--without-launchers`` or ``--without-processes``, only tests that would start one are skipped."""
 
 import shutil
 import subprocess

@@ -30,7 +30,7 @@ def data_flags(corpus: Corpus) -> list[str]:
 def write_recipe(
     path: Path, *, optimizer: dict[str, Any] = ADAMW, clipping: float = 1.0, stage: int = 1, **more: Any
 ) -> Path:
-    """A recipe of the small global batch; ``more`` replaces or adds top-level keys."""
+    """Write a recipe with the small global batch; ``more`` replaces or adds top-level keys."""
     recipe = {
         "train_batch_size": GLOBAL_BATCH,
         "optimizer": optimizer,
@@ -56,7 +56,7 @@ def train(
         run_dir: the run folder.
         corpus: what to train on.
         recipe: the JSON.
-        flags: besides data, shape, sequence length 32 and the CPU.
+        flags: in addition to those for data, shape, sequence length 32 and the CPU.
         ranks: processes; None for a baseline.
         by: the launcher; by default ``deepspeed`` for several ranks and plain ``python`` for one.
         run_type: by default ``optimized``, and ``baseline`` without ``ranks``.
@@ -107,7 +107,7 @@ def roll_back(run: Path, copy: Path, step: int) -> Path:
 
 
 def assert_same_training(reference: Path, other: Path, *, loss: float, norm: float) -> None:
-    """Every step of both runs: loss within ``loss``, gradient norm within ``norm`` relative, learning rate equal."""
+    """Compare each step: loss within ``loss``, norm within ``norm`` relative, rate equal; and each validation loss."""
     expected, actual = read_lines(reference), read_lines(other)
     assert [line["step"] for line in actual] == [line["step"] for line in expected]
     for one, two in zip(expected, actual, strict=True):

@@ -23,7 +23,7 @@ def read(*words: str) -> tuple[dict[str, object], list[str]]:
     return values, []
 
 
-@pytest.mark.parametrize("value", ["-", "-1", "-0.5", "- a text", "x"])
+@pytest.mark.parametrize("value", ["-", "-1", "-0.5", "- a text", "--a text", "x"])
 def test_words_that_argparse_reads_as_values(value):
     assert read("--text", value) == ({"place": None, "text": value, "share": None, "many": None, "kind": None}, [])
 

@@ -6,7 +6,7 @@ from strategy_cells import Asked, Launched
 
 @pytest.fixture(scope="session")
 def seen(request, tmp_path_factory, corpus):
-    """A function from a cell to what its ranks observed. Only cells run that a selected test has as a parameter."""
+    """A function from a cell to what its ranks observed. Runs only cells that selected tests have as parameter."""
     items = (item for item in request.session.items if "seen" in getattr(item, "fixturenames", ()))
     values = (value for item in items if hasattr(item, "callspec") for value in item.callspec.params.values())
     wanted = {value for value in values if isinstance(value, Asked)}

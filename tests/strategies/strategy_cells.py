@@ -83,7 +83,7 @@ def _runs(*names: str, save_mode: str = "sync") -> Iterator[tuple[str, Observati
 
 
 def _recomputed(*names: str) -> dict[str, Observation]:
-    """The run of ``_runs`` again, with activations, and so dropout masks, that are computed twice."""
+    """The run of ``_runs`` again; it computes activations, and therefore dropout masks, twice."""
     flags = (*RUN, *DROPOUT, "--activation_checkpointing")
     return {f"recomputed {name}": Observation(what="run", strategy=name, flags=flags) for name in names}
 

@@ -77,7 +77,7 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
 
 
 def saved_and_loaded(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
-    """The most that this rank holds besides its part while a checkpoint is written, and while it is loaded."""
+    """The most that this rank holds in addition to its part while a checkpoint is written, and while it is loaded."""
     strategy.train_step(training_batches(config, first_step=0), 1)
     folder, is_main = config.run_dir, config.topology.is_main
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def observed_strategy(flags: list[str], *, then: Callable[[RunConfig, Strategy],
 
 
 def command_run(flags: list[str]) -> dict[str, Any]:
-    """Run ``src/gpt2.py`` with ``flags``; also copy a new run as a kill after its first save would have left it."""
+    """Run ``src/gpt2.py`` with ``flags``. Copy a new run in the state that a kill after its first save would leave."""
     command.PATIENCE_SEC = 0
     code = command.train(flags)
     run = Path(flags[flags.index("--checkpoint_path") + 1])
@@ -204,7 +204,7 @@ def command_run(flags: list[str]) -> dict[str, Any]:
 
 
 def full_disk(flags: list[str], *, of: str) -> dict[str, Any]:
-    """As ``command_run``, but one rank's files may not grow as large as what it writes of a checkpoint.
+    """As ``command_run``, but one rank's files are limited to less than it has to write for a checkpoint.
 
     Args:
         flags: of ``src/gpt2.py``.
@@ -212,7 +212,7 @@ def full_disk(flags: list[str], *, of: str) -> dict[str, Any]:
     """
     topology = read_topology()
     if topology.rank == (0 if of == "main" else topology.world_size - 1):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python starts; the write then fails with an error
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as in a new Python; the write then fails with an error
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES[of], SMALL_FILE_BYTES[of]))
     return command_run(flags)
 

@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(compilation, monkeypatch, tmp_
 
 @pytest.mark.skipif(NO_LIBAIO or not shutil.which("ninja"), reason="compiling needs a C++ compiler, ninja and libaio")
 def test_the_real_ones_are_linked_with_each_other():
-    """Compiled before if any run with nvme came first, and loaded as they are."""
+    """The first process compiles them, unless an earlier run with nvme did; the second only loads them."""
     command, variables = [sys.executable, "-c", LOAD_AND_LOOK], {**os.environ, "DS_ACCELERATOR": "cpu"}
     for first in (True, False):
         done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)

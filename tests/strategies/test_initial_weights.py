@@ -33,7 +33,7 @@ def test_every_rank_starts_from_the_baselines_weights_bit_for_bit(seen, cell):
 
 @pytest.mark.parametrize(("cell", "parts"), BUILT_IN_PARTS, ids=str)
 def test_no_rank_ever_holds_the_whole_model_while_it_is_built(seen, cell, parts):
-    """At most a rank holds its part and three copies of one parameter: drawn, rounded and split, for example."""
+    """A rank holds at most its part and three copies of one parameter, for example drawn, rounded and split."""
     for facts in seen(cell).ranks:
         whole, largest = facts["whole"], facts["largest"]
         shared = largest if "pipeline" in cell.name else 0  # both ends of a pipeline hold the embedding

@@ -56,7 +56,7 @@ def test_deepspeeds_layers_use_our_classes(monkeypatch):
 
 @pytest.mark.parametrize("name", [f"blocks.0.{name}" for name in tensor_layout.SPLIT])
 def test_parts_joined_are_the_whole(name):
-    """Each rank has its heads of the fused query, key and value; plain halves would be another split."""
+    """Each rank has its heads of the fused query, key and value; halves of the rows would be a different split."""
     whole = torch.arange(48.0).view(12, 4) if name.endswith("weight") else torch.arange(12.0)
     parts = [tensor_layout.take_part(name, whole, rank=rank, size=PEERS) for rank in range(PEERS)]
     assert [part.numel() for part in parts] == [whole.numel() // PEERS] * PEERS

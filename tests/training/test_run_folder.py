@@ -19,7 +19,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite", None])
-@pytest.mark.parametrize("name", ["config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json", "metrics.jsonl"]
+)
 def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name, flag):
     folder = tmp_path / "theirs"
     folder.mkdir()
@@ -32,6 +34,23 @@ def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name
 
 
 @pytest.mark.parametrize("name", ["step-7", "step-0000000012", "step-00000007.bak", ".partial-step-3"])
+def test_foreign_files_of_other_steps_are_kept(finished_run, tmp_path, capsys):
+    """Another program's log of its steps proves nothing, and nothing next to it is ours either."""
+    (folder := tmp_path / "theirs").mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (folder / "config.json").write_text("{}")
+    assert train(command_line(finished_run, checkpoint_path=folder, overwrite=True)) == 2
+    assert "that this program did not write" in errors(capsys)[0]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
+
+
+def test_a_run_of_which_only_the_steps_are_left_is_ours(copied_run, finished_run):
+    for path in copied_run.iterdir():
+        if path.name != "metrics.jsonl":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
+
+
 def test_folders_of_similar_names_are_kept(finished_run, tmp_path, name):
     folder = tmp_path / "run"
     (folder / name).mkdir(parents=True)

@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 _A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without links)"
 
 _LONGEST_NAME = 255
-"""Bytes: the limit of file systems for one name; no path in a checkpoint is as long."""
+"""Bytes: the limit of file systems for one name; no path in a checkpoint is that long."""
 
 
 def _inside(name: str) -> str:

@@ -37,7 +37,7 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that changed at a resume, by ``--allow_changed`` or in strategy, ranks and device."""
+    """A change at a resume: of a setting, with ``--allow_changed``, or of strategy, ranks or device."""
 
     step: Count
     """Of the checkpoint."""
@@ -59,7 +59,7 @@ class RunState:
     samples_seen: Count
     """Sequences consumed: ``step`` times the global batch."""
     best_val_loss: Finite | None
-    """The lowest of all validations so far, since the validation set last changed."""
+    """The lowest validation loss since the validation set last changed."""
     epochs: list[Epoch]
     """The finished epochs."""
     wall_time_sec: Seconds | None = None

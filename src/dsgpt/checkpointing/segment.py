@@ -11,14 +11,15 @@ PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The part of one process, or of the processes that a launcher started together. Fields are named as in the record.
+    """The part of a run that one process executed, or the processes that one launcher started.
 
-    A run that was never resumed has one segment. Steps are counted as in ``metrics.jsonl``: the first of a run is 1.
+    Fields are named as in the record. A run that was never resumed has one segment. Steps are counted as in
+    ``metrics.jsonl``: the first of a run is 1.
     """
 
     first_step: Positive
     last_step: Count
-    """``first_step - 1`` where it took none."""
+    """``first_step - 1`` if it took no steps."""
     timestamp_utc: str
     """When it began."""
     resumed_from: str | None
@@ -49,7 +50,7 @@ class Segment:
     compile: bool
     activation_checkpointing: bool
     train_time_sec: Seconds
-    """Of its training steps."""
+    """Seconds of its training steps."""
     wall_time_sec: Seconds
     """Since it began, up to the checkpoint from which a later segment resumed, if one did."""
     mean_tokens_per_sec_global: Seconds | None

@@ -1,7 +1,7 @@
 """The state of training in a checkpoint, in one form for every strategy: whole tensors in fp32, by canonical name.
 
     model.safetensors        every weight
-    optimizer.safetensors    every moment, as ``NAME.exp_avg``; absent before the first step, and where there are none
+    optimizer.safetensors    every moment, as ``NAME.exp_avg``; absent before the first step, and if there are none
     training_state.json      what is not a tensor: ``Counters``
 
 A strategy gathers every tensor whole before it is written, and copies its own part when it loads, so that any strategy
@@ -122,7 +122,7 @@ class KeptState:
         self._states: dict[str, ParamState] = {}
 
     def keep(self, states: Iterator[tuple[str, ParamState]], *, keeps: bool) -> None:
-        """Copy what ``states`` gathers if this rank ``keeps`` it, else only take part; collective."""
+        """Copy what ``states`` gathers if this rank ``keeps`` it, else only take part in gathering; collective."""
         states = _gathered(states)
         try:
             for name, state in states:

@@ -1,1 +1,1 @@
-"""What every other room may use: errors, files, JSON, the command line. Imports neither torch nor another room."""
+"""Helpers that every room may import: errors, files, JSON, command line. Imports neither torch nor any other room."""

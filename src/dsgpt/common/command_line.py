@@ -152,10 +152,10 @@ def read_words(
     """Read a whole command line; ``reader.problems`` then holds all of its mistakes.
 
     Args:
-        parser: knows the flags.
-        reader: its methods are the types of ``parser``'s flags.
+        parser: defines the flags.
+        reader: its methods convert the values of ``parser``'s flags.
         words: the command line; by default that of this process.
-        elsewhere: by flag of another program, how to set the same here.
+        elsewhere: for flags of other programs, how to set the same value here.
 
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
@@ -166,7 +166,7 @@ def read_words(
     known = [flag for action in parser._actions for flag in action.option_strings]
     previous_unknown = False
     for word in unknown:
-        name = word.split("=")[0]
+        name = word.partition("=")[0]
         if _is_flag(word, parser):
             hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
             reader.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
@@ -186,7 +186,7 @@ def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace
 
 
 def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:
-    """``words`` without the flags that lack a value. Each is noted: argparse would stop at the first."""
+    """``words`` without the flags that lack a value. Each is noted as a mistake; argparse would stop at the first."""
     takers = {flag for action in parser._actions if action.nargs in (None, "+") for flag in action.option_strings}
     kept = []
     for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
@@ -198,7 +198,7 @@ def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: 
 
 
 def _is_flag(word: str, parser: argparse.ArgumentParser) -> bool:
-    """Whether argparse reads ``word`` as a flag; ``-``, negative numbers and words with spaces are values to it."""
+    """Whether argparse reads ``word`` as a flag; it reads ``-``, negative numbers and words with spaces as values."""
     if word.startswith("--"):
-        return True
+        return " " not in word.partition("=")[0]
     return word.startswith("-") and word != "-" and " " not in word and not parser._negative_number_matcher.match(word)

@@ -28,5 +28,5 @@ def multiples_around(number: int, unit: int) -> str:
 
 
 def in_words(numbers: Iterable[int]) -> str:
-    """``2 or 4``."""
+    """The numbers joined by "or": ``2 or 4``."""
     return " or ".join(map(str, numbers))

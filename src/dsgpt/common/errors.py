@@ -5,8 +5,8 @@ EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
 EXIT_NOT_SAVED = 4
 EXIT_STOPPED = 75
-"""The run was asked to stop and saved before it did: ``--resume`` continues it and loses nothing. The number is
-``EX_TEMPFAIL`` of sysexits.h, after which a scheduler may repeat the command."""
+"""The run was asked to stop, and saved a checkpoint first: ``--resume`` continues it and loses no step. The number is
+``EX_TEMPFAIL`` of sysexits.h: a scheduler may repeat the command."""
 EXIT_INTERRUPTED = 130
 """The process ended at once: the steps since the last checkpoint are lost."""
 EXIT_READER_GONE = 141

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, hashed, and named in valid Unicode."""
+"""Helpers for files: atomic writes, hashes, links, and names that can be printed."""
 
 import codecs
 import contextlib
@@ -71,14 +71,14 @@ def is_regular_file(path: Path) -> bool:
 
 
 def link_between(folder: Path, path: Path) -> Path | None:
-    """The first link on the path from ``folder`` (included) down to ``path``; None if there is none."""
+    """The first link on the path from ``folder`` (not itself checked) down to ``path``; None if there is none."""
     inside = [path, *path.parents]
     below = inside[: inside.index(folder)]
     return next((part for part in reversed(below) if part.is_symlink()), None)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; of a link only the link, never its target."""
+    """Remove a file or a folder if it exists. If it is a link, only the link is removed, never its target."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -112,7 +112,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link of that name
+        with temporary.open("xb") as file:  # "x" never writes through a link of that name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Checks in seconds whether the Hugging Face hub answers. Its library would retry for minutes."""
+"""Checks in seconds whether the Hugging Face hub answers. The hub's own library would retry for minutes."""
 
 import os
 import ssl

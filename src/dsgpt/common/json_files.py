@@ -1,8 +1,8 @@
 """Reads JSON files that others may have written: strict, with limits on size and depth, and typed.
 
 Python's own parser accepts NaN, keeps the last of two equal keys, and raises ``RecursionError`` on deep nesting. Here
-each of these raises a ``JsonError`` of one line. ``read_as`` also checks every value against the type of its field,
-with pydantic. Imports no torch.
+each of these raises a ``JsonError`` with a one-line message. ``read_as`` also checks every value against the type of
+its field, with pydantic. Imports no torch.
 """
 
 import codecs
@@ -33,7 +33,7 @@ _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 search quadratic."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 3
-"""Faults of one file that its message shows."""
+"""How many faults of one file the error message shows."""
 T = TypeVar("T")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 """pydantic's validators, by the type that they validate: each takes a millisecond to build."""
@@ -63,7 +63,7 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise JsonError("a text in it is not valid Unicode (half of a surrogate pair)") from error
     except UnicodeDecodeError as error:
         raise JsonError(f"it is not UTF-8 text (byte {error.start:,})") from error
-    except ValueError as error:  # the message has the position; or a whole number has thousands of digits
+    except ValueError as error:  # a syntax error, or an integer with thousands of digits
         raise JsonError(str(error)) from error
 
 

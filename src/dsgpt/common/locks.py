@@ -23,7 +23,9 @@ class Lock:
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """The lock of a file, which is created if missing. Never remove the file: another process could lock a new one.
+        """The lock of a file, which is created if missing.
+
+        Never remove the file: another process could then create and lock a new one.
 
         Raises:
             OSError: it cannot be opened; ``ELOOP``: it is a link.

@@ -36,7 +36,7 @@ def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
     code: int | str | None
     try:
         code = exit_code_of(main, kept=kept)
-    except SystemExit as end:  # of argparse, after --help
+    except SystemExit as end:  # raised by argparse after --help
         code = end.code
     try:
         sys.stdout.flush()
@@ -86,7 +86,7 @@ def prepare_output(*, lose: bool) -> None:
 
 def _stream(number: int, old: Any, *, lose: bool) -> io.TextIOWrapper:
     """A stream to the descriptor ``number``, buffered like ``old``, which is None if the descriptor is closed."""
-    if old is None:  # `>&-`: the next file that is opened would get the number, and the output
+    if old is None:  # after `>&-`, the next opened file would get this number, and receive the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return io.TextIOWrapper(io.BufferedWriter(_Output(number, lose=True)), encoding="utf-8", errors=PRINTABLE)
     raw = _Output(number, lose=lose)

@@ -1,1 +1,1 @@
-"""From flags and a recipe to the one resolved description of a run, or to every mistake in them."""
+"""Turns flags and a recipe into the resolved description of a run, or reports all mistakes in them."""

@@ -1,4 +1,4 @@
-"""Splits the global batch into ranks, micro batches and accumulation steps. The ranks never change its size."""
+"""Splits the global batch over ranks, micro batches and accumulation steps. The ranks never change its size."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ from dsgpt.common.divisors import divisors, divisors_around, largest_divisor, mu
 from dsgpt.common.problems import Problems
 
 DEFAULT_MICRO_BATCH_SIZE = 8
-"""The default micro batch is the largest divisor of a rank's share up to this.
+"""The default micro batch is the largest divisor of a rank's share that is at most this many sequences.
 
-With this many, GPT-2 124M at 1,024 tokens fits 16 GB.
+With 8 sequences of 1,024 tokens, GPT-2 124M fits in 16 GB.
 """
 
 
@@ -59,10 +59,10 @@ def plan_batch(
     """Compute all three sizes from those that are given.
 
     Args:
-        request: flags over JSON.
+        request: the sizes given by flags and by the JSON, merged.
         data_parallel_size: ranks that read different data.
         enforce_global: if the given split does not give the global batch, change the split instead of failing.
-        problems: takes an impossible split, with the nearest valid values.
+        problems: receives a line about an impossible split, with the nearest valid values.
 
     Returns:
         The plan, or None if there is none; and a line about what ``enforce_global`` changed, or None.

@@ -21,7 +21,7 @@ class Request(Inputs):
 
     recipe: Recipe
     mistakes: Problems
-    """What is wrong with the inputs themselves."""
+    """The mistakes found in the inputs before any check of compatibility."""
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -43,7 +43,7 @@ class Request(Inputs):
 
 
 def check_compatibility(request: Request, problems: Problems) -> None:
-    """Add a line to ``problems`` for everything in ``request`` that cannot be trained, or not correctly."""
+    """Add a line to ``problems`` for everything in ``request`` that makes training impossible or incorrect."""
     _check_ranks(request, problems)
     if request.options.run_type == "optimized":
         _check_strategies(request, problems)
@@ -59,7 +59,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
     Args:
         request: the run.
         accumulation: micro batches per optimizer step.
-        problems: takes the refusal.
+        problems: receives the refusal.
     """
     low = request.recipe.dsgpt.fsdp.reduce_dtype == "low" and request.precision != "fp32"
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -66,7 +66,7 @@ def build_parser(reader: Reader) -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
-    """Read a command line; the mistakes found come back beside the options.
+    """Read a command line; return the options and the mistakes found.
 
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.

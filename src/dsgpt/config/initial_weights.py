@@ -23,11 +23,11 @@ class InitFrom:
     shape: dict[str, int]
     """The fields of its ``GPT2Config`` without the dropout, which belongs to training."""
     sha256: str | None = None
-    """Of its weights, if the resumed run recorded it. The source itself is then not opened."""
+    """Hash of its weights, if the resumed run recorded it. The source itself is then not opened."""
 
     @property
     def size_name(self) -> str:
-        """The name of the preset of its size, or the last part of its own name."""
+        """The name of the preset that has its shape; without one, the last part of its own name."""
         same = (name for name, preset in PRESETS.items() if preset.as_dict().items() >= self.shape.items())
         return next(same, Path(self.given).name)
 
@@ -44,12 +44,12 @@ class InitFrom:
 
 
 def read_init_from(options: Options, *, run_dir: Path, problems: Problems, quiet: bool) -> InitFrom | None:
-    """The source that ``--init_from`` names; ``problems`` takes mistakes and flags that contradict its shape.
+    """The source that ``--init_from`` names; None if there is none or it cannot be used.
 
     Args:
         options: the flags.
         run_dir: the folder of the run. A resumed run recorded its source there.
-        problems: takes the mistakes.
+        problems: receives the mistakes, among them flags that contradict the shape of the source.
         quiet: fetch without progress bars.
     """
     if options.init_from is None:
@@ -83,7 +83,7 @@ def _open(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
 
 
 def _recorded(options: Options, given: str, run_dir: Path) -> InitFrom | None:
-    """The source that the resumed run recorded, if it is ``given``. Its checkpoints replace the source itself."""
+    """The source that the resumed run recorded, if it is ``given``. It is not opened: the run has checkpoints."""
     from dsgpt.formats.pretrained import read_json  # noqa: PLC0415 - as above
 
     if not options.resume or not any(run_dir.glob("step-*/manifest.json")):

@@ -30,8 +30,8 @@ def plan_length(
     Args:
         inputs: the flags, the data and the sequence length.
         batch: None if the global batch cannot be split.
-        problems: takes files that are too short.
-        notices: takes a line about windows that are dropped.
+        problems: receives a line about each file that is too short.
+        notices: receives a line about windows that are dropped.
 
     Returns:
         The plan, or None if one of the above is missing or too short.

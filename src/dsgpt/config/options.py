@@ -17,7 +17,7 @@ EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One field per flag of ``src/gpt2.py``; None where the flag was not given."""
+    """One field per flag of ``src/gpt2.py``, with its default; None if it was not given and has no constant default."""
 
     run_type: str | None = None
     train_data_path: Path | None = None

@@ -1,7 +1,7 @@
-"""The recipe: what a DeepSpeed JSON means to every strategy. Reads, checks and writes one.
+"""The recipe: a DeepSpeed JSON that every strategy can execute. Reads, checks and writes recipes.
 
-A recipe is read and checked in the same way for every strategy, so one file serves the baseline on a laptop and a
-cluster. Imports neither torch nor DeepSpeed.
+A recipe is read and checked in the same way for every strategy, so the same file works for the baseline on a
+laptop and for DeepSpeed on a cluster. Imports neither torch nor DeepSpeed.
 """
 
 import hashlib
@@ -50,9 +50,12 @@ DEEPSPEED_KEYS = (
     "dump_state",
     "aio",
 )
-"""Keys that DeepSpeed's engine gets unchanged. Other strategies ignore them.
+"""Keys that only DeepSpeed's engine uses. Other strategies ignore them.
 
-They change how a step is computed, not its result, with one exception: Zero++'s ``zero_quantized_weights`` and
+The engine gets them as given, with three exceptions: ``zero_allow_untested_optimizer`` is always true, values for
+offload are adapted, and ``overlap_comm`` is false if it is absent.
+
+The keys change how a step is computed, not its result, with one exception: Zero++'s ``zero_quantized_weights`` and
 ``zero_quantized_gradients`` in ``zero_optimization`` round what ranks send, which changes the training.
 """
 
@@ -94,7 +97,7 @@ class RecipeSettings(Block):
     optimizer: OptimizerRecipe
     scheduler: Annotated[SchedulerRecipe | None, no_null] = None
     gradient_clipping: Number = 1.0
-    """Largest global gradient norm; 0 for no clipping. DeepSpeed's default since 0.19.3."""
+    """Largest global gradient norm; 0 for no clipping. The default is that of DeepSpeed since 0.19.3."""
     bf16: Annotated[Bf16 | None, no_null] = None
     fp16: Annotated[Fp16 | None, no_null] = None
     activation_checkpointing: Annotated[ActivationCheckpointing | None, no_null] = None
@@ -180,7 +183,7 @@ class RecipeSettings(Block):
 
     @property
     def uses_deepspeed_adam(self) -> bool:
-        """Whether DeepSpeed's own CPU Adam steps, as with optimizer offload. A C++ compiler builds it at first use."""
+        """Whether DeepSpeed's CPU Adam updates the weights (offload only). A C++ compiler builds it at first use."""
         return self.offload_optimizer != "none" and self.optimizer.type == "AdamW" and not self.optimizer.torch_adam
 
     def as_json(self) -> dict[str, Any]:
@@ -238,7 +241,7 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
 
 
 def _mistakes_in(raw: dict[str, Any]) -> list[Mistake]:
-    """Every mistake in ``raw``. Unknown keys alone make a block invalid, so checks across blocks need a second pass."""
+    """Every mistake in ``raw``. Unknown keys alone make a block invalid, so a second pass ignores them."""
     found: list[Mistake] = []
     for context in (IN_A_FILE, WITHOUT_UNKNOWN_KEYS):
         try:

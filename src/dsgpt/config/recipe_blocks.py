@@ -1,6 +1,7 @@
 """The blocks of a recipe: which keys of DeepSpeed's JSON each may hold, and what they mean (DeepSpeed 0.19.8's schema).
 
-A field has the name and the default of DeepSpeed's key. Keys that are not fields are refused.
+A field has the name and the default of DeepSpeed's key, except in ``dsgpt``, which DeepSpeed does not have. Keys that
+are not fields are refused.
 """
 
 import contextlib
@@ -186,7 +187,7 @@ class DdpRecipe(Block):
     bucket_cap_mb: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), must_be("a number above 0")] = 25.0
     """Gradients are reduced in buckets of up to this many MiB, each as soon as it is full."""
     gradient_as_bucket_view: Flag = True
-    """Store gradients in the buckets instead of beside them. This saves one copy of the gradients."""
+    """Store gradients in the buckets, not in tensors of their own. This saves one copy of the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +195,8 @@ class FsdpRecipe(Block):
     """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) shards and gathers parameters."""
 
     reshard_after_forward: Flag = True
-    """Free a block's gathered weights after its forward pass and gather them again for the backward pass: ZeRO-3.
-    Without it they stay until the backward pass: ZeRO-2, with less communication and more memory."""
+    """Free a block's gathered weights after its forward pass and gather them again for the backward pass, as in
+    ZeRO-3. If false, they stay until the backward pass, as in ZeRO-2: less communication and more memory."""
     reduce_dtype: Annotated[Literal["fp32", "low"], one_of("fp32", "low")] = "fp32"
     """Precision in which gradients are summed over ranks; ``low`` is that of the activations."""
     cpu_offload: Flag = False

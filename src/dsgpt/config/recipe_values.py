@@ -108,7 +108,7 @@ class Block:
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """Keys that DeepSpeed knows and that are refused here, with the reason and what to do."""
     MISSING: ClassVar[Mapping[str, str]] = {}
-    """What the message about a missing required key adds."""
+    """Text that is added to the message about a missing required key."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -143,10 +143,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedBlock(Block):
-    """A block ``{"type": NAME, "params": {...}}``, whose parameters are fields beside ``type``."""
+    """A block ``{"type": NAME, "params": {...}}``, whose parameters are fields like ``type``."""
 
     PARAMS: ClassVar[Mapping[str, Collection[str]]] = {}
-    """The parameters of each name."""
+    """The allowed parameters for each ``type``."""
 
     @classmethod
     def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:

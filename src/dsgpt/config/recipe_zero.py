@@ -28,8 +28,9 @@ class OffloadOptimizer(Block):
     def swap_buffers(self) -> int:
         """Buffers through which the optimizer's state is swapped, each as large as a sub-group.
 
-        Weights, gradients and two moments need one each. With ``pipeline_read`` or ``pipeline_write``, so do the
-        sub-groups that are read and written at the same time: 12 buffers, where DeepSpeed's default is 4.
+        Weights, gradients and two moments need one each. With ``pipeline_read`` or ``pipeline_write``, the
+        sub-groups that are read and written at the same time need their own: 12 buffers in total. DeepSpeed's default
+        is 4.
         """
         if self.buffer_count is not None:
             return self.buffer_count

@@ -1,4 +1,7 @@
-"""The configuration of one run: flags over JSON over defaults, checked against the data and the machine."""
+"""The configuration of one run, checked against the data and the machine.
+
+Flags override the JSON; the JSON overrides the defaults.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

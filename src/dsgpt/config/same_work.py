@@ -57,7 +57,7 @@ LATER_FACTS = frozenset(
 """Facts that records of generation 2.1 may lack. They are not compared if no run recorded them."""
 
 RESUME_FACTS = frozenset({"quantized communication", "changed at resume"})
-"""Those of them that a resume may change. They are compared if a run was resumed."""
+"""Those of ``LATER_FACTS`` that a resume may change. They are compared if a run was resumed."""
 
 _LENGTH = ("optimizer steps", "scheduler")
 _SETTINGS = ("optimizer settings",)
@@ -245,7 +245,7 @@ BLOCKS = {
     "zero_optimization.offload_optimizer": "offload_optimizer",
     "zero_optimization.offload_param": "offload_param",
 }
-"""Blocks. Their keys are judged one by one.
+"""The name of each block in ``COUNTED`` and ``HARMLESS``, where its keys are judged one by one.
 
 The presence of the block ``activation_checkpointing`` does what ``--activation_checkpointing`` does.
 """

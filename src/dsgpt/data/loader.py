@@ -81,7 +81,7 @@ class WindowDataset(Dataset[Batch]):
 
 
 class _TrainingBatches:
-    """The micro batches of the steps from ``first_step`` to ``last_step``, as lists of windows."""
+    """The micro batches of the steps from ``first_step`` up to but not including ``last_step``, as lists of windows."""
 
     def __init__(self, order: SampleOrder, share: RankShare, *, first_step: int, last_step: int) -> None:
         self._order, self._share = order, share
@@ -142,7 +142,10 @@ def training_loader(
     workers: int,
     pin_memory: bool,
 ) -> DataLoader[Batch]:
-    """Micro batches of steps ``first_step`` (from 0) up to but not including ``last_step``; resuming skips nothing."""
+    """Micro batches of steps ``first_step`` (from 0) up to but not including ``last_step``.
+
+    A resumed run starts at its step directly: the windows before it are not read.
+    """
     batches = _TrainingBatches(order, share, first_step=first_step, last_step=last_step)
     return _loader(dataset, batches, workers=workers, pin_memory=pin_memory)
 
@@ -152,8 +155,9 @@ def validation_loader(
 ) -> DataLoader[Batch]:
     """Micro batches of the first ``windows`` validation windows, ``global_batch_size`` of them per validation step.
 
-    The rank reads them itself. A worker would be forked in the middle of the run, beside the threads of collectives:
-    if one of them holds a lock of Python at that moment, the worker waits for it for ever, and the rank for the worker.
+    The rank reads them itself. A worker would be forked in the middle of the run, while threads of collectives are
+    running. If one of them holds a lock of Python at that moment, the worker waits for the lock forever, and the rank
+    waits for the worker.
     """
     batches = _ValidationBatches(windows, share, global_batch_size=global_batch_size)
     return _loader(dataset, batches, workers=0, pin_memory=pin_memory)

@@ -33,7 +33,7 @@ _CHUNK = 1 << 24  # 16 Mi ids: large enough to read at disk speed, small enough 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A checked token file, opened for reading."""
+    """A checked token file, ready to be read."""
 
     path: Path
     sidecar: Sidecar
@@ -58,7 +58,7 @@ class TokenFile:
     def doubt(self) -> str:
         """Why the file may differ from its sidecar's sha256; empty if size and time of change are as noted there.
 
-        A change is not seen if the time of change was set back.
+        Also empty if the sidecar has no sha256. A change is not seen if the time of change was set back.
         """
         noted, name = self.sidecar.stamp, self.path.name
         if self.sidecar.sha256 is None or noted == Stamp.of(self.path):
@@ -115,7 +115,7 @@ def open_token_file(path: Path) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
     sidecar_file = sidecar_path(path)
-    inferred = not os.path.lexists(sidecar_file)  # a broken link is there, and is an error
+    inferred = not os.path.lexists(sidecar_file)  # a broken link counts as present, and is an error
     sidecar = _inferred(size) if inferred else read_sidecar(sidecar_file)
     _check_size(path, size, sidecar, inferred)
     return TokenFile(path=path, sidecar=sidecar, inferred=inferred, size_bytes=size)
@@ -165,7 +165,7 @@ class TokenFileWriter:
         self._digest = hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._partial.unlink(missing_ok=True)
-        self._file = self._partial.open("xb")  # never through a link of that name
+        self._file = self._partial.open("xb")  # "x" never writes through a link of that name
 
     @property
     def tokens(self) -> int:

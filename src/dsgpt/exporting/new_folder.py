@@ -35,7 +35,7 @@ def check_room(out: Path, size: int) -> None:
     """Check that ``size`` bytes are free where ``out`` will be.
 
     Raises:
-        UserError: fewer are.
+        UserError: fewer are free.
     """
     place = out.absolute()
     while not place.exists():
@@ -47,7 +47,7 @@ def check_room(out: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A context that gives a hidden folder beside ``out``; at its end the folder is renamed to ``out``.
+    """A context that gives a hidden folder next to ``out``; at its end the folder is renamed to ``out``.
 
     After an error the folder is removed.
 

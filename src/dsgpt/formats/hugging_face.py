@@ -1,4 +1,4 @@
-"""The names, layouts and settings that ``transformers.GPT2LMHeadModel`` gives the same model.
+"""The names, layouts and settings that ``transformers.GPT2LMHeadModel`` uses for the same model.
 
 Hugging Face's GPT-2 keeps OpenAI's ``Conv1D``, whose weight is the transpose of ``nn.Linear``'s, and has no padding in
 its vocabulary.
@@ -98,7 +98,7 @@ def hugging_face_config(config: GPT2Config, *, dtype: str, end_of_text: int | No
 
     Args:
         config: the shape.
-        dtype: of the weights beside it: ``fp32``, ``bf16`` or ``fp16``.
+        dtype: that of the weights in the same folder: ``fp32``, ``bf16`` or ``fp16``.
         end_of_text: the id that begins and ends documents; None if unknown.
     """
     return {
@@ -121,7 +121,7 @@ def published_shape(values: dict[str, Any], *, place: str, problems: Problems) -
     Args:
         values: the contents of the file.
         place: the file, for messages.
-        problems: gets every setting that makes it another model.
+        problems: receives a line for every setting that makes it another model.
     """
     if values.get("model_type") != "gpt2":
         problems.add(f"{place}: model_type is {clipped(values.get('model_type'))}: only gpt2 can be loaded")

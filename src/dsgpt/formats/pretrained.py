@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file.
 
     Raises:
-        UserError: the file cannot be read, or does not contain one.
+        UserError: the file cannot be read, or does not contain an object.
     """
     try:
         return read_object(path)
@@ -111,7 +111,7 @@ def index_file(name: str) -> str:
 
 
 def parts_of(index: Path) -> list[str]:
-    """The names of the parts that ``index`` lists; they lie beside it.
+    """The names of the parts that ``index`` lists; they are in the same folder.
 
     Raises:
         UserError: it is not such an index, or names a file elsewhere.

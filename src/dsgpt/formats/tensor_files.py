@@ -1,4 +1,4 @@
-"""Files of named tensors, read and written one tensor at a time, so that a whole model is never in memory.
+"""Files of named tensors, read and written one tensor at a time, so that a whole model need not be in memory.
 
 Only safetensors files are written (https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON
 header, the header, the tensors' bytes). The safetensors library can only write a model that is entirely in memory.
@@ -35,7 +35,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None if it is not floating-point: no weight has such a dtype."""
+    """None if it is not fp64, fp32, fp16 or bf16: no weight has such a dtype."""
     read: Callable[[], Tensor]
     """Reads the tensor, to the CPU."""
 
@@ -94,7 +94,7 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
         UserError: the file contains anything else, or is damaged.
     """
     try:
-        # Files of torch before 1.6 are not zip archives, and cannot be mapped into memory.
+        # Files of torch before 1.6 are not zip archives. They cannot be mapped into memory, so they are read whole.
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -119,7 +119,7 @@ def _itself(value: Tensor) -> Tensor:
 
 
 class SafetensorsWriter:
-    """Writes a safetensors file whose tensors come one at a time, in any order; names, shapes and dtypes are known.
+    """Writes a safetensors file whose tensors come one at a time, in any order, with known names, shapes and dtypes.
 
     A context manager: when it ends without an error, the file is complete and durable.
     """

@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CONFIG = "config.json"
-"""Of the model in the same folder; decides the tokenizer's class if ``SETTINGS`` does not."""
+"""The configuration of the model in the same folder. It decides the tokenizer's class if ``SETTINGS`` does not."""
 FILES = (
     TOKENIZER,
     SETTINGS,
@@ -75,7 +75,7 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
     """Why a tokenizer's folder must not be used: it has links, asks for code or other files, or cannot be read.
 
     Args:
-        folder: the tokenizer's.
+        folder: the tokenizer's folder.
         named: the user named the folder, so it may be a link itself.
 
     Returns:
@@ -92,7 +92,7 @@ def fault_of(folder: Path, *, named: bool = False) -> UserError | None:
 
 
 def _fault_of_files(settings: dict[str, Path]) -> UserError | None:
-    """The same for the files of ``_READ``, given by name."""
+    """As ``fault_of``, for the contents of the files of ``_READ``, given by name."""
     for name, path in settings.items():
         try:
             values = _object(path)
@@ -119,7 +119,7 @@ def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
             yield "configuration_files"
         return
     objects: list[Any] = [{key: value for key, value in values.items() if name != SETTINGS or key not in _UNUSED}]
-    while objects:  # no recursion: the values may be nested deep
+    while objects:  # no recursion: the values may be deeply nested
         value = objects.pop()
         if isinstance(value, list):
             objects += value
@@ -132,7 +132,7 @@ def _naming_files(name: str, values: dict[str, Any]) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a file, parsed as transformers does: of equal keys the last counts, and so it must be checked."""
+    """The object in a file, parsed as transformers does: of equal keys the last counts, so that one is checked."""
     try:
         value = json.loads(read_bytes(path))
     except RecursionError as error:
@@ -151,7 +151,8 @@ def open_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """Open a tokenizer with transformers. One that comes with code is refused without asking the user.
 
-    Transformers opens a copy of a folder's known regular files, because it looks for other files and follows links.
+    Transformers opens a copy of a folder's known regular files, because in the original it would look for other
+    files and follow links.
 
     Args:
         source: its folder as a ``Path``, or its name on the hub as text.
@@ -198,7 +199,7 @@ def _open_copy(source: Path, **settings: Any) -> "PreTrainedTokenizerBase":
 
 
 def _open(source: Path | str, **settings: Any) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds; --help should not
 
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **settings)
 

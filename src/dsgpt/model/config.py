@@ -6,7 +6,8 @@ from typing import Any
 from dsgpt.common.divisors import divisors_around
 
 VOCAB_MULTIPLE = 64
-"""The embedding's rows are padded to a multiple of this, which matrix units need. No data contains a padded id."""
+"""The embedding's rows are padded to a multiple of this, so that GPUs can use their matrix units. No data contains a
+padded id."""
 
 
 SHAPE_FLAGS = {
@@ -16,11 +17,11 @@ SHAPE_FLAGS = {
     "block_size": "--max_position_embeddings",
     "vocab_size": "--vocab_size",
 }
-"""The flag for each whole number of a shape."""
+"""The flag for each integer field of a shape."""
 
 
 LARGEST = {"n_layer": 1_000, "n_head": 65_536, "n_embd": 1 << 31, "block_size": 1 << 31, "vocab_size": 1 << 31}
-"""Limits far above every GPT. Without them a typing mistake would take minutes to fail."""
+"""Limits far above every GPT. Without them a typo would take minutes to fail."""
 
 
 def shape_problems(shape: dict[str, Any]) -> list[str]:
@@ -80,7 +81,7 @@ class GPT2Config:
         return self.n_embd * max(self.padded_vocab_size, self.block_size, 4 * self.n_embd)
 
     def as_dict(self) -> dict[str, Any]:
-        """For records and checkpoints."""
+        """The fields by name, for records and checkpoints."""
         return asdict(self)
 
 
@@ -99,4 +100,5 @@ PRESETS = {
     "large": _preset(36, 20, 1280),
     "xl": _preset(48, 25, 1600),
 }
-"""``small`` to ``xl`` are the four of the GPT-2 paper (table 2); ``tiny`` and ``demo`` are ours, for small machines."""
+"""``small`` to ``xl`` are the four sizes of the GPT-2 paper (table 2); ``tiny`` and ``demo`` are our own, for small
+machines."""

@@ -29,18 +29,18 @@ class KeyValueCache(Protocol):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""(queries, keys, values, dropout probability, whether causal) to the attended values; each (B, nh, T, hs)."""
+"""(queries, keys, values, dropout probability, whether causal) to the attention output; each (B, nh, T, hs)."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-    """Every query against every key it may see; (B, nh, T, hs) each."""
+    """Every query against every key it may see; (B, nh, T, hs) each, except that a cache lengthens keys and values."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention. A rank has as many heads as ``qkv`` has outputs: a strategy may split them.
 
-    ``attend`` is an attribute, so that a strategy can replace it by an attention whose keys lie on other ranks.
+    ``attend`` is an attribute, so that a strategy can replace it by an attention that uses keys of other ranks.
     """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -133,7 +133,8 @@ class GPT2(nn.Module):
 
         The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; a target of -100 is left out.
         The logits of padded vocabulary rows are cut off before the softmax, so padding is never predicted.
-        ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences.
+        ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences; with
+        a cache it is ignored.
         """
         start = first_position if cache is None else cache.length
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T,)
@@ -150,6 +151,6 @@ class GPT2(nn.Module):
 
 
 def parameter_shapes(config: GPT2Config) -> dict[str, torch.Size]:
-    """Every parameter's canonical name and shape, in the model's order; no model is made."""
+    """Every parameter's canonical name and shape, in the model's order; no memory is allocated for them."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in GPT2(config).named_parameters()}

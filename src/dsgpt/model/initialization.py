@@ -30,7 +30,7 @@ def initial_value(name: str, shape: torch.Size, *, config: GPT2Config, seed: int
     std = WEIGHT_STD / (2 * config.n_layer) ** 0.5 if name.endswith("proj.weight") else WEIGHT_STD
     if name != "wte.weight":
         return torch.normal(0.0, std, shape, generator=generator)
-    value = torch.zeros(shape)  # the padded rows stay zero: they are never read, and never trained
+    value = torch.zeros(shape)  # the padded rows stay zero: no id selects them, and they get no gradient
     value[: config.vocab_size] = torch.normal(0.0, std, (config.vocab_size, config.n_embd), generator=generator)
     return value
 

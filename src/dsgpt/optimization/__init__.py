@@ -1,1 +1,1 @@
-"""Optimizer, learning-rate schedule and gradient clipping, the same objects for every strategy."""
+"""Optimizer, learning-rate schedule and gradient clipping, used by all strategies."""

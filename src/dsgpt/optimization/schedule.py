@@ -1,7 +1,8 @@
 """The learning rate as a pure function of the optimizer step, value for value what DeepSpeed's own schedulers give.
 
 DeepSpeed 0.19.8, ``deepspeed/runtime/lr_schedules.py``: WarmupLR, WarmupDecayLR, WarmupCosineLR. A scheduler there
-counts from -1 and is stepped after the optimizer, so that steps 1 and 2 of a run both use the start of the warm-up.
+counts from -1 and is stepped after the optimizer, so steps 1 and 2 of a run both use the start of the warm-up. Under
+WarmupCosineLR, step 1 uses a learning rate of 0 instead.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 An element of ``step_traffic`` is all traffic of one kind: the operation, the number of ranks that take part, and the
 payload as ``dsgpt.telemetry.ring`` defines it. Losses, norms and counters, a few bytes each, are left out. The formulas
-describe this package, PyTorch 2.13 and DeepSpeed 0.19.8.
+describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. P is the number of parameters of a rank, w the bytes of a
+number in the precision of the activations, a the gradient accumulation steps.
 """
 
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def _split_model(setup: Setup, rank: int) -> list[Traffic]:
 
 
 def _activations(setup: Setup) -> int:
-    """Bytes of the residual stream that a rank holds, over all micro batches of a step: w x a x B x T x C."""
+    """Bytes of the residual stream that a rank holds, over a step's micro batches, (B, T, C) each: waBTC."""
     return setup.low * setup.gradient_accumulation_steps * setup.tokens * setup.model.n_embd
 
 
@@ -182,7 +183,7 @@ def _sequence(setup: Setup) -> Traffic:
 
 
 def _pipeline(setup: Setup, rank: int) -> list[Traffic]:
-    """The residual stream to the next stage, its gradient to the one before; the embedding's gradient, in fp32.
+    """The residual stream to the next stage, its gradient to the previous one; the embedding's gradient, in fp32.
 
     Each tensor peer sends its part of the residual stream. The peers gather what they receive, and before the backward
     pass what they sent.

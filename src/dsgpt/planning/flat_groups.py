@@ -7,7 +7,7 @@ from itertools import accumulate
 from dsgpt.planning.parameters import ParameterSize, optimizer_groups
 
 _ALIGNMENT = 2
-"""Elements to whose multiple each rank's part is padded (``nccl_start_alignment_factor``)."""
+"""Each rank's part is padded to a multiple of this many elements (``nccl_start_alignment_factor``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """How often ZeRO-3 gathers each parameter, computed as DeepSpeed's ``PartitionedParameterCoordinator`` does.
 
 A layer's parameters are gathered before its forward and its backward pass, and freed after each. Small ones persist,
-and ones that are soon needed again are kept. From the second step on DeepSpeed knows the order of all layers. It
+and those that are soon needed again are kept. From the second step on DeepSpeed knows the order of all layers. It
 prefetches as far as ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters`` allow. It keeps what recurs
 within ``stage3_max_reuse_distance`` elements, or was seen while it looked ahead.
 """

@@ -2,8 +2,8 @@
 
 The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. P is the number of parameters of a rank, padded
 embedding rows included, w the bytes of a number in the precision of the activations (4 in fp32, 2 in bf16 and fp16),
-m the numbers that the optimizer keeps per weight (2 for Adam), N the ranks that share it. Buckets, activations and
-weights that are gathered for a layer are not model state; see ``ds_configs/README.md``.
+m the numbers that the optimizer keeps per weight (2 for Adam), N the ranks that share the state. Buckets, activations
+and weights that are gathered for a layer are not model state; see ``ds_configs/README.md``.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ModelState:
     optimizer: int
     """Moments, and torch's counter of steps, 4 bytes for each tensor that its Adam steps on."""
     master: int
-    """fp32 weights beside the parameters."""
+    """fp32 weights in addition to the parameters."""
     off_device: tuple[str, ...] = ()
     """Which of the four are in host memory, or in files of the run, instead of on the device."""
 
@@ -71,14 +71,17 @@ def _zero_rank(setup: Setup, rank: int) -> int:
 
 
 def _optimizer(setup: Setup, elements: int, *, tensors: int) -> int:
-    """M x 4 bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
+    """4m bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
     recipe = setup.recipe
     counts = recipe.optimizer.type == "AdamW" and not setup.uses_deepspeed_adam
     return setup.moments * FULL * elements + (FULL * tensors if counts else 0)
 
 
 def _whole(setup: Setup) -> ModelState:
-    """Baseline and DDP: wP, 4P, 4mP; and 4P of master weights unless in fp32. Gradients are summed up in fp32."""
+    """Baseline and DDP: wP of parameters, 4P of gradients, 4mP of moments; 4P of master weights unless in fp32.
+
+    Gradients are summed in fp32.
+    """
     held = setup.held(0)
     elements = total(held)
     return ModelState(
@@ -90,9 +93,10 @@ def _whole(setup: Setup) -> ModelState:
 
 
 def _fsdp(setup: Setup) -> ModelState:
-    """FSDP: 4, 4 and 4m bytes for P/N elements, each parameter padded to the same number of rows on every rank.
+    """FSDP: 4P/N of parameters, 4P/N of gradients, 4mP/N of moments.
 
-    The shards are fp32 in every precision: they are parameters and master copy in one.
+    Each parameter is padded to the same number of rows on every rank. The shards are fp32 in every precision: they are
+    parameters and master copy in one.
     """
     held = setup.held(0)
     elements = fsdp_elements(held, setup.world_size)
@@ -107,7 +111,7 @@ def _fsdp(setup: Setup) -> ModelState:
 
 
 def _zero0(setup: Setup, held: list[ParameterSize]) -> ModelState:
-    """ZeRO-0: as DDP in fp32. In bf16 and fp16 DeepSpeed keeps the low gradients beside fp32 ones: wP + 4P."""
+    """ZeRO-0: as DDP in fp32. In bf16 and fp16 DeepSpeed has gradients in both precisions: wP + 4P."""
     elements, mixed = total(held), setup.precision != "fp32"
     return ModelState(
         parameters=setup.low * elements,
@@ -118,9 +122,9 @@ def _zero0(setup: Setup, held: list[ParameterSize]) -> ModelState:
 
 
 def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]) -> ModelState:
-    """ZeRO-1 in bf16 (DeepSpeed's ``BF16_Optimizer``): all gradients twice, 2P + 4P; 4mP/N and 4P/N of the rest.
+    """ZeRO-1 in bf16 (``BF16_Optimizer``): all gradients twice, 2P + 4P; 4mP/N of moments, 4P/N of master weights.
 
-    With ``immediate_grad_update`` each low gradient is freed as soon as it is added to the fp32 one.
+    With ``immediate_grad_update`` each bf16 gradient is freed as soon as it is added to the fp32 one.
     """
     whole, own = sum(group.padded for group in groups), parts(groups)
     bf16 = setup.recipe.bf16
@@ -155,7 +159,7 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     They are kept in one buffer of whole parameters: one that lies on the border of two ranks counts on both. The
     optimizer steps on one group after the other, and makes a flat copy only of that group. A part within a single
     parameter needs no copy. Without ``contiguous_gradients`` the group's own gradients are freed before its step. In
-    bf16 and fp16 the reduced gradients are a flat fp32 buffer at once: 4P/N.
+    bf16 and fp16 the reduced gradients are a flat fp32 buffer from the start: 4P/N.
     """
     if setup.precision != "fp32":
         return FULL * parts(groups)
@@ -172,8 +176,8 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
 def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     """4P/N in host memory, and at stage 2 their sum: in fp32 with several micro batches, of whole parameters.
 
-    Stage 1 adds up whole gradients on the device: in fp32 those are freed before the step, in bf16 and fp16 nearly all
-    of them (but for the last buckets') wait for its end.
+    Stage 1 adds up whole gradients on the device: in fp32 those are freed before the step. In bf16 and fp16 nearly
+    all of them, except those of the last buckets, are freed only after it.
     """
     own, mixed = parts(groups), setup.precision != "fp32"
     if setup.recipe.zero_stage == 1:
@@ -186,9 +190,10 @@ def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> in
 
 
 def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
-    """ZeRO-3: wP/N of parameters, and whole those that persist; 4mP/N, 4P/N; gradients twice, up to 8P/N.
+    """ZeRO-3: wP/N of parameters, up to 8P/N of gradients, 4mP/N of moments, 4P/N of master weights.
 
-    The second copy of the gradients is what the optimizer steps on: one sub-group's at a time, or with offload all.
+    Parameters that persist are also held whole. There are two copies of the gradients. The optimizer steps on the
+    second: one sub-group's at a time, or with offload all.
     With offload to NVMe, tensors that are large enough to be swapped are in files, which no measurement of memory sees.
     """
     shards = Shards.of(setup, held)

@@ -78,5 +78,5 @@ def total(parameters: Iterable[ParameterSize]) -> int:
 
 
 def optimizer_groups(parameters: Sequence[ParameterSize]) -> list[list[ParameterSize]]:
-    """With and without weight decay, each in the model's order, as the optimizer gets them."""
+    """Those with and those without weight decay, each in the model's order, as the optimizer gets them."""
     return [[part for part in parameters if part.decays], [part for part in parameters if not part.decays]]

@@ -38,7 +38,7 @@ class Setup:
         """Refuse a recipe without a formula.
 
         Raises:
-            ValueError: Zero++, which runs on GPUs alone and was never measured.
+            ValueError: Zero++, which runs only on GPUs and was never measured.
         """
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
             raise ValueError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch of which a rank holds the activations."""
+        """Tokens of a micro batch whose activations a rank holds."""
         return self.micro_batch_size * self.seq_length // self.sizes.sequence
 
     @cached_property

@@ -75,7 +75,7 @@ def _even_bounds(items: int, parts: int) -> list[int]:
 def _balanced_bounds(weights: Sequence[int], parts: int) -> list[int]:
     """The bounds with the least difference between the heaviest and the lightest part (``partition_balanced``).
 
-    The dynamic programming is DeepSpeed's, so that of several best solutions the same one is found.
+    The dynamic programming is DeepSpeed's, so that ties are broken in the same way.
     """
     count, sums = len(weights), [0, *accumulate(weights)]
     heaviest = [[float("inf")] * (parts + 1) for _ in range(count + 1)]

@@ -1,4 +1,4 @@
-"""What the preparation scripts print: numbers in words, and progress bars."""
+"""What the preparation scripts print: counts, durations and progress bars."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ from typing import NoReturn, TypeAlias
 from tqdm import tqdm
 
 Bar: TypeAlias = "tqdm[NoReturn]"
-"""A progress bar that is moved by hand, not by an iterable."""
+"""A progress bar that the caller updates; it does not wrap an iterable."""
 KEPT = "nothing was published; the same command starts again"
 """Ends the error line after an interruption, or if the disk is full."""
 

@@ -1,4 +1,4 @@
-"""Documents and the files they come from. A source can be read repeatedly, and has one document in memory at a time."""
+"""Documents and the files they come from. A source can be read repeatedly, and never holds all documents in memory."""
 
 import hashlib
 import json
@@ -64,7 +64,8 @@ class Source:
         """A hash that changes when the input changes.
 
         It covers the names of all files and their contents. If the files are larger than 256 MiB in total, it covers
-        their sizes and times of change instead of contents, which would take as long to read as the preparation takes.
+        their sizes and times of change instead: reading the contents would take as long as the preparation. With
+        ``same_by_documents`` it covers the keys and texts of the documents.
         """
         if self.same_by_documents:
             return self._documents_fingerprint()

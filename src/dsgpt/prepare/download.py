@@ -155,7 +155,7 @@ def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_doc
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> dict[str, int]:
     documents = written = 0
     path.unlink(missing_ok=True)
-    with path.open("xb") as file:  # never through a link in its place
+    with path.open("xb") as file:  # "x" never writes through a link in its place
         for row in rows:
             written += file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             documents += 1

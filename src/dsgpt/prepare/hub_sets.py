@@ -70,12 +70,12 @@ def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
     """The texts of the rows of one split, and their number if it is known.
 
     Rows are streamed from the network; nothing is cached on disk, and no code of the set is run. A row without text
-    is an empty text.
+    gives an empty text.
 
     Raises:
         UserError: the set cannot be reached or read; one line.
     """
-    import datasets  # noqa: PLC0415 - seconds, which --help need not wait for
+    import datasets  # noqa: PLC0415 - takes seconds; --help should not
 
     try:
         rows = datasets.load_dataset(
@@ -115,7 +115,7 @@ def _is_title(line: str) -> bool:
 def join_articles(lines: Iterable[str]) -> Iterator[str]:
     """WikiText's lines, joined into articles; a title between empty lines begins an article.
 
-    The text does not change: all articles joined are all lines joined.
+    The text does not change: the joined articles equal the joined lines.
     """
     article: list[str] = []
     previous_empty = True

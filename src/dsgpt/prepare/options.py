@@ -37,7 +37,7 @@ class PrepareOptions:
     tokenizer: str
     """``train``, a local folder or a hub name."""
     vocab_size: int | None
-    """Ids of a trained tokenizer, the end-of-text token included; None for a ready one."""
+    """Ids of a trained tokenizer, the end-of-text token included; None for an existing tokenizer."""
     val_fraction: float | None
     """Share of the documents for validation; None: the set's own split, or 5% if it has none."""
     seed: int

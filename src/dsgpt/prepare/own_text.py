@@ -11,7 +11,7 @@ _SNIFFED_BYTES = 8192
 
 
 def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> Source:
-    """The files of ``inputs`` and every visible file in its folders, in sorted order.
+    """The files among ``inputs``, and every visible file in the folders among them, sorted within each folder.
 
     ``.jsonl`` and ``.parquet`` files contain one document per row; any other file is one document of text. Inside
     folders three things are left out: files with a zero byte near their start, which are binary (git's rule);

@@ -117,13 +117,13 @@ def _divided(options: PrepareOptions, source: Source) -> Divided:
 def _vocabulary(options: PrepareOptions, source: Source, place: Place, identity: Identity) -> Vocabulary:
     """The tokenizer in the output folder, or a new one in a temporary folder.
 
-    The one in the output folder is used if the full or small files there were made with the same options. A new one is
-    trained on the whole train split for small files too, so that small and full files share it.
+    For small files, the one in the output folder is used if the full files there were made with the same options, and
+    vice versa. A new one is trained on the whole train split for small files too, so that both can share it.
     """
     other = place.other.complete()
     if other and other.identity | {"--num_documents": None} == identity | {"--num_documents": None}:
         return open_vocabulary(place.tokenizer)
-    if options.vocab_size is None:  # a ready one has its own
+    if options.vocab_size is None:  # an existing tokenizer has its own
         save_loaded(options.tokenizer, place.staged_tokenizer)
         return open_vocabulary(place.staged_tokenizer)
     with progress(total=source.total_bytes(), description="training the tokenizer", unit="B") as bar:
@@ -180,7 +180,10 @@ def _write(options: PrepareOptions, source: Source, place: Place, vocabulary: Vo
 
 
 def _publish(place: Place, vocabulary: Vocabulary, writers: dict[str, TokenFileWriter], identity: Identity) -> None:
-    """Give all files their final names. The record is removed first and written last: it never describes a mixture."""
+    """Give all files their final names. The record is removed first and written last.
+
+    So it never describes a mixture of old and new files.
+    """
     place.record.unlink(missing_ok=True)
     if vocabulary.folder != place.tokenizer:
         retired = place.folder / f".{TOKENIZER_FOLDER}.old"

@@ -45,7 +45,7 @@ class Place:
     suffix: str
 
     def tokens(self, split: str) -> Path:
-        """``train.bin`` and the like."""
+        """The token file of a split, for example ``train.bin``."""
         return self.folder / f"{split}{self.suffix}.bin"
 
     @property
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def other(self) -> "Place":
-        """For the full files the small ones, and vice versa. Both share the tokenizer."""
+        """The place of the small files if this is that of the full ones, and vice versa. Both share the tokenizer."""
         return Place(folder=self.folder, suffix="" if self.suffix else "_small")
 
     @property

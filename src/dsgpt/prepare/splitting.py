@@ -28,9 +28,9 @@ def divide(documents: Iterable[tuple[str | None, Document]], *, val_fraction: fl
     """Assign each non-empty document to a split.
 
     A set's own split is kept. Otherwise a document is for validation if its ``position`` is below ``val_fraction``, so
-    documents that are added or removed later do not move others. In a small collection (256 documents, 64 Mi
-    characters), where chance could leave a split empty, each split gets at least one document; a single document is
-    cut at a line.
+    documents that are added or removed later do not move others. In a small collection (up to 256 documents and
+    64 Mi characters), where chance could leave a split empty, each split gets at least one document. A single document
+    is cut at the start of a line or word.
 
     Raises:
         UserError: all documents are empty, or a single document is too short to cut.
@@ -105,7 +105,9 @@ _BOUNDARY = re.compile(r"(?<=\S)[ \n]")
 
 
 def pieces(text: str, *, characters: int) -> Iterator[str]:
-    """Cut a long text into pieces of at least ``characters``; each begins with a space or newline after a word.
+    """Cut a long text into pieces of at least ``characters``; the last may be shorter.
+
+    Each piece but the first begins with a space or newline that follows a word.
 
     GPT-2's pre-tokenizer never joins a word with the space after it, so the pieces have the tokens of the whole text.
     """

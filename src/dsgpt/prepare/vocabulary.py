@@ -75,7 +75,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 def save_trained(tokenizer: Tokenizer, folder: Path) -> None:
     """Write ``tokenizer`` as a folder for ``transformers.AutoTokenizer``; its ``eos_token`` is ``<|endoftext|>``."""
-    from transformers import GPT2Tokenizer  # noqa: PLC0415 - seconds, which --help need not wait for
+    from transformers import GPT2Tokenizer  # noqa: PLC0415 - takes seconds; --help should not
 
     _save(
         GPT2Tokenizer(
@@ -138,7 +138,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
     """Read a folder that ``save_trained`` or ``save_loaded`` wrote.
 
     Raises:
-        UserError: the folder has links, asks for code, or is damaged: it was changed.
+        UserError: the folder was changed: it has links, asks for code, or is damaged.
     """
     if fault := fault_of(folder):
         raise UserError(f"{folder}: {fault}; or make it again with --overwrite")

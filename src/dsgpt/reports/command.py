@@ -142,7 +142,7 @@ def write_charts(runs: Sequence[Run], *, output: Path, sources: str = "") -> Non
 
 
 def _sources_paragraph(paths: Mapping[str, Path]) -> str:
-    """From which sources the records among ``paths`` were made that a ``SOURCES.json`` names; empty if none is.
+    """What comparison.md says about the sources of the records that a ``SOURCES.json`` names; empty if it names none.
 
     Raises:
         UserError: a ``SOURCES.json`` cannot be read.

@@ -39,8 +39,8 @@ class Curve:
 def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
     """Training and validation curve of a ``metrics.jsonl``; both are empty if the file is missing.
 
-    An incomplete last line is ignored, because a run may be writing it; other broken lines are skipped and noted. Of a
-    step that was recorded twice the last line counts.
+    An incomplete last line is ignored, because a run may be writing it; other broken lines are skipped and noted. If
+    a step was recorded twice, the last line counts.
 
     Raises:
         UserError: the file cannot be read.

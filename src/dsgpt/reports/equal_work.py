@@ -10,7 +10,7 @@ from dsgpt.reports.runs import Run
 MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model "))
 
 LOSS_TOLERANCE = {"fp32": 0.02}
-"""Largest difference of equal losses in fp32, in nats per token: differences of rounding grow over many steps."""
+"""Largest difference at which fp32 losses count as equal, nats per token: rounding differences grow over many steps."""
 LOSS_TOLERANCE_OTHERWISE = 0.05
 """The same in 16-bit precisions, or if the precision is unknown."""
 
@@ -94,7 +94,7 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
 def compared_facts(runs: Sequence[Run]) -> list[str]:
     """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
 
-    If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: then absence is not a default.
+    If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: a missing fact may have changed.
     """
     later = LATER_FACTS - RESUME_FACTS if any(run.resumed for run in runs) else LATER_FACTS
     return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]

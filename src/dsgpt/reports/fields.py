@@ -13,7 +13,7 @@ def parse_json(text: str, notes: list[str]) -> Any:
     """Parse JSON. NaN, infinities and overflows become None, and one line in ``notes``.
 
     Raises:
-        ValueError: the text is not JSON, or is nested too deep.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     refused: list[str] = []
 

@@ -20,7 +20,7 @@ SMOOTH_FROM = 200
 TIME_TITLE = "Loss by training time"
 ZOOMED = "axis does not start at 0"
 SMALLEST_SPAN = 0.01
-"""Nats per token that a loss axis covers at least: differences of rounding must not fill a panel."""
+"""The least range of a loss axis, in nats per token: rounding differences must not fill a panel."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, coun
     if window > 1:
         draw(x=x, y=y, alpha=max(0.07, 0.3 / count), lw=0.5, zorder=1.5)  # under every mean
         y = smoothed(y, window=window)
-    apart = max(1, len(x) // 8)  # about eight markers per curve, at other places for each run
+    apart = max(1, len(x) // 8)  # about eight markers per curve, at different places for each run
     size = style.marker_size if len(x) <= 12 else 6
     every = 1 if len(x) <= 12 else (order * apart // 3 % apart, apart)
     draw(

@@ -37,9 +37,10 @@ class Segment:
 
 
 def read_segments(record: Fields) -> tuple[Segment, ...]:
-    """The segments that executed steps, in order. Earlier steps without a record are one more segment, the first.
+    """The segments that executed steps, in order; the last one if none did.
 
-    A record of a version without segments has one segment, that of its last process.
+    Earlier steps without a record are one more segment, the first. A record of a version without
+    segments has one segment, that of its last process.
     """
     read = [_read(section) for section in record.sections("segments")]
     found = [segment for segment in read if segment is not None]

@@ -20,7 +20,7 @@ STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.155
 INK, QUIET = "#222222", "#666666"
 BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 """A background for numbers, so that grid lines do not cross them."""
-# Seaborn's colour-blind palette in the order that also alternates dark and light.
+# Seaborn's colour-blind palette, in an order that also alternates dark and light.
 _COLOURS = [sns.color_palette("colorblind")[i] for i in (0, 1, 2, 4, 3, 8, 9, 5)]
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "+++", "oo", "**")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
@@ -44,7 +44,10 @@ class Look:
 
 
 def look(index: int, *, count: int) -> Look:
-    """The look of run ``index`` of ``count``. The lists have coprime lengths, so that looks repeat late."""
+    """The look of run ``index`` of ``count``.
+
+    The lists have 5, 8 and 9 entries, so the same look returns only after many runs.
+    """
     colour = _COLOURS[index % len(_COLOURS)]
     brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
     earlier = 1 - index / (count - 1) if count > 1 else 0.0

@@ -1,7 +1,7 @@
 """Requests to stop a run early: signals, and the end of its launcher. Imports no torch.
 
-After the first request the run finishes its step and saves. A thread handles what follows, because Python runs signal
-handlers in the main thread only, which may be waiting for another rank.
+After the first request the run finishes its step and saves. A thread watches for requests and deadlines: Python runs
+signal handlers only in the main thread, and the main thread may be waiting for another rank.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from dsgpt.common.errors import EXIT_INTERRUPTED, EXIT_STOPPED, Interrupted
 from dsgpt.runtime.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Sent, in this order, by schedulers and launchers, Slurm and spot instances, the keyboard, and a closed terminal."""
+"""In this order, from: schedulers and launchers; Slurm and spot instances; the keyboard; a closed terminal."""
 ECHO_SEC = {True: 2.0, False: 0.2}
-"""Seconds after the first signal in which further signals count as the same request, with and without a launcher: a
-launcher forwards signals that its ranks already got from the terminal or the batch system."""
+"""Seconds after the first signal in which further signals count as the same request, with a launcher (True) and without
+one (False). A launcher forwards signals that its ranks already got from the terminal or the batch system."""
 ORPHAN_SEC = 25
 """Seconds that ranks have for their step and save after their launcher ended; then they end at once."""
 UNWIND_SEC = 10
@@ -75,7 +75,7 @@ class Interruption:
     def patience(self, patient: bool = True) -> Iterator[None]:
         """A context in which a request only sets ``reason``.
 
-        Outside, or inside ``patience(False)``, it is raised in the main thread at once.
+        Outside, or inside ``patience(False)``, a request raises ``Interrupted`` in the main thread at once.
         """
         before, self._patient = self._patient, patient
         try:
@@ -141,7 +141,7 @@ def _outlives_its_terminal() -> bool:
 
 
 def _leave_at_once(why: str, code: int) -> NoReturn:
-    with contextlib.suppress(OSError):  # of a terminal that is gone
+    with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(sys.stderr.fileno(), f"error: {why}: ended at once; continue with --resume\n".encode())
     os._exit(code)
 
@@ -150,7 +150,7 @@ def _leave_at_once(why: str, code: int) -> NoReturn:
 def stop_signals_blocked() -> Iterator[None]:
     """Inside, this thread receives none of ``SIGNALS``, and a process forked here starts with them blocked.
 
-    Otherwise a data worker that a terminal signals before ``ignore_stop_signals`` would run the rank's handlers.
+    Otherwise a data worker that gets a signal before it calls ``ignore_stop_signals`` would run the rank's handlers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -24,10 +24,11 @@ _MODULES = {
 
 
 def launcher_command(launcher: str, ranks: int, *flags: str) -> list[str]:
-    """The command in front of a script that starts ``ranks`` ranks of it on this machine, meeting at a free port.
+    """The words to put before a script to start ``ranks`` ranks of it on this machine, with a free port as rendezvous.
 
     Args:
-        launcher: ``python``, which starts one; ``deepspeed`` or ``torchrun`` of this environment, activated or not.
+        launcher: ``python``, which starts one rank; or this environment's ``deepspeed`` or ``torchrun``. The
+            environment need not be activated.
         ranks: how many to start.
         flags: further flags of the launcher.
     """
@@ -48,7 +49,7 @@ def starts_launcher(words: Sequence[str]) -> bool:
 class Launcher:
     """The processes that wait for this rank: its parent and those above, up to the topmost launcher command.
 
-    ``deepspeed`` is two processes; the upper one may be killed alone.
+    ``deepspeed`` is two processes. A kill may end the upper one and leave the lower one running.
     """
 
     def __init__(self) -> None:

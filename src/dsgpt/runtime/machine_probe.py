@@ -41,8 +41,8 @@ def compiler() -> tuple[str, ...]:
 def libaio_problem(compiler: Sequence[str]) -> str:
     """Why asynchronous I/O with libaio cannot be compiled or does not work here; empty if it does.
 
-    Compiles and links a library of two lines, as DeepSpeed builds its swapping, and calls it. This tests the header,
-    the library and the system call together.
+    Compiles and links a two-line library in the way DeepSpeed builds its swapping code, and calls it. This tests the
+    header, the library and the system call together.
 
     Args:
         compiler: the command, as words.

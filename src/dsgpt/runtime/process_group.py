@@ -23,8 +23,9 @@ TIMEOUT = timedelta(minutes=30)
 def joined(topology: Topology, device: torch.device) -> Iterator[None]:
     """Form the group of all ranks, over nccl on GPUs and gloo on CPU, and destroy it at the end.
 
-    A process without a launcher forms a group of one rank, because DeepSpeed needs a group; variables of an earlier
-    job are overwritten. After an error the group is not destroyed: that could wait for ranks that are gone.
+    A process without a launcher forms a group of one rank, because DeepSpeed needs a group. It overwrites ``RANK``
+    and related variables, which an earlier job may have left. After an error the group is not destroyed: that could
+    wait for ranks that are gone.
     """
     if topology.launcher == "python":
         os.environ.update(
@@ -44,7 +45,7 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
 
 
 def _store_of_a_restart() -> "Store | None":
-    """The store of ranks that ``torchrun --max-restarts`` restarted on one machine; None if PyTorch's own will do.
+    """The store of ranks that ``torchrun --max-restarts`` restarted on one machine; None if PyTorch's own can be used.
 
     With ``--master_port`` PyTorch 2.13 keeps one store for all attempts, with the same keys
     (``static_tcp_rendezvous.py``, ``_create_c10d_store``): restarted ranks would read the addresses of dead ones.
@@ -62,7 +63,7 @@ def _store_of_a_restart() -> "Store | None":
 
 
 class HostGroup:
-    """A gloo group of all ranks on any device: nothing here waits for a GPU. Collective: every rank makes one."""
+    """A gloo group of all ranks on any device: nothing here waits for a GPU. Collective: every rank must create one."""
 
     def __init__(self) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1

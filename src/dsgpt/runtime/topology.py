@@ -10,7 +10,7 @@ from dsgpt.common.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """How many ranks share one copy of the model, in each way of splitting it; further ranks are data parallel."""
+    """How many ranks share one copy of the model, in each way of splitting it. Copies are data parallel."""
 
     tensor: int = 1
     """Ranks that hold a shard of every matrix."""
@@ -48,7 +48,7 @@ class Topology:
     local_world_size: int
     """Processes on this machine."""
     launcher: str
-    """``python``, ``deepspeed`` or ``torchrun``."""
+    """``python`` (none), ``deepspeed``, ``torchrun``, or ``launcher`` for any other that sets ``RANK``."""
     sizes: ParallelSizes = field(default=ParallelSizes())
     """How the model is split: comes from the recipe, not from the launcher."""
 
@@ -91,7 +91,8 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
     """The topology from the launcher's variables; a single process if there is no launcher.
 
     Args:
-        environment: the variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``.
+        environment: the environment variables; ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are
+            read, and those that tell launchers apart.
         local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
 
     Raises:

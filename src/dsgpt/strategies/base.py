@@ -1,4 +1,4 @@
-"""The contract between the training loop and the strategies that execute it: one optimizer step.
+"""The contract between the training loop and the strategies. A strategy executes one optimizer step per call.
 
 Separate methods for forward, backward and step are not possible, because DeepSpeed's pipeline engine forbids them.
 """
@@ -30,9 +30,9 @@ class StepResult(NamedTuple):
 class StateTensors(NamedTuple):
     """The tensors that hold this rank's model state now, by purpose.
 
-    To sum their sizes, count each storage once, with its whole size, in the first field that has it. So views of a flat
-    buffer may be listed instead of the buffer, and padding counts. A DTensor is listed by its local tensor. Tensors
-    that are None or not allocated are left out.
+    To sum their sizes, count each storage once, with its whole size, in the first field that has it. So a field may
+    list views of a flat buffer instead of the buffer, and padding counts. A DTensor is listed by its local tensor.
+    Tensors that are None or not allocated are left out.
     """
 
     parameters: list[Tensor]
@@ -42,7 +42,7 @@ class StateTensors(NamedTuple):
     optimizer: list[Tensor]
     """Moments and counters; see ``optimizer_tensors``."""
     master: list[Tensor]
-    """fp32 weights beside ``parameters``; none where the optimizer changes the parameters themselves."""
+    """fp32 weights in addition to ``parameters``; none where the optimizer changes the parameters themselves."""
     buffers: list[Tensor]
     """Memory kept between steps only to move gradients or weights between ranks or devices: buckets, staging."""
 

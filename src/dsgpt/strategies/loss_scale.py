@@ -13,7 +13,7 @@ from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.recipe_blocks import LossScaling
 
 MOST_SKIPS = 100
-"""Overflows in a row after which training stops at a fixed scale, which cannot adapt."""
+"""At a fixed scale, which cannot adapt, training stops after this many overflows in a row."""
 
 
 class LossScale:

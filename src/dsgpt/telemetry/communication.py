@@ -1,8 +1,8 @@
 """Counts the collectives, sends and receives of a rank, in calls and bytes: what ``planning.communication`` predicts.
 
-All of them pass PyTorch's dispatcher as ``c10d::`` or ``_c10d_functional::`` operators, whichever code calls them: this
-package, DeepSpeed, FSDP's hooks in the backward pass, DDP's reducer in C++. Nothing is patched. An operator that is
-not listed here is reported instead of being left out.
+All of them pass through PyTorch's dispatcher as ``c10d::`` or ``_c10d_functional::`` operators, whichever code calls
+them: this package, DeepSpeed, FSDP's hooks in the backward pass, DDP's reducer in C++. Nothing is patched. An operator
+that is not listed here is reported instead of being left out.
 """
 
 from collections.abc import Callable, Iterator

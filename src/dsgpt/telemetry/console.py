@@ -54,7 +54,7 @@ class _ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to_console(*, speaks: bool) -> Iterator[None]:
-    """Inside, print what this package logs from level INFO on.
+    """Inside, print what this package logs at level INFO or above.
 
     Args:
         speaks: whether this rank prints and logs at all; the other ranks are silent.

@@ -194,7 +194,7 @@ class StepMeter:
         return self._earlier_wall_sec + self.process_wall_seconds()
 
     def process_wall_seconds(self) -> float:
-        """Seconds since this process started the run."""
+        """Seconds since this process began its part of the run."""
         return time.perf_counter() - self._started
 
     def start(self) -> Mark:
@@ -254,7 +254,7 @@ def require_finite(lines: Iterable[dict[str, Any]]) -> None:
     """Check the loss and gradient norm of every step.
 
     Raises:
-        NonFiniteError: one is NaN or infinite. The norm of a step that fp16 loss scaling skipped may be.
+        NonFiniteError: one is NaN or infinite. If fp16 loss scaling skipped the step, its norm is not checked.
     """
     for line in lines:
         norm_counts = not line["skipped"]

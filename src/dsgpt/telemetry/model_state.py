@@ -1,6 +1,6 @@
 """Bytes of model state that a rank holds, by device: what ``planning.model_state`` predicts.
 
-Storages are counted, so that views add nothing.
+Storages are counted, so views add nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ StateBytes = dict[str, dict[str, int]]
 def state_bytes(categories: Mapping[str, Iterable[Tensor]]) -> StateBytes:
     """Bytes of the storages under the tensors of each category.
 
-    A storage counts whole and once, in the first category that has a tensor of it: views of a flat buffer, or gradients
+    A storage counts whole and once, in the first category that has a tensor in it: views of a flat buffer, or gradients
     in a bucket, count as the buffer. A category without bytes has an empty dictionary.
     """
     seen: set[tuple[str, int]] = set()

@@ -29,7 +29,7 @@ _NUMBERS = {
     *("loss", "lr", "grad_norm", "val_loss", "val_tokens", "tokens", "tokens_per_sec", "step_time_sec"),
     *("dataload_time_sec", "train_time_sec", "wall_time_sec"),
 }
-"""Keys whose values are flags or numbers where they are not null."""
+"""Keys whose values are numbers or null; the values of ``_FLAGS`` are true or false."""
 
 
 def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -189,7 +189,7 @@ class RunRecord:
         return cleaned
 
     def _flat_keys(self) -> dict[str, Any]:
-        """The keys of the first generation, which older tools read."""
+        """The keys of the first generation of records, which older tools read."""
         latency = None
         if self.inference is not None and self.inference["new_tokens"] == GENERATED_TOKENS:
             latency = self.inference["latency_sec"]

@@ -16,7 +16,7 @@ from dsgpt.telemetry.meter import WARM_UP_STEPS
 from dsgpt.telemetry.model_state import state_bytes
 
 MODEL_STATE = ("parameters", "gradients", "optimizer", "master")
-"""The categories that make up the total; buffers are reported beside it."""
+"""The categories that make up the total; buffers are reported separately."""
 
 
 class TrafficMeter:

@@ -15,7 +15,8 @@ class Batches:
     """The micro batches of a loader, and its worker processes from the start until ``close``.
 
     Workers must end before Python exits: they ignore SIGTERM (``ignore_stop_signals``), and Python's exit handler,
-    which sends it to every child, would wait for ever. Without ``close`` the traceback of an error keeps them alive.
+    which sends it to every child, would wait forever. After an error they live until ``close``, because the traceback
+    refers to them.
     """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:

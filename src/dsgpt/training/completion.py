@@ -25,8 +25,8 @@ def measure_inference(
 ) -> dict[str, Any] | None:
     """Time generation with the trained model, on the main rank while the others continue; collective.
 
-    The model is the same plain one for every strategy. A request to stop ends the measurement at once, because nothing
-    of it would be saved.
+    Every strategy is measured with the same plain model. A request to stop ends the measurement at once, because an
+    incomplete measurement is not saved.
 
     Returns:
         The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
@@ -52,7 +52,7 @@ def measure_inference(
 
 
 def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Every weight in fp32 on the CPU where ``keep``, nothing elsewhere; collective."""
+    """Every weight in fp32 on the CPU if ``keep``, else an empty dict; collective."""
     weights = {}
     for name, parameter in strategy.iter_state():
         if keep:

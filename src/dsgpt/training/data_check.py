@@ -17,15 +17,15 @@ from dsgpt.telemetry.console import Progress
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Beside the token files, where data preparation writes it."""
+"""Folder next to the token files; data preparation writes the tokenizer there."""
 
 
 def data_tokenizer(file: TokenFile) -> tuple[Path | None, str]:
-    """The folder of the tokenizer that made ``file``, None where the sidecar names none.
+    """The folder of the tokenizer that made ``file``; None if the sidecar names none.
 
     Returns:
-        The folder, and an empty message. If the tokenizer that the sidecar names is missing or another one: None, and a
-        message why the file must not be trained on.
+        The folder, and an empty message. If the tokenizer that the sidecar names is missing or a different one is
+        there: None, and a message that says why the file must not be trained on.
     """
     folder, facts = file.path.parent / TOKENIZER_FOLDER, file.sidecar.tokenizer
     if facts is None:
@@ -60,12 +60,12 @@ def _tokenizer_fault(folder: Path, sha256: str | None, *, made: str) -> str:
 
 
 def data_hash(file: TokenFile, *, verify: bool, problems: Problems) -> str | None:
-    """The sha256 that records name the file by: the sidecar's, or computed where that is missing or in doubt.
+    """The sha256 that identifies the file in records: the sidecar's, or computed if that is missing or in doubt.
 
     Args:
         file: the token file.
-        verify: read the whole file in any case, and compare its largest id with the sidecar too.
-        problems: receives what differs from the sidecar; None is returned then.
+        verify: always read the whole file, and also compare its largest id with the sidecar's vocabulary size.
+        problems: receives what differs from the sidecar; if the hash differs, None is returned.
     """
     doubt = file.doubt()
     if file.sidecar.sha256 and not doubt and not verify:

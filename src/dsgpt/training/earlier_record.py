@@ -1,4 +1,4 @@
-"""What an earlier process left in a run folder besides checkpoints: its record, its lines, the file ``latest``."""
+"""What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from dsgpt.common.json_files import Count, JsonError, Seconds, clipped_text, rea
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 
 MAX_RECORD_BYTES = 64 << 20
-"""The record has an entry for every save, so that of a very long run may be large."""
+"""The record has an entry for every save, so the record of a very long run may be large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,12 @@ def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
 
 
 def why_nothing_was_saved(run_dir: Path) -> str:
-    """The message that a folder without checkpoints may be started fresh: its run was killed before the first save.
+    """The message for a folder that may be started fresh, because its run was killed before the first save.
 
     Raises:
-        UserError: there were checkpoints, or no file shows that there were none. They may have been moved, or their
-            disk is not mounted; a fresh start would remove the rest of the run.
+        UserError: there were checkpoints, or the record cannot show that there were none, because it is damaged, old,
+            or missing next to step lines. The checkpoints may have been moved, or their disk is not mounted; a fresh
+            start would remove the rest of the run.
     """
     for name in (store.LATEST, store.BEST):
         if named := named_by(run_dir / name):

@@ -30,7 +30,7 @@ class Journal:
     Args:
         config: the run.
         device: of this rank.
-        description: of the run, for the record; empty on other ranks than the main one.
+        description: of the run, for the record; empty on all ranks but the main one.
         sinks: receive what happens.
         done: optimizer steps of earlier processes.
     """
@@ -154,7 +154,7 @@ class Journal:
         self.write()
 
     def epoch_done(self, epoch: int) -> None:
-        """Close the record of an epoch, or of its part that the run trained."""
+        """Close the record of an epoch, or of the part of it that the run trained."""
         figures = self._meter.epoch
         self._note_segment()
         earlier = sum(finished["epoch_wall_time_sec"] for finished in self.record.epochs)

@@ -50,11 +50,11 @@ class Prepared:
 def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     """Check what only one rank should read: the contents of the data, the run folder and its checkpoints.
 
-    Locks the run folder if a run was started in it before, and renames back a checkpoint that was being replaced.
-    Nothing else is changed.
+    Locks the run folder if a run was started in it before, and renames back a checkpoint that was being replaced. A
+    dry run only checks the lock. The sidecar of a data file that was hashed may get a new stamp. Nothing else changes.
 
     Raises:
-        UserError: with every mistake, a line each.
+        UserError: lists the mistakes, one line each.
     """
     problems, run_dir = Problems(), config.run_dir
     _lock_existing(config, lock)
@@ -66,7 +66,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         name: data_hash(file, verify=verify, problems=problems)
         for name, file in (("train", config.train), ("val", config.val))
     }
-    problems.raise_if_any()  # a file that changed would also differ from the checkpoint's
+    problems.raise_if_any()  # else a changed file is reported again, as different from the checkpoint's
     hashes["initial weights"] = initial_weights_hash(config)
     settings, start = settings_to_match(config, hashes=hashes), Start()
     if resumes:
@@ -109,13 +109,13 @@ def open_run_folder(config: RunConfig, prepared: Prepared, *, lock: RunLock, log
         config: the run.
         prepared: from ``prepare``.
         lock: of the folder.
-        log: is opened in it.
+        log: the log file to open in it.
 
     Returns:
         The description of the run, for its record; empty on other ranks.
 
     Raises:
-        UserError: on every rank, where the main rank cannot have the folder.
+        UserError: on every rank, if the main rank cannot lock or make the folder, or another process changed it.
     """
     description: dict[str, Any] = {}
     problems: tuple[str, ...] = ()

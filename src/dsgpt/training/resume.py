@@ -45,7 +45,7 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
 
     Args:
         config: the run.
-        settings: those of this run that must match, by ``settings_to_match``.
+        settings: those of this run that must match, from ``settings_to_match``.
         problems: receives those that do not match.
 
     Raises:

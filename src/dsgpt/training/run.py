@@ -37,8 +37,8 @@ def run(config: RunConfig, interruption: Interruption) -> None:
     """Train as ``config`` says, or stop after the plan with ``--dry_run``.
 
     Raises:
-        UserError: the data or the run folder forbid it.
-        NonFiniteError: the loss became NaN or infinite.
+        UserError: the data or the run folder cannot be used.
+        NonFiniteError: a loss, a gradient norm or a weight became NaN or infinite.
         SaveError: a checkpoint could not be written.
         Interrupted: the run was asked to stop.
     """
@@ -88,7 +88,7 @@ def _log_lines(lines: Iterable[str]) -> None:
 
 
 def _build(config: RunConfig, start: Start, *, device: torch.device) -> Strategy:
-    """The strategy. Building it may still refuse the recipe, so this comes before the first file of the run."""
+    """The strategy. Building it may still fail on the recipe, so it is built before the run writes its first file."""
     torch.manual_seed(dropout_seed(config))
     # A resume needs only the checkpoint: the source of the initial weights may no longer exist.
     return build_strategy(replace(config, init_from=None) if start.checkpoint else config, device)
@@ -105,7 +105,7 @@ def dropout_seed(config: RunConfig, *, step: int = 0) -> int:
             the first steps.
     """
     stream = config.topology.rank // config.topology.sizes.tensor
-    return (config.options.seed * 1_000_003 + step * 1_000_000_007 + stream) % 2**63  # what torch takes for a seed
+    return (config.options.seed * 1_000_003 + step * 1_000_000_007 + stream) % 2**63  # torch accepts these seeds
 
 
 def _load_checkpoint(config: RunConfig, start: Start, strategy: Strategy, *, device: torch.device) -> RunState | None:

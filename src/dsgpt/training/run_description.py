@@ -64,7 +64,7 @@ def plan_lines(config: RunConfig) -> list[str]:
 
 
 def setup_of(config: RunConfig) -> Setup:
-    """The part of a run that ``dsgpt.planning`` predicts from."""
+    """The settings from which ``dsgpt.planning`` makes its predictions."""
     return Setup(
         run_type=config.run_type,
         model=config.model,
@@ -202,7 +202,7 @@ def _training_config(config: RunConfig, hashes: dict[str, str | None]) -> dict[s
 
 
 def _loss_scaling(config: RunConfig) -> dict[str, Any]:
-    """The keys of the ``fp16`` block that have an effect: with a fixed scale, those of a dynamic one have none."""
+    """The keys of the ``fp16`` block that have an effect; a fixed scale disables the keys of dynamic scaling."""
     if config.precision != "fp16":
         return {"type": "none"}
     rules = asdict(config.recipe.loss_scaling)
@@ -211,7 +211,7 @@ def _loss_scaling(config: RunConfig) -> dict[str, Any]:
 
 
 def _quantized(config: RunConfig) -> dict[str, bool]:
-    """Whether Zero++ quantizes what it sends; only DeepSpeed does."""
+    """Whether Zero++ quantizes what it sends; false in runs without DeepSpeed."""
     recipe, acts = config.recipe, config.run_type == "optimized"
     return {
         "quantized_weights": acts and recipe.zero_optimization.zero_quantized_weights,

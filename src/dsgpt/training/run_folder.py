@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from dsgpt.checkpointing import store
 from dsgpt.common.errors import UserError
@@ -10,7 +11,7 @@ from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
-from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
+from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.training.earlier_record import MAX_RECORD_BYTES
 from dsgpt.training.resume import Start
 
@@ -25,12 +26,14 @@ _FILES = (
     RECORD_FILE,
     CONFIG_FILE,
 )
-"""Files that a run writes beside its checkpoints, in the order of removal: those that identify a run go last.
+"""Files that a run writes next to its checkpoints, in the order of removal: those that identify a run go last.
 
-A kill in between leaves no ``latest``, and no lines without a record; ``earlier_record.why_nothing_was_saved`` says why
-this matters."""
+A kill in between leaves no ``latest``, and no step lines without a record;
+``earlier_record.why_nothing_was_saved`` says why this matters."""
 _OWN_FOLDERS = (store.STEP_FOLDER, store.PARTIAL_FOLDER, store.DAMAGED_FOLDER)
 _OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"options", "training_config"}}
+
+_OWN_LINES = ({"step", "epoch", "loss", "lr", "grad_norm", "tokens"}, {"step", "val_loss", "val_tokens"})
 
 
 def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
@@ -38,7 +41,7 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
 
     Args:
         config: the run.
-        problems: receives what forbids the run to start in the folder.
+        problems: receives what prevents the run from starting in the folder.
     """
     run_dir, options = config.run_dir, config.options
     _check_writable(run_dir, problems)
@@ -89,7 +92,7 @@ def make_run_folder(run_dir: Path) -> None:
 
 
 def clear_run_folder(run_dir: Path, start: Start) -> None:
-    """Remove what an earlier process left: before a fresh start its run, before a resume its incomplete checkpoints.
+    """Remove what an earlier process left: a fresh start removes its run, a resume its incomplete checkpoints.
 
     A resume also marks the checkpoints that it refused as damaged. An overwrite renames the checkpoints first and
     removes them last: after a kill in between, ``--resume`` starts fresh.
@@ -127,7 +130,7 @@ def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
-    """Something that a run would replace and that no run wrote; None if there is none."""
+    """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in found:
         if path.name in _FILES and path.is_dir() and not path.is_symlink():
             return path
@@ -138,7 +141,7 @@ def _proof(run_dir: Path) -> Path | None:
     """The first file or folder that only a run of this program writes; None if there is none."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
     own = [path for path in named if _is_ours(path)]
-    if is_regular_file(run_dir / STEPS_FILE):
+    if _holds_our_steps(run_dir / STEPS_FILE):
         own.append(run_dir / STEPS_FILE)
     folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
@@ -150,6 +153,12 @@ def _is_ours(path: Path) -> bool:
         return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
+
+
+def _holds_our_steps(path: Path) -> bool:
+    """Whether ``path`` begins with the line of a step or a validation of this program."""
+    first: dict[str, Any] = next(read_steps(path), {}) if is_regular_file(path) else {}
+    return any(first.keys() >= keys for keys in _OWN_LINES)
 
 
 def _check_writable(run_dir: Path, problems: Problems) -> None:

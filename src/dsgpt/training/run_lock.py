@@ -19,7 +19,7 @@ _POLL_SEC = 0.5
 
 
 class RunLock:
-    """The lock of ``run_dir``. A context: at its end it releases the lock if it was taken.
+    """The lock of ``run_dir``. A context manager: on exit it releases the lock if it was taken.
 
     Args:
         run_dir: the folder.
@@ -45,23 +45,24 @@ class RunLock:
         The lock file is never removed: otherwise two processes could lock two files of the same name.
 
         Raises:
-            UserError: another process holds it, or the lock file cannot be made.
+            UserError: another process holds it, or the lock file cannot be opened.
         """
         if self._lock is not None:
             return
         path = self._run_dir / LOCK_FILE
         try:
-            self._lock = Lock.of_file(path)
+            lock = Lock.of_file(path)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise UserError(f"{path}: is a link, and lock files are not opened through links: remove it") from error
             raise UserError(f"{path}: cannot be opened ({error.strerror}): name another folder") from error
-        if not (self._take(self._lock) or self._wait(self._lock)):
+        if not (self._take(lock) or self._wait(lock)):
             waited = f" and did not end within {self._patience_sec:.0f} s" if self._patience_sec else ""
             raise UserError(
                 f"--checkpoint_path {self._run_dir}: another process is training in this folder{waited}: wait for it, "
                 "or name another folder"
             )
+        self._lock = lock
 
     def _wait(self, lock: Lock) -> bool:
         end = time.monotonic() + self._patience_sec

@@ -41,7 +41,7 @@ class Saver:
         device: of this rank.
         strategy: has the state of training.
         journal: has the state of the run, and records each save.
-        about: what the manifests say of the run; read on the main rank alone.
+        about: what the manifests say about the run; read only on the main rank.
         ranks: all ranks.
     """
 

@@ -12,10 +12,10 @@ NEVER_CHANGES = frozenset({"precision"})
 
 
 class Segments:
-    """The segments that led to the checkpoint that this process resumed from, and its own.
+    """The earlier segments, up to the checkpoint that this process resumed from, and the segment of this process.
 
     Args:
-        description: of the run; empty on other ranks than the main one, which keep no segments.
+        description: of the run; empty on all ranks but the main one, because the others keep no segments.
         done: optimizer steps of earlier processes.
     """
 

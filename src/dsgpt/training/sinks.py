@@ -1,6 +1,6 @@
 """Where the journal of a run sends what happens: the console, ``metrics.jsonl``, ``training_metrics.json``.
 
-A tracker is one more sink.
+To support an experiment tracker, add a sink.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ class Sink:
     """
 
     def step_taken(self) -> None:
-        """An optimizer step was taken, whose figures are still on the device."""
+        """An optimizer step was taken; its figures are still on the device."""
 
     def steps(self, lines: list[Line], *, due: bool) -> None:
         """The figures of steps, oldest first.
 
         Args:
-            lines: may be empty; lines at which an earlier call failed are not repeated.
+            lines: may be empty; lines of an earlier call that failed are not repeated.
             due: whether the last of them is to be shown to the user, as ``--steps_per_print`` says.
         """
 
@@ -50,10 +50,10 @@ class Sink:
         """The record as it is now; its ``status`` is ``running`` until the run ends."""
 
     def sync(self) -> None:
-        """A checkpoint follows: make durable what was received."""
+        """Make durable what was received, because a checkpoint follows."""
 
     def close(self) -> None:
-        """No event follows."""
+        """Called after the last event."""
 
 
 class LineSink(Sink):
@@ -156,7 +156,7 @@ class Sinks:
     def try_to_send(self, what: str, event: Callable[[Sink], None]) -> None:
         """Send an event; after a write error, continue if ``--on_save_failure`` allows it.
 
-        The error is reported once until the sink can write ``what``, ``lines`` or ``record``, again.
+        The error is reported once, until the sink can write ``what`` (``lines`` or ``record``) again.
 
         Raises:
             OSError: the option does not allow it.
@@ -176,7 +176,7 @@ class Sinks:
                 self._refusing.discard((what, sink))
 
     def send_if_possible(self, event: Callable[[Sink], None]) -> None:
-        """Send an event, without reporting a write error: another error ends the run."""
+        """Send an event and ignore write errors: the run is already ending with another error."""
         for sink in self._sinks:
             with contextlib.suppress(OSError):
                 event(sink)

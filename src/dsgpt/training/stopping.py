@@ -10,7 +10,7 @@ class Stopping:
 
     Args:
         interruption: the requests to this rank.
-        ranks: all ranks; each question exchanges one whole number between them.
+        ranks: all ranks; each call of ``agreed`` exchanges one integer between them.
     """
 
     def __init__(self, interruption: Interruption, ranks: HostGroup) -> None:
@@ -22,14 +22,14 @@ class Stopping:
         return bool(self._ranks.largest(int(self._interruption.reason is not None)))
 
     def reason(self) -> str:
-        """The request to the lowest rank that has one; collective."""
+        """The request to stop that the lowest rank with a request received; collective."""
         reasons: list[str | None] = gather_objects(self._interruption.reason)
         return next(filter(None, reasons), "a request")
 
     def stop(self, where: str) -> Interrupted:
-        """The exception that every rank is to raise; collective.
+        """The exception that every rank must raise; collective.
 
         Args:
-            where: the run stopped, for the message.
+            where: says in the message where the run stopped.
         """
         return Interrupted(f"stopped by {self.reason()} {where}", together=True)

@@ -1,4 +1,4 @@
-"""The training loop, and what it needs. It knows no strategy, device or launcher."""
+"""The training loop, and what it needs. It does not depend on the strategy, device or launcher."""
 
 import contextlib
 import logging
@@ -30,7 +30,7 @@ class Trainer:
     Args:
         config: the run.
         device: of this rank.
-        strategy: executes steps; it has the state of the checkpoint.
+        strategy: executes steps; the state of the checkpoint is already loaded into it.
         journal: receives what happens; it has the figures of earlier processes.
         saver: writes checkpoints.
         interruption: requests to stop this rank.
@@ -60,9 +60,9 @@ class Trainer:
         """Train, measure inference and complete the record; collective. After an error the record's ``status`` says so.
 
         Raises:
-            NonFiniteError: the loss or gradient norm was NaN or infinite; that state was not saved.
+            NonFiniteError: a loss, gradient norm or weight was NaN or infinite; that state was not saved.
             SaveError: a checkpoint could not be written.
-            Interrupted: on every rank, where the run was asked to stop; every step that it took is saved.
+            Interrupted: on every rank, if the run was asked to stop; every step that it took is saved.
         """
         with self._interruption.patience():
             try:
@@ -119,7 +119,7 @@ class Trainer:
             self._saver.save(step, needed=True)  # the last checkpoint may be the best
 
     def _after_step(self, step: int) -> bool:
-        """Validate and end the epoch, where they are due after ``step``, the last one taken.
+        """Validate and end the epoch if they are due after ``step``, the last one taken.
 
         Returns:
             False if a request to stop ended the validation; the resumed run repeats it.

@@ -25,7 +25,7 @@ def test_the_run_recovers(runs, fault):
 
 
 def test_a_run_with_other_figures_is_noticed(runs):
-    """Every figure that is compared counts, and a step that is missing or logged twice."""
+    """A change of any compared figure is noticed, and so is a step that is missing or logged twice."""
     run_dir = runs.copied("baseline", "spoiled")
     log = run_dir / "metrics.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines()

@@ -8,7 +8,7 @@ from dsgpt.benchmarks.parity.suite import Suite
 
 @pytest.fixture(scope="session")
 def result_of(request, tmp_path_factory):
-    """A function from a cell to its result. The cells run in the suite's order, as far as the result that is needed."""
+    """A function from a cell to its result. Cells run in the suite's order, up to the one whose result is needed."""
     wanted = {
         item.callspec.params["cell"]
         for item in request.session.items

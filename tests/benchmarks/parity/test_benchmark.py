@@ -33,7 +33,7 @@ def test_mistakes(arguments, tmp_path, snapshot):
 
 
 def test_an_unknown_strategy_and_an_unknown_suite(tmp_path, snapshot):
-    """What follows lists all strategies, or is worded by another version of argparse."""
+    """The rest of each message is not compared: it lists all strategies, or depends on the version of argparse."""
     assert refusal("parity", "--only", "zero7", cwd=tmp_path).partition(", ")[0] == snapshot
     assert "'parety'" in refusal("parety", cwd=tmp_path)
 

@@ -177,7 +177,7 @@ def test_the_ranks_of_a_killed_suite_exit(assignment, tmp_path):
 def trainings(pid: int, job_file: Path) -> list[psutil.Process]:
     """The forked children below process ``pid`` in which workers of ``job_file`` train.
 
-    A fork keeps its worker's command line. Programs that imports start do not.
+    A fork has the command line of its worker. Programs that are started by imports have their own.
     """
     ranks = {}
     for process in psutil.Process(pid).children(recursive=True):

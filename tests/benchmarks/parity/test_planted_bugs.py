@@ -14,7 +14,7 @@ FACTS = {
     "positions-not-shifted": {"loss": "step 1", "first gradient": None},
     "not-reduced-over-sequence-ranks": {"gradient norm": "step 1", "replicated weights": None},
     "skipped-tied-gradient-sum": {"first gradient": "wte.weight", "replicated weights": None},
-    # The reported norm is right; the first step with a learning rate is the third, and the fourth sees its weights.
+    # The reported norm is right. The third step is the first with a learning rate; the fourth uses its weights.
     "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
     # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
     "mean-of-ranks-means": {"validation loss": "step 10, rank 0"},

@@ -60,7 +60,7 @@ def test_the_pairs_are_the_same_for_a_seed_and_hold_every_strategy():
         ("loss", 6e-6, "loss is off by 6.0e-06"),
         ("validation loss", 0.4, "validation loss is off by 4.0e-01"),
         ("validation loss", float("nan"), "validation loss is off by nan"),
-        ("validated", [15, 20], "it validated after steps [15, 20]"),  # not with the weights that it loaded
+        ("validated", [15, 20], "it validated after steps [15, 20]"),  # but not with the weights that it loaded
         ("steps", list(range(1, 20)), "its steps are "),
     ],
 )

@@ -54,7 +54,7 @@ def _tear_log(checkpoint: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """Damage to the newest checkpoint, or beside it."""
+    """Damage to the newest checkpoint, or to a file next to it."""
 
     name: str
     harm: Callable[[Path], None]

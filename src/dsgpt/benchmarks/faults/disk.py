@@ -28,7 +28,7 @@ FORESEEN = "No space left on device: the last checkpoint took"
 
 
 class NotAllowed(RuntimeError):
-    """This user may not make a file system."""
+    """This user may not mount a file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class DiskFault:
 
     name: str
     policy: str
-    """``--on_save_failure``."""
+    """The value of ``--on_save_failure``."""
     words: str
     """What the run must print."""
     not_words: str = "\0"
-    """What it must not print, because that is another error."""
+    """What it must not print, because it belongs to a different error."""
     spoil: Callable[[Training], None] | None = None
     """What to do to the file system while the run trains."""
     small: bool = True

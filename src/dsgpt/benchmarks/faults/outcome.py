@@ -28,7 +28,7 @@ class Outcome:
 
 
 def all_wrong(*findings: tuple[bool, str]) -> str:
-    """The words of the findings that hold, joined; empty if none does."""
+    """The messages of the findings that are true, joined; empty if none is."""
     return "; ".join(words for holds, words in findings if holds)
 
 

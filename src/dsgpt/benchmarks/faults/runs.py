@@ -174,7 +174,7 @@ class Runs:
 
 
 def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
-    """Every compared figure by step and name. A step that is there twice gives a pair, which equals no figure."""
+    """Every compared figure by step and name. A step that is logged twice gives a pair, which equals no figure."""
     found: dict[tuple[int, str], Any] = {}
     for line in read_steps(run_dir / STEPS_FILE):
         for key in COMPARED:

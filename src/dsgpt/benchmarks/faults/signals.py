@@ -17,7 +17,7 @@ from dsgpt.runtime.interruption import ECHO_SEC
 AFTER_STEP = 6
 """Between two saves."""
 HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
-"""Makes torchrun pass SIGUSR1 on; by default it dies of it."""
+"""Makes torchrun pass SIGUSR1 on to its workers; by default SIGUSR1 kills torchrun."""
 SLOW = {"num_layers": 8, "embedding_size": 512, "num_heads": 8}
 """Steps of more than a second on one core."""
 GONE_SEC = 60
@@ -31,7 +31,7 @@ class SentSignal:
     run: str
     signal: signal.Signals
     to: str
-    """``rank N``, ``the launcher``, or ``the terminal``: every process of the session, as Ctrl-C does it."""
+    """``rank N``, ``the launcher``, or ``the terminal``: every process of the session, as with Ctrl-C."""
     again: bool = False
     """Whether it is sent twice, which ends the run at once."""
     launcher: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A cell: one strategy on a number of ranks under one setting. It is what every suite launches."""
+"""A cell: one strategy on a number of ranks under one setting. Every suite except ``saving`` launches cells."""
 
 from dataclasses import dataclass
 

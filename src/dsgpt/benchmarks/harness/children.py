@@ -20,7 +20,7 @@ from dsgpt.main import leave
 CELL_LIMIT_SEC = 600
 """Seconds after which a cell counts as stuck."""
 PATIENCE_SEC = 15
-"""Seconds that a rank may continue after another one failed; after that it only waits for the failed rank."""
+"""Seconds that a rank may continue after another one failed. A rank that runs longer only waits for the failed one."""
 POLL_SEC = 0.02
 
 Cell = dict[str, Any]
@@ -54,7 +54,7 @@ class Alive:
 
 
 def run_cell(cell: Cell, rank: int) -> None:
-    """Run one cell in this process. Writes the rank's file after a refusal or an error, else the cell's call does."""
+    """Run one cell in this process. Write the rank's file after a refusal or error; else the called function does."""
     folder = Path(cell["folder"])
     module, function = cell["call"].split(CALL_SEPARATOR)
     try:
@@ -111,8 +111,8 @@ def watch(children: dict[int, int], cell: Cell, *, ranks: int, alive: Alive) -> 
     Args:
         children: rank to process id; empty afterwards.
         cell: what they run.
-        ranks: number of ranks of the cell, of which other processes may have some.
-        alive: asked while they run.
+        ranks: number of ranks of the cell; other processes may run some of them.
+        alive: checked while they run.
     """
     folder = Path(cell["folder"])
     started, alone_since = time.monotonic(), float("inf")
@@ -133,7 +133,7 @@ def watch(children: dict[int, int], cell: Cell, *, ranks: int, alive: Alive) -> 
 
 
 def _write_missing_end(folder: Path, rank: int, status: int) -> None:
-    """Write how a child ended that wrote nothing; ``status`` is from ``waitpid``."""
+    """If a child wrote no file, write how it ended; ``status`` is from ``waitpid``."""
     if not rank_file(folder, rank).exists():
         code = os.waitstatus_to_exitcode(status)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code} and without a result"

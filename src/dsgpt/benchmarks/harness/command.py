@@ -41,13 +41,13 @@ class SuiteOptions:
 
 
 class SuiteCommand(ABC, Generic[R]):
-    """One run of a suite, as its command needs it; ``R`` is one result."""
+    """One run of a suite, as its command needs it; ``R`` is the type of a result."""
 
     page: ClassVar[SuitePage]
     unit: ClassVar[str]
     """What one result is, in the progress bar."""
     count_width: ClassVar[int] = 3
-    """Columns of the number of results so far."""
+    """Width, in columns, of the number of results so far."""
 
     @abstractmethod
     def plan(self, console: Console) -> int:
@@ -90,8 +90,8 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
     """Run the suite, write its record and its page; return 0 if nothing failed, else ``EXIT_FAILED``.
 
     Raises:
-        UserError: from ``plan`` or ``begin``; the folder to keep exists; or the ``SOURCES.json`` beside the record
-            cannot be read.
+        UserError: from ``plan``, ``begin`` or ``results``; the folder to keep exists; or the ``SOURCES.json`` next to
+            the record cannot be read.
     """
     console, name = Console(speaks=True), suite.page.name
     require_sources_file(options.output.parent)

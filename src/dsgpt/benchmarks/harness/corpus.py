@@ -1,4 +1,4 @@
-"""The text that the suites train on: a few sources of Python's own library, prepared by ``data_prep/preprocess.py``."""
+"""The text that the suites train on: a few modules of the standard library, prepared by ``data_prep/preprocess.py``."""
 
 import shutil
 import subprocess
@@ -46,7 +46,7 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
 
 
 def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
-    """The corpus with a validation file of the first ``windows`` windows of ``length`` tokens, beside the whole one.
+    """The corpus with a validation file of the first ``windows`` windows of ``length`` tokens, next to the whole one.
 
     Args:
         corpus: as ``prepare_corpus`` made it.

@@ -40,10 +40,10 @@ class Start(StrEnum):
     """How the ranks of a cell start."""
 
     FORK_ALL = "fork all"
-    """Rank 0 of the launch imports, and forks all ranks of each cell: much faster where ranks outnumber cores."""
+    """Rank 0 of the launch imports, then forks all ranks of each cell: much faster where ranks outnumber cores."""
     FORK_OWN = "fork own"
-    """Every rank of the launch imports, and forks its own rank of each cell. As in a user's run, ranks do not share
-    what differs from one Python to the next, such as the order of sets."""
+    """Every rank of the launch imports, then forks its own rank of each cell. As in a user's run, each rank has its own
+    interpreter state, such as the order of sets."""
     SPAWN = "spawn"
     """Every rank of the launch starts its rank of each cell in a new Python: a process that uses a GPU cannot fork."""
 
@@ -60,7 +60,7 @@ class Assignment:
     """One cell as a rank gets it."""
 
     folder: str
-    """Exists, and is empty but for the recipe."""
+    """An existing folder with nothing in it but the recipe."""
     flags: list[str]
     call: str
     """``module:function``: what every rank calls with flags, folder and ``arguments``."""
@@ -124,7 +124,7 @@ def run_job(
         job_file: the file to write for the ranks.
         device: ``cpu`` or ``cuda``.
         start: how the ranks of each cell start; by default ``usual_start``.
-        imports: modules to import once for all forked cells, beside those of the calls; by default what the launcher's
+        imports: modules to import once for all forked cells, besides those of the calls; by default what the launcher's
             own strategies need.
     """
     modules = [*(IMPORTS[launch.launcher] if imports is None else imports), *(one.module for one in assignments)]

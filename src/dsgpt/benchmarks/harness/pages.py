@@ -85,7 +85,7 @@ def wrong_records_refused(file: Path, *, of: str) -> Iterator[None]:
 
 
 def write_page(page: Path, text: str, *, sources: str) -> None:
-    """Write ``text`` to ``page``, with the paragraph ``sources`` at the end of its head; its folder is made."""
+    """Write ``text`` to ``page``, with the paragraph ``sources`` before its first ``##`` heading; make its folder."""
     head, heading, rest = text.rstrip("\n").partition("\n\n## ")
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, f"{head}\n\n{sources}{heading}{rest}\n".encode())

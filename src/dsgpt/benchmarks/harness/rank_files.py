@@ -24,7 +24,7 @@ def read_rank(folder: Path, rank: int) -> RankEnd | None:
 
 
 def read_ranks(folder: Path, ranks: int) -> list[RankEnd]:
-    """The files of all ranks of a cell that ended."""
+    """The contents of the files of those ranks of a cell that have ended."""
     ends = [read_rank(folder, rank) for rank in range(ranks)]
     return [end for end in ends if end is not None]
 

@@ -20,11 +20,11 @@ from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
-"""Where the committed records are, below the repository."""
+"""Folder of the committed records, relative to the repository."""
 WORK = Path("checkpoint/records/work")
-"""Where the commands write."""
+"""Folder that the commands write to."""
 READY = Path("checkpoint/records/ready")
-"""Remade records, with their own ``SOURCES.json``, until all are there. The files lie as below ``REFERENCE``."""
+"""Holds remade records and their ``SOURCES.json`` until all are remade. It has the layout of ``REFERENCE``."""
 EXIT_OLD = 1
 """A source changed while its record was remade."""
 RUNS = ("demo-baseline", "demo-zero1")
@@ -42,11 +42,11 @@ class CommittedRecord:
     records: tuple[str, ...]
     """Those of ``files`` that have an entry in ``SOURCES.json``."""
     files: Mapping[str, str]
-    """Files below ``WORK`` to the files that they become below ``READY`` and ``REFERENCE``."""
+    """Maps paths below ``WORK`` to the paths of the same files below ``READY`` and ``REFERENCE``."""
     make: tuple[str, ...]
     """The command that makes them below ``WORK``, without the interpreter."""
     show: tuple[str, ...]
-    """The command that makes pages or pictures of them."""
+    """The command that makes pages or pictures from them."""
 
 
 def _suite(name: str) -> CommittedRecord:
@@ -113,7 +113,7 @@ def remake_records(repository: Path, *, only: Sequence[str] = (), run: Runner | 
 
 
 def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) -> int:
-    """Replace the old committed records by the remade ones, and make the pages of all."""
+    """Replace the old committed records with the remade ones, and make the pages of all."""
     for record in records:
         if _why_old(record, repository, REFERENCE):
             if why := _why_old(record, repository, READY):
@@ -152,7 +152,7 @@ def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
 
 
 def _in(repository: Path) -> Runner:
-    """Runs commands of this Python in the repository."""
+    """A runner that executes scripts with this Python in the repository."""
 
     def run(words: Sequence[str]) -> int:
         return subprocess.run([sys.executable, *words], cwd=repository, check=False).returncode

@@ -31,7 +31,7 @@ class CellRunner:
     """Runs cells.
 
     Args:
-        folder: exists; every cell gets a folder in it.
+        folder: an existing folder; every cell gets a folder in it.
         repository: holds the scripts and recipes.
         device: ``cpu`` or ``cuda``.
     """
@@ -86,7 +86,7 @@ class CellRunner:
         started: Callable[[Launch], None] | None = None,
         imports: Sequence[str] | None = None,
     ) -> Iterator[CellEnd]:
-        """Run ``assignments`` under one launcher; yield how each ended, in their order, the lost ones too.
+        """Run ``assignments`` under one launcher; yield how each ended, in order, including the lost ones.
 
         Args:
             launcher: ``python``, ``torchrun`` or ``deepspeed``.

@@ -22,13 +22,13 @@ class TestedStrategy:
     changes: dict[str, Any] = field(default_factory=dict)
     """What to change in the recipe, block by block; None removes a key."""
     training: str = ""
-    """A key of ``TRAININGS``: the changes of the recipe that its reference makes too."""
+    """A key of ``TRAININGS``: changes of the recipe that are also made for its reference."""
     replicas: str = "all"
     """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
     model_ranks: int = 1
     """Ranks that share a micro batch: each computes a part of the model, or a part of every sequence."""
     low: str = ""
-    """Where its gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or nowhere."""
+    """Where its gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty."""
     whole: bool = True
     """Whether it has a cell for every setting; otherwise it has one cell."""
     optimizer: str = "adamw"
@@ -129,7 +129,7 @@ _WITHOUT_CLIPPING = (
     *("tensor2-zero1", "pipeline2-zero0", "pipeline2-zero1", "sequence2-zero1"),
 )
 """Strategies that are also trained with SGD and no clipping. That shows whether gradients are scaled wrongly after
-their norm was read: clipping to a norm would undo it."""
+the reported norm was read: clipping would undo the wrong scale."""
 
 
 def _unclipped_sgd(strategy: TestedStrategy) -> TestedStrategy:

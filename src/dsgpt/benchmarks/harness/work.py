@@ -1,4 +1,4 @@
-"""From a cell to the recipe file and the flags of ``src/gpt2.py``."""
+"""Makes the recipe file and the flags of ``src/gpt2.py`` for a cell."""
 
 import copy
 import json
@@ -24,9 +24,9 @@ OPTIMIZERS = {
 }
 SCHEDULER = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
 WIDTHS = {"cpu": 34, "cuda": 128}
-"""4 ranks do not divide 34: shards are uneven or padded. The fused attention of GPUs needs heads of 64."""
+"""34 is not divisible by 4 ranks: shards are uneven or padded. The fused attention of GPUs needs heads of 64."""
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
-"""Dynamic, and low enough that this model never overflows: after a skipped step, different steps would be compared."""
+"""Dynamic, and so low that this model never overflows: after a skipped step, different steps would be compared."""
 
 SMALL_BUCKETS = {
     "reduce_bucket_size": 5_000,

@@ -82,7 +82,7 @@ def _run_own(job: dict[str, Any], job_file: Path, topology: Topology, alive: Ali
     environment = {key: value for key, value in os.environ.items() if key != AGENT_STORE}
     for index, cell in enumerate(job["cells"]):
         port_file = Path(cell["folder"]) / PORT_FILE
-        if topology.rank == 0:  # now: a port found earlier may be taken by now
+        if topology.rank == 0:  # just before use: another process may take a port that was found earlier
             write_atomic(port_file, str(free_port()).encode())
         alive.wait_for(port_file)
         module = [job["worker"], str(job_file), "--cell", str(index)]

@@ -33,15 +33,15 @@ class Bounds:
     gradient: float
     """Of the first step's gradient: relative distance, for every parameter."""
     layer_norm_gradient: float | None = None
-    """The same for weights and biases of LayerNorms; None for no other bound."""
+    """The same for weights and biases of LayerNorms; None if ``gradient`` applies to them."""
     update: float
     """Of the weights after the first step that changes them: relative distance, for every parameter."""
     weights: float
     """Of the weights after the last step: relative distance, for every parameter."""
     tied_gradient: float | None = None
-    """Of the first step's gradient of the tied embedding; None for no other bound."""
+    """Of the first step's gradient of the tied embedding; None if ``gradient`` applies to it."""
     tied_update: float | None = None
-    """Of the tied embedding after the first step that changes it."""
+    """Of the tied embedding after the first step that changes it; None if ``update`` applies to it."""
 
     def for_gradient(self, name: str) -> float:
         """The bound of one parameter's first gradient, by its canonical name."""
@@ -58,7 +58,7 @@ BF16_MANY, BF16_PIPELINE, BF16_SPLIT = "bf16, 4 data ranks", "bf16, pipeline", "
 _AFTER_20_STEPS = {"loss": 2.4e-3, "validation": 1.8e-3, "norm": 1.7e-2, "weights": 3.3e-2}
 
 CPU = {
-    # A sum over micro batches or ranks in another order.
+    # Only the order of sums over micro batches or ranks differs.
     FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=1e-6, weights=2e-6),
     # The same roundings in the same places. Only the order of fp32 sums differs, and a product of DeepSpeed's CPU Adam.
     BF16: Bounds(gradient=1e-6, update=1e-6, **_AFTER_20_STEPS),

@@ -40,7 +40,7 @@ class ParityOptions(SuiteOptions):
 
 
 def run_parity(options: ParityOptions, *, repository: Path) -> int:
-    """Run the suite; return 0 if all trainings are as the reference and all planted bugs were caught.
+    """Run the suite; return 0 if no training is out of bounds and all planted bugs were caught.
 
     Raises:
         UserError: there is nothing to run, or the text could not be prepared.

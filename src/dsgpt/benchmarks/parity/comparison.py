@@ -163,10 +163,10 @@ def _tensors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> Iterator
 
 
 def _seen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of every weight that a loss can see: all but the keys' biases, the middle third of ``(3C,)``.
+    """The part of every weight that affects the loss: all but the keys' biases, the middle third of ``(3C,)``.
 
-    Softmax ignores what all keys share: the gradient of these biases is zero but for rounding, and Adam makes full
-    steps of it, so that they end anywhere in every precision.
+    Softmax ignores what all keys share, so the gradient of these biases is only rounding error. Adam takes full steps
+    along it, so these biases end at arbitrary values in every precision.
     """
     return {name: _without_keys(value) if name.endswith("attn.qkv.bias") else value for name, value in weights.items()}
 
@@ -194,7 +194,7 @@ def _check_samples(comparison: Comparison, ranks: list[Facts], reference: list[F
 
 
 def _check_ranks_agree(comparison: Comparison, ranks: list[Facts]) -> None:
-    """Every rank reports the same loss, norm and learning rate."""
+    """Every rank reports the same loss, norm, learning rate and skipped steps."""
     for number, rank in enumerate(ranks[1:], start=1):
         for index, (one, two) in enumerate(zip(ranks[0]["steps"], rank["steps"], strict=False), start=1):
             for key in ("loss", "grad_norm", "lr", "skipped"):

@@ -24,7 +24,7 @@ class Split:
     gradients are fp32 from the end of a micro batch's backward pass on."""
 
     def simplest(self) -> "Split":
-        """The split that computes the same and is equal for all cells that compute it, so that they share a reference.
+        """The canonical form of this split: cells that compute the same have equal forms, and so share a reference.
 
         A single micro batch is itself the accumulated sum; one data rank's gradients are in the low precision already.
         """

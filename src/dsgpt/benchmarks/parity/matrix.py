@@ -1,7 +1,7 @@
 """The cells of the parity suite: every strategy, on all numbers of ranks that make sense, under every setting.
 
 A cell is one training of 20 optimizer steps that is compared with the reference, step by step. Each strategy uses the
-shipped recipe of its name, so that the suite proves what a user runs.
+shipped recipe of its name, so that the suite tests what a user runs.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from dsgpt.common.problems import Problems, did_you_mean
 
 OPTIMIZERS = ("adamw", "sgd")
 _LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
-"""Variants of ``ddp`` and ``fsdp``; one training shows how they differ. The whole matrix has all settings of them."""
+"""Variants of ``ddp`` and ``fsdp``; one training shows how they differ. The whole matrix has every setting of them."""
 _CLIP_FP32_OTHERWISE = ("zero0", "pipeline2-zero0")
-"""They clip fp32 gradients by other code than bf16 ones, or cannot train in bf16."""
+"""Strategies that clip fp32 gradients with other code than bf16 gradients, or cannot train in bf16."""
 
 
 def refusal_expected(cell: Cell, *, device: str) -> bool:
@@ -72,7 +72,7 @@ def core() -> list[Cell]:
         if not strategy.fp32_only:
             cells.append(Cell(strategy=strategy.name, ranks=few, optimizer="sgd", precision="bf16"))
     cells.append(Cell(strategy="zero1", ranks=2, option="compile"))
-    # In bf16 it keeps other gradients than in fp32, and so other bytes, at any accumulation.
+    # With any accumulation, it keeps other gradients in bf16 than in fp32, and so has other bytes per rank.
     cells.append(Cell(strategy="zero2-offload", ranks=2, accumulation=1, precision="bf16"))
     checkpointed = ("zero3", "pipeline2-zero1", "sequence2-zero1")
     cells += [Cell(strategy=name, ranks=2, option="activation checkpointing") for name in checkpointed]
@@ -81,7 +81,7 @@ def core() -> list[Cell]:
 
 
 def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], problems: Problems) -> list[Cell]:
-    """The cells of these numbers of ranks and strategies; an empty one selects all.
+    """The cells of these numbers of ranks and strategies; an empty argument selects all.
 
     Args:
         cells: to choose from.

@@ -20,7 +20,7 @@ from dsgpt.telemetry.record import finite
 STATE_FILE = "state.safetensors"
 GRADIENT, CHANGED, WEIGHT = "gradient/", "changed/", "weight/"
 FIRST_CHANGE = 3
-"""The first step with a learning rate under the suite's schedule: its weights show one update and nothing after it."""
+"""The first step with a learning rate above 0 under the suite's schedule: the weights after it show one update."""
 
 
 def validated_after(total_steps: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Notes what optimizers step with, by PyTorch's hook that runs before every optimizer step of the process.
+"""Notes what optimizers step with, using PyTorch's hook that runs before every optimizer step of the process.
 
 The hook sees torch's optimizers, DeepSpeed's CPU Adam, which is one of them, and those inside an engine or a pipeline.
 It does not depend on what a strategy reports.
@@ -75,7 +75,7 @@ def full_gradient(exp_avg: Tensor, *, beta1: float, grad_norm: float, clipping: 
     """The gradient of the first step, from Adam's first moment after it.
 
     ``exp_avg`` is then (1 - beta1) times the clipped gradient (Kingma and Ba 2015, algorithm 1), and clipping divided
-    by ``(norm + 1e-6) / clipping`` where that exceeds 1, in torch's ``clip_grad_norm_`` and in DeepSpeed alike.
+    it by ``(norm + 1e-6) / clipping`` if that exceeds 1, both in torch's ``clip_grad_norm_`` and in DeepSpeed.
     """
     shrunk = max(1.0, (grad_norm + 1e-6) / clipping) if clipping > 0 else 1.0
     return exp_avg / (1 - beta1) * shrunk

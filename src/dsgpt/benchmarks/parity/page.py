@@ -10,7 +10,7 @@ from dsgpt.benchmarks.parity.page_method import method
 
 FACTS = ("loss", "validation loss", "gradient norm", "first gradient", "first update", "weights")
 LOW_FACTS = ("loss", "first gradient")
-"""Shown in bf16 by strategy."""
+"""Facts that the table of strategies shows for bf16."""
 BYTES = ("parameters", "gradients", "optimizer", "master", "sent")
 STATUS_WORDS = {"passed": "passed", "failed": "**FAILED**", "refused": "refused", "error": "**ERROR**"}
 
@@ -121,7 +121,7 @@ def _bugs(bugs: Cells) -> str:
 
 
 def failure_words(failure: dict[str, Any]) -> str:
-    """``gradient norm at step 1: 5.1 instead of 2.5 (allowed: 0.0001)``."""
+    """``gradient norm at step 1: 5.1 instead of 2.5 (off by 1.0e+00, allowed 0.0001)``."""
     expected, actual = (_value(failure[key]) for key in ("expected", "actual"))
     text = f"{failure['fact']} at {failure['where']}: {actual} instead of {expected}"
     if "bound" not in failure:

@@ -57,8 +57,9 @@ def method(record: Record) -> str:
         _references(record),
         _launches(record),
         """Every cell is trained in its own processes, with a new process group. On GPUs each of them is a new Python.
-On a CPU they are forked after the imports: on 2 ranks each from a Python of its own, on more ranks all from one. So
-what differs from one Python to the next, such as the order of sets, is only tested on 2 ranks and on GPUs.""",
+On a CPU they are forked after the imports. On 2 ranks, each rank is forked from a Python of its own; on more ranks, all
+are forked from one. So differences between Pythons, such as the order of sets, are tested only on 2 ranks and on
+GPUs.""",
     ]
     return "\n\n".join(parts)
 
@@ -158,7 +159,7 @@ def _references(record: Record) -> str:
 
 
 def _reference_name(item: dict[str, Any]) -> str:
-    """Before version 1.1 there was one for every split of the batch."""
+    """The settings of a reference. Records before version 1.1 have one reference for all splits of the batch."""
     words = [item["optimizer"], item["precision"], item["training"]]
     if item["precision"] != "fp32" and "data_ranks" in item:
         words += [f"data ranks {item['data_ranks']}", f"accumulation {item['accumulation']}"]

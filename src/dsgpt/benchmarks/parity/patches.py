@@ -1,4 +1,4 @@
-"""For each known bug a context that plants it in a strategy, and removes it at the end.
+"""Contexts that each plant one known bug in a strategy, and remove it at the end.
 
 Each is planted where real trainers had it. The reported loss and norm stay right if possible, so that the suite has to
 find the bug by its effect on the training.
@@ -38,7 +38,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Patch:
-    """Replace an attribute by what ``wrap`` makes of it."""
+    """Replace an attribute with what ``wrap`` makes of it."""
     return _replaced(owner, name, wrap(getattr(owner, name)))
 
 
@@ -192,7 +192,7 @@ def scaled_after_the_norm() -> Patch:
 
 
 def second_group_keeps_its_rate() -> Patch:
-    """The schedule reaches the first group of parameters alone, and is reported."""
+    """The schedule changes only the learning rate of the first parameter group, which is the one that is reported."""
 
     def set_the_first(optimizer: Any, lr: float) -> None:
         optimizer.param_groups[0]["lr"] = lr

@@ -35,15 +35,15 @@ from dsgpt.training.run_description import setup_of
 from dsgpt.training.trainer import validation_loss
 
 SENT = "sent"
-"""Bytes that the busiest rank sends in a step, beside the categories of ``MODEL_STATE``."""
+"""A category besides those of ``MODEL_STATE``: the bytes that the busiest rank sends in a step."""
 
 
 def train_cell(flags: list[str], folder: Path, *, bug: str) -> None:
-    """Train what ``flags`` say, and write this rank's measurements into ``folder``.
+    """Train as ``flags`` say, and write this rank's measurements into ``folder``.
 
     Args:
         flags: of ``src/gpt2.py``.
-        folder: exists.
+        folder: an existing folder.
         bug: to plant in the strategy, a key of ``planted.BUGS``; empty for none.
 
     Raises:
@@ -58,7 +58,7 @@ def train_cell(flags: list[str], folder: Path, *, bug: str) -> None:
 
 
 def train_reference_cell(flags: list[str], folder: Path, *, split: Mapping[str, Any]) -> None:
-    """The same in plain PyTorch instead of a strategy; ``split`` holds the fields of a ``Split``.
+    """Train the same in plain PyTorch instead of a strategy; ``split`` holds the fields of a ``Split``.
 
     Raises:
         UserError: the product refuses the combination.

@@ -69,7 +69,7 @@ def train_reference(config: RunConfig, device: torch.device, split: Split) -> Me
 def _loss_and_gradients(
     config: RunConfig, model: GPT2, inputs: Tensor, targets: Tensor, split: Split
 ) -> tuple[float, Gradients]:
-    """Mean loss over the global batch, (B, T) each, and its gradient, fp32, in the order of the parameters."""
+    """The mean loss over a global batch, ids and targets (B, T), and its fp32 gradients in the parameters' order."""
     low, micro_batches = DTYPES[config.precision], split.data_ranks * split.accumulation
     scale = FP16_LOSS_SCALE if config.precision == "fp16" else 1.0
     losses, found = [], []
@@ -117,11 +117,12 @@ def _validate(config: RunConfig, model: GPT2, device: torch.device) -> tuple[flo
 
 
 def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps: int, step: int) -> float:
-    """The rate of an optimizer step, of which the first is 1, from DeepSpeed's documentation of the schedule.
+    """The learning rate of optimizer step ``step`` (the first is 1), by DeepSpeed's documentation of the schedule.
 
     WarmupCosineLR with logarithmic warm-up (deepspeed.readthedocs.io, "Learning Rate Schedulers"): with w steps of
     warm-up and n in all, counter i gives log(i + 1) / log(w) up to w, then half a cosine from 1 down to the lowest
-    ratio. The counter is advanced after a step, and from -1, so that the first two steps are the start of the warm-up.
+    ratio. The counter starts at -1 and is advanced after a step, so both of the first two steps are at the start of the
+    warm-up.
     """
     if scheduler is None:
         return base

@@ -39,7 +39,7 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """Whether a planted bug failed; whether any other cell passed, or was refused where it must be."""
+        """For a planted bug, whether the cell failed; for any other cell, whether it passed or was rightly refused."""
         if self.cell.bug:
             return self.status == "failed"
         return self.status == ("refused" if self.refusal_expected else "passed")
@@ -64,7 +64,7 @@ class Suite:
 
     @property
     def launches(self) -> list[Launch]:
-        """Those of the cells, without the references'."""
+        """The launches of the cells, without those of the references."""
         return self._runner.launches
 
     @property

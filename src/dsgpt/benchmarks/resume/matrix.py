@@ -28,7 +28,7 @@ class Pair:
 
 
 def cells(*, accumulation: int = 1, precision: str = "fp32") -> list[Cell]:
-    """Every strategy on every number of ranks that the parity suite runs it on."""
+    """Every strategy but ``SAME_TO_A_CHECKPOINT``, on every number of ranks that the parity suite runs it on."""
     return [
         Cell(strategy=strategy.name, ranks=ranks, accumulation=accumulation, precision=precision)
         for strategy in STRATEGIES.values()
@@ -91,7 +91,7 @@ def core_pairs() -> list[Pair]:
 def core_rewritten() -> list[Cell]:
     """The rewritings of ``make test``.
 
-    All strategies on two ranks, and each way to keep a state in bf16 and on four ranks.
+    All strategies on two ranks in fp32. For bf16, and for four ranks, one strategy for each way to keep the state.
     """
     low = ("zero0", "zero1", "zero2", "zero3", "pipeline2-zero1")
     four = ("zero1", "zero3", "fsdp", "tensor2-zero1")

@@ -76,7 +76,7 @@ def rewrite(flags: list[str], folder: Path, *, checkpoint: str) -> None:
 
 
 def _wrong_weights(strategy: Strategy, reader: StateReader) -> list[str]:
-    """The weights that this rank holds whole and that are not the checkpoint's, rounded to the precision."""
+    """The weights that this rank holds whole and that differ from the checkpoint's rounded to the precision."""
     return [
         name
         for name, value in strategy.replicated_weights()

@@ -1,4 +1,4 @@
-"""Runs the resume suite: first all source runs, then the cells that start from them; one launch per number of ranks."""
+"""Runs the resume suite in two phases: source runs, then resumes and rewritings. Each launches once per rank count."""
 
 import itertools
 import json
@@ -66,11 +66,8 @@ class ResumeSuite:
     """One run of the suite in its folder.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         repository: holds the scripts and recipes.
-
-    Raises:
-        UserError: the text could not be prepared.
     """
 
     def __init__(self, folder: Path, *, repository: Path) -> None:
@@ -90,7 +87,7 @@ class ResumeSuite:
         *,
         started: Callable[[Launch], None] = lambda _: None,
     ) -> Iterator[Result]:
-        """Let ``cells`` write again what they read, and run ``pairs``; yield the results as they come.
+        """Let ``cells`` load and rewrite a checkpoint, and run ``pairs``; yield the results as they come.
 
         Raises:
             UserError: the text could not be prepared.

@@ -1,6 +1,6 @@
 """DeepSpeed's extensions in C++, compiled at first use, by one process at a time.
 
-PyTorch marks a build in progress by a file. A killed process leaves this file behind, and every later process that
+PyTorch marks a build in progress with a file. A killed process leaves this file behind, and every later process that
 needs the extension waits for it forever. Here extensions are built in separate folders, under a lock that the operating
 system releases when the process ends. So the process that holds the lock knows that such a file is left over, and
 removes it.
@@ -42,7 +42,7 @@ def load_ops(*builders: str) -> None:
     Raises:
         UserError: one is missing, and the folder for compiled code cannot be written.
     """
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - DeepSpeed's strategies alone import it
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - only DeepSpeed's strategies import it
 
     folder = _folder()
     try:

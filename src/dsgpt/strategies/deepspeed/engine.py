@@ -132,7 +132,7 @@ class DeepSpeedStrategy(Strategy):
         return take_part(name, whole, rank=self._topology.tensor_rank, size=self._topology.sizes.tensor)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Strategy``; without what tensor ranks or ZeRO-3 split.
+        """See ``Strategy``; parameters that tensor ranks or ZeRO-3 split are left out.
 
         ZeRO-3 leaves an empty tensor in place of a parameter that it splits. It keeps small parameters whole.
         """

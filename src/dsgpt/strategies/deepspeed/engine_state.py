@@ -32,7 +32,7 @@ class HeldState(Protocol):
         ...
 
     def load(self, reader: StateReader, *, part: Part) -> None:
-        """Replace weights and moments by those of a checkpoint; each rank copies its own part.
+        """Replace weights and moments with those of a checkpoint; each rank copies its own part.
 
         Settings of the optimizer (betas, learning rate) stay the recipe's.
 

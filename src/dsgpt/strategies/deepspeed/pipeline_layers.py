@@ -119,7 +119,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        """As in DeepSpeed, but without autograd, which would warn of the broadcast in every backward pass."""
+        """As in DeepSpeed, but without autograd, which would warn about the broadcast in every backward pass."""
         super()._synchronize_tied_weights()
 
     @torch.no_grad()

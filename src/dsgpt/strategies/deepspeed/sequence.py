@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism x data parallelism at any ZeRO stage: the ranks of a group share every sequence.
 
 Written for DeepSpeed 0.19.8. Every rank of a group computes a slice of the positions through the whole model; only
-attention needs the others (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). All ranks hold the same parameters, so
-ZeRO shards over all of them.
+attention needs the other positions (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). All ranks hold the same
+parameters, so ZeRO shards over all of them.
 """
 
 from typing import Any
@@ -55,8 +55,8 @@ class SequenceParallel(Zero):
     def _forget_model_parallelism(self) -> None:
         """Tell DeepSpeed's low-precision optimizers that every rank holds the whole model.
 
-        They treat sequence ranks as ranks with other parameters: ``BF16_Optimizer`` (stage 1) fails on a rank that adds
-        nothing to the norm, and ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
+        They treat sequence ranks as ranks with different parameters: ``BF16_Optimizer`` (stage 1) fails on a rank that
+        adds nothing to the norm, and ``CheckOverflow`` (stage 0) asks for a group of data ranks that does not exist.
         """
         for part in (self._optimizer, getattr(self._optimizer, "overflow_checker", None)):
             if part is not None and hasattr(part, "mpu"):

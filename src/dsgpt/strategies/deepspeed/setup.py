@@ -19,7 +19,7 @@ from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for ``device``, silence it, and attach it to the process group that exists."""
+    """Import DeepSpeed for ``device``, silence it, and attach it to the existing process group."""
     os.environ["DS_ACCELERATOR"] = device.type
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # from which DeepSpeed takes the number of the GPU
@@ -127,7 +127,7 @@ def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recip
 
 
 def repeat_counting(optimizer: Any, *, steps: int) -> None:
-    """Bring the step counter of DeepSpeed's CPU Adam to that of a loaded checkpoint; other optimizers have none.
+    """Advance the counter inside DeepSpeed's CPU Adam to that of a loaded checkpoint; leave other optimizers alone.
 
     It keeps beta^t as a product that it multiplies by beta in each step, in C++ (``cpu_adam.h``, ``IncrementStep``). A
     new process would compute the power instead, which rounds differently: a resumed run would not be the same bit for

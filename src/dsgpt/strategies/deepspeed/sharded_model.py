@@ -16,8 +16,8 @@ _INIT_KEYS = ("zero_optimization", "bf16", "fp16", "aio")
 def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     """GPT-2 with the baseline's initial weights, each split over all ranks as soon as it exists; collective.
 
-    A rank holds its part of every parameter. It also holds one whole layer while that is built, and one whole parameter
-    while that gets its value.
+    A rank holds its part of every parameter. It also holds one whole layer while that layer is built, and one whole
+    parameter while that parameter gets its value.
 
     Args:
         config: the run.
@@ -30,7 +30,7 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
     with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
         model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
-    # Frees the head's own weight, which the embedding's replaced: DeepSpeed's closures put it into a reference cycle.
+    # Frees the head's own weight, which the embedding replaced: DeepSpeed's closures put it into a reference cycle.
     gc.collect()
     values = initial_values(config)
     for name, parameter in model.named_parameters():

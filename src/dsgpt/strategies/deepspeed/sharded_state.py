@@ -3,8 +3,8 @@
 Written for DeepSpeed 0.19.8, whose own accessors read a whole sub-group from the drive for each parameter and each
 moment.
 
-Each rank has an equal, contiguous part of the elements of every parameter; the last parts may be shorter. The parts of
-a sub-group's parameters lie end to end in one flat fp32 tensor.
+Each rank has an equal, contiguous part of the elements of every parameter; the last parts may end in padding. The parts
+of a sub-group's parameters lie end to end in one flat fp32 tensor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -92,6 +92,6 @@ class ShardedState:
 
 
 def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
-    """Fill ``part``, the flat part of ``rank``; its elements past the end of ``whole`` are padding and stay as is."""
+    """Fill ``part``, the flat part of ``rank``; its elements past the end of ``whole`` are padding and are not set."""
     own = whole.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
     part[: own.numel()].copy_(own)

@@ -1,6 +1,6 @@
 """The tensors in which DeepSpeed 0.19.8 keeps a rank's model state, found without importing DeepSpeed.
 
-Its optimizers share no interface for this, so every attribute that one of them has is looked up on each. A test
+Its optimizers share no interface for this, so each one is searched for the attributes of all of them. A test
 compares the sum with every tensor alive in the process.
 """
 
@@ -17,8 +17,8 @@ def engine_tensors(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors
     """The model state of a rank.
 
     Args:
-        optimizer: from ``deepspeed.initialize``: DeepSpeed's own around a torch optimizer, or at stage 0 in fp32 that
-            torch optimizer itself.
+        optimizer: from ``deepspeed.initialize``: DeepSpeed's wrapper around a torch optimizer, or at stage 0 in fp32
+            the torch optimizer itself.
         parameters: of the model on this rank.
     """
     parameters = list(parameters)
@@ -45,7 +45,7 @@ def _stepped(optimizer: Any, inner: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _held(parameters: list[Tensor]) -> Iterator[Tensor]:
-    """Whole parameters, and at stage 3 this rank's part of each; the whole is empty there while it is not gathered."""
+    """Whole parameters, and at stage 3 this rank's part of each; there the whole is empty unless it is gathered."""
     for parameter in parameters:
         yield parameter.detach()
         if hasattr(parameter, "ds_tensor"):

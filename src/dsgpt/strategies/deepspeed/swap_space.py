@@ -27,13 +27,13 @@ def _own_prefix() -> str:
 class SwapSpace:
     """The folders of this machine, which its first rank makes, locks and removes.
 
-    The operating system releases the locks when the process ends, however it ends. So the next run of this host under
+    The operating system releases the locks when the process ends, however it ends. So the next run on this host under
     the same path removes the folders of killed runs. Folders of other hosts stay, because a file system that hosts
     share may show a host only its own locks (Lustre with ``localflock``, NFS with ``local_lock``).
     """
 
     def __init__(self, engine_config: dict[str, Any], recipe: Recipe, topology: Topology) -> None:
-        """Make the folders, and replace the paths in ``engine_config`` by them; collective.
+        """Make the folders, and put their paths into ``engine_config``; collective.
 
         Raises:
             UserError: on every rank, if one of the folders cannot be made.
@@ -57,7 +57,7 @@ class SwapSpace:
             block["nvme_path"] = str(Path(block["nvme_path"]) / name)
 
     def close(self) -> None:
-        """Remove the folders and everything in them, when no rank needs them any more.
+        """Remove the folders and everything in them; call it when no rank needs them any more.
 
         After an error, other ranks may still write there; the next run removes what they leave.
         """
@@ -89,6 +89,7 @@ def _make(folder: Path) -> Lock:
 def _remove_abandoned(base: Path) -> None:
     """Remove the folders under ``base`` that ended processes of this host left, as far as possible."""
     for folder in base.glob(f"{_own_prefix()}*"):
-        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:  # another user's, a link, or removed
+        # An OSError means that the folder belongs to another user, is a link, or has been removed.
+        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:
             if lock.take():  # otherwise another run holds it
-                shutil.rmtree(folder, ignore_errors=True)  # another user's, or one that another run removes too
+                shutil.rmtree(folder, ignore_errors=True)  # may fail: another user's, or another run removes it too

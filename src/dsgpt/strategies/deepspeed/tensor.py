@@ -1,8 +1,9 @@
 """Tensor parallelism x data parallelism at ZeRO stage 0, 1 or 2: DeepSpeed's AutoTP splits the layers' matrices.
 
-Written for DeepSpeed 0.19.8. Every rank of a tensor group computes on the same micro batches. What is not split is the
-same on all of them, bit for bit, because it sees the same activations, gradients and dropout masks. ZeRO divides
-gradients and optimizer state among data ranks. ``setup.engine_config`` tells AutoTP which matrices to split, and how.
+Written for DeepSpeed 0.19.8. Every rank of a tensor group computes on the same micro batches. Parameters that are
+not split are the same on all of them, bit for bit, because they see the same activations, gradients and dropout masks.
+ZeRO divides gradients and optimizer state among data ranks. ``setup.engine_config`` tells AutoTP which matrices to
+split, and how.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ class TensorParallel(Zero):
     The model is made whole in host memory, in fp32, and only what a rank keeps is copied to its device: AutoTP
     (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and frees the whole one, and the engine
     moves the rest after that (``_configure_distributed_model``). So a model may be larger than one device, but each
-    rank needs host memory for all of it while it starts. For a larger model take ``ds_configs/3d.json``, with which
+    rank needs host memory for all of it while it starts. For a larger model use ``ds_configs/3d.json``, with which
     each rank builds only its part.
     """
 
@@ -46,7 +47,7 @@ class TensorParallel(Zero):
         """See ``Zero``; at stage 0, also mark the gradients of which this rank holds a part.
 
         In bf16 and fp16, ``FP16_UnfusedOptimizer.step`` passes gradients to ``get_weight_norm``, which looks for a mark
-        that only their parameters have. Of split gradients, it would count only the first tensor rank's parts.
+        that only their parameters have. It would count only the first tensor rank's parts of split gradients.
         """
         if self._stage == 0:
             for name, parameter in self._parameters.items():
@@ -55,7 +56,7 @@ class TensorParallel(Zero):
         return super()._before_step()
 
     def _reduced_gradient_norm(self) -> Tensor:
-        """See ``Zero``; counts the parts of all tensor ranks, and once what every rank holds whole."""
+        """See ``Zero``; counts the parts of all tensor ranks, and counts once what every rank holds whole."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         parts = global_norm(gradient for name, gradient in gradients.items() if is_split(name)).double() ** 2
         dist.all_reduce(parts, group=self._tensor_group)

@@ -1,8 +1,9 @@
 """Tensor parallelism inside a transformer block, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
-The first matrix of attention and of the MLP is split by columns of the product, the second by rows, so that nothing is
-exchanged between them: one all-reduce of activations in the forward pass and one in the backward pass for each pair.
-The rows of a ``Linear``'s weight are the columns of the product. Embeddings and LayerNorms stay whole on every peer.
+Attention and the MLP each have two matrices. In the paper's notation Y = XA, the first is split by the columns of A,
+the second by its rows, so that nothing is exchanged between the two. Each pair needs one all-reduce of activations in
+the forward pass and one in the backward pass. A ``Linear`` stores A transposed: the columns of A are the rows of its
+weight. Embeddings and LayerNorms stay whole on every peer.
 """
 
 import torch
@@ -16,10 +17,10 @@ from dsgpt.strategies.deepspeed.tensor_layout import SPLIT, attend_with_own_drop
 
 
 def split_block(block: Block, group: dist.ProcessGroup) -> None:
-    """Replace the matrices of ``block`` by this rank's parts of them, in place, with uninitialised values.
+    """Replace the matrices of ``block`` with this rank's parts of them, in place, with uninitialised values.
 
     Args:
-        block: of the model's own shape; ``group``'s size divides its heads.
+        block: with whole matrices; ``group``'s size divides its number of heads.
         group: the tensor peers.
     """
     size = dist.get_world_size(group)

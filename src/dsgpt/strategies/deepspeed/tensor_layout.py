@@ -64,8 +64,8 @@ def attend_with_own_dropout(attend: Attend, *, rank: int) -> Attend:
     """``attend`` with dropout masks that differ between tensor ranks, although their random streams are the same.
 
     The streams are the same so that all ranks drop the same elements of the activations that all of them hold. But each
-    rank has other heads, which need other masks. The seed of these masks is drawn from the common stream and the rank
-    is added to it. So the streams stay equal, and a recomputed forward pass draws the same masks again.
+    rank has different heads, which need different masks. The seed of these masks is drawn from the common stream, and
+    the rank is added to it. So the streams stay equal, and a recomputed forward pass draws the same masks again.
     """
 
     def attend_with_own_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19.8's tensor-parallel sums, corrected for tensors of any layout. Import it after DeepSpeed was set up.
+"""DeepSpeed 0.19.8's tensor-parallel sums, corrected for tensors of any layout. Import it after DeepSpeed is set up.
 
 ``RowParallel.forward`` and ``ColumnParallel.backward`` (``deepspeed/module_inject/layers.py``) reduce
 ``x.contiguous()`` in place and return ``x``. If ``x`` is not contiguous, ``x.contiguous()`` is a copy: the sum is lost,
@@ -12,7 +12,7 @@ from deepspeed.module_inject import layers
 from torch import Tensor
 
 _ROW, _COLUMN = layers.RowParallel, layers.ColumnParallel
-"""DeepSpeed's classes; these names keep them after ``reduce_contiguous``."""
+"""DeepSpeed's own classes, which ``reduce_contiguous`` replaces in ``layers``."""
 
 
 class ContiguousColumnParallel(_COLUMN):  # type: ignore[misc, valid-type]  # DeepSpeed ships no types

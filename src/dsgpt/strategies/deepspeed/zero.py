@@ -80,7 +80,7 @@ class Zero(DeepSpeedStrategy):
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
             loss = self._micro_batch_loss(batch)
-            # Divides by the accumulation steps, and reduces over ranks at the last.
+            # Divides by the accumulation steps; in the last micro batch, also reduces over ranks.
             self._engine.backward(loss * self._loss_factor * own_factor)
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
@@ -166,7 +166,7 @@ class GradientSum:
 class ZeroNvme(Zero):
     """ZeRO-3 with weights or optimizer state swapped to files on a local drive (ZeRO-Infinity).
 
-    The files are in folders of this run alone; see ``swap_space``.
+    The files are in folders that only this run uses; see ``swap_space``.
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The baseline: one process, plain PyTorch. What every other strategy is compared with."""
+"""The baseline: one process, plain PyTorch. Every other strategy is compared with it."""
 
 import torch
 

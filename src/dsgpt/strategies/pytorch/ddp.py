@@ -37,7 +37,7 @@ class Ddp(TorchStrategy):
         self._buckets: list[Tensor] = []
         if config.options.compile:
             # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
-            # under 1 MiB. Between compiled blocks buckets are reduced early enough.
+            # under 1 MiB. Buckets are reduced early enough between compiled blocks.
             torch._dynamo.config.optimize_ddp = False
             compile_blocks(model)
         self._ddp = DistributedDataParallel(
@@ -45,7 +45,7 @@ class Ddp(TorchStrategy):
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=config.recipe.dsgpt.ddp.bucket_cap_mb,
             gradient_as_bucket_view=config.recipe.dsgpt.ddp.gradient_as_bucket_view,
-            init_sync=False,  # every rank makes the same initial weights, from the seed
+            init_sync=False,  # every rank makes the same initial weights itself
         )
         self._ddp.register_comm_hook(self, Ddp._average)
 
@@ -67,7 +67,7 @@ class Ddp(TorchStrategy):
             yield
         if last:
             for parameter in self._low:
-                parameter.grad = None  # the master's gradient has its average already, without rounding
+                parameter.grad = None  # the master's gradient already holds the average, not rounded
 
     def load_state(self, reader: StateReader) -> None:
         """See ``Strategy``."""
@@ -109,7 +109,7 @@ def average_in_fp32(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) 
         gradient = part.view_as(master)
         if master.grad is not None:
             gradient += master.grad
-        master.grad = gradient  # a part of what is reduced below, in place
+        master.grad = gradient  # a view of ``flat``, which is reduced in place below
     flat /= dist.get_world_size()
     reduced: Future[Tensor] = dist.all_reduce(flat, async_op=True).get_future().then(lambda _: low)
     return reduced

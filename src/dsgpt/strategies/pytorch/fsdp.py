@@ -39,9 +39,9 @@ class Fsdp(TorchStrategy):
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Until the ``last`` micro batch, every rank sums whole gradients; then they are reduced to shards.
 
-        Weights that stay gathered between forward and backward pass stay until the next micro batch too: their memory
-        is needed anyway, and they need not be gathered again. The root's weights always stay; those of the blocks stay
-        if the recipe says so.
+        Weights that stay gathered between forward and backward pass also stay gathered until the next micro batch:
+        their memory is needed anyway, and they need not be gathered again. The root's weights always stay; those of the
+        blocks stay if the recipe says so.
         """
         self._fully_sharded.set_requires_gradient_sync(last)
         self._fully_sharded.set_reshard_after_backward(last or self._reshard_after_forward)
@@ -147,7 +147,7 @@ def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
     )
     for block in model.blocks:
         shard(block, reshard_after_forward=recipe.reshard_after_forward)
-    shard(model, reshard_after_forward=False)  # the backward pass needs first the weights that the forward used last
+    shard(model, reshard_after_forward=False)  # the backward pass first needs the weights that the forward used last
     _fill(model, config, torch.device("cpu") if recipe.cpu_offload else device)
     return model
 

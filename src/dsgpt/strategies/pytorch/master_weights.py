@@ -33,7 +33,7 @@ class TrainedWeights(Protocol):
 
 
 class MasterWeights:
-    """fp32 weights beside ``model``, which is converted to ``dtype`` in place; in fp32, the model's own weights."""
+    """An fp32 copy of the weights of ``model``, which is converted to ``dtype`` in place; in fp32, its own weights."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         model.to(dtype)

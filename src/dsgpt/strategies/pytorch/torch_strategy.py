@@ -67,7 +67,7 @@ class TorchStrategy(Strategy):
             self._weights.gather_gradients()
             loss_sum += loss.detach()
         norm = self._unscale_and_clip()
-        overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 alone
+        overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 only
         if not overflow:
             self._optimizer.step()
             self._optimizer_steps += 1
@@ -162,7 +162,7 @@ class TorchStrategy(Strategy):
                     moment.copy_(self._part(state.moments[key]))
 
     def close(self) -> None:
-        """See ``Strategy``; plain PyTorch swaps to no file."""
+        """See ``Strategy``; plain PyTorch writes no swap files."""
 
 
 def compile_blocks(model: GPT2) -> None:
