@@ -78,6 +78,10 @@ def test_a_room_names_only_rooms_above_it():
         seen.add(room)
 
 
+def test_every_module_is_in_a_room():
+    assert {room_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in modules()} == ROOMS.keys()
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_imports_follow_the_rooms(path):
     own = room_of(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -97,6 +101,39 @@ def test_the_common_room_needs_nothing_but_the_standard_library_and_pydantic():
     for path in (PACKAGE / "common").glob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)}
         assert outside <= sys.stdlib_module_names | {"dsgpt", "pydantic"}
+
+
+FOUNDATIONS = {
+    "config": ("batch", "options", "recipe", "recipe_blocks", "recipe_values", "recipe_zero", "same_work"),
+    "runtime": ("interruption", "machine_probe", "topology"),
+}
+"""Modules outside the common room that need no more than it does."""
+
+
+@pytest.mark.parametrize("room", FOUNDATIONS)
+def test_foundations_need_nothing_but_the_standard_library_and_pydantic(room):
+    for module in FOUNDATIONS[room]:
+        outside = {name.split(".")[0] for name in imported(PACKAGE / room / f"{module}.py")}
+        assert outside <= sys.stdlib_module_names | {"dsgpt", "pydantic"}, module
+
+
+@pytest.mark.parametrize(
+    ("room", "scripts", "contracts"),
+    [
+        ("reports", "charts", {"config.same_work", "telemetry.sources"}),
+        ("prepare", "data_prep", {"data.sidecar", "data.token_file", "formats.tokenizer_files"}),
+    ],
+)
+def test_reports_and_data_preparation_know_only_the_file_contracts(room, scripts, contracts):
+    """Besides the common room: their other code knows nothing of models and training."""
+    used = {
+        name.removeprefix("dsgpt.").rpartition(".")[0]
+        for folder in (PACKAGE / room, REPOSITORY / scripts)
+        for path in folder.glob("*.py")
+        for name in imported(path)
+        if name.startswith("dsgpt.")
+    }
+    assert {module for module in used if module.split(".")[0] not in {"common", room}} == contracts
 
 
 def test_nothing_in_the_package_imports_a_script():

@@ -72,9 +72,10 @@ def make(goal: str, *arguments: str, clone: Path, **variables: str) -> list[str]
 @pytest.mark.parametrize("goal", GOALS)
 def test_no_python(clone, goal):
     (line,) = make(goal, clone=clone, PATH=str(clone / "nothing"))
-    assert line.startswith("error: python3 was not found")
-    assert WORKING_VERSIONS in line
-    assert "apt-get install python3 python3-venv" in line
+    assert line == (
+        f"error: python3 was not found: install Python {WORKING_VERSIONS} "
+        "(Debian: apt-get install python3 python3-venv)"
+    )
 
 
 @pytest.mark.parametrize("goal", GOALS)
@@ -88,9 +89,10 @@ def test_a_name_that_is_not_a_python(clone, goal):
 def test_a_version_that_does_not_work(clone, tmp_path, version):
     python = interpreter(tmp_path / "python", version=version)
     (line,) = make("demo", f"PYTHON={python}", clone=clone)
-    assert line.startswith(f"error: Python {version[0]}.{version[1]}.7 is not supported")
-    assert WORKING_VERSIONS in line
-    assert "make demo PYTHON=python3.12" in line
+    assert line == (
+        f"error: Python {version[0]}.{version[1]}.7 is not supported: install Python {WORKING_VERSIONS}, or name one: "
+        "make demo PYTHON=python3.12"
+    )
 
 
 @pytest.mark.parametrize("goal", GOALS)
@@ -98,8 +100,10 @@ def test_a_version_that_does_not_work(clone, tmp_path, version):
 def test_no_venv(clone, tmp_path, goal, module):
     python = interpreter(tmp_path / "python", without=module, version=(3, 12))
     (line,) = make(goal, f"PYTHON={python}", clone=clone)
-    assert line.startswith(f"error: {python} cannot make virtual environments")
-    assert "apt-get install python3-venv" in line
+    assert line == (
+        f"error: {python} cannot make virtual environments: install its venv module "
+        "(Debian: apt-get install python3-venv)"
+    )
 
 
 @pytest.mark.parametrize("version", [(3, 11), (3, 13)])

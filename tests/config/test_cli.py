@@ -158,8 +158,7 @@ def test_a_value_for_a_flag_that_takes_none():
 
 def test_flags_are_not_abbreviated():
     """--grad_accum in a script would change its meaning with the next flag of that prefix."""
-    (line,) = mistakes("--grad_accum", "2")
-    assert "did you mean --grad_accum_steps?" in line
+    assert mistakes("--grad_accum", "2") == ["--grad_accum is not a known flag (did you mean --grad_accum_steps?)"]
 
 
 def test_help_explains_every_flag(tmp_path: Path):

@@ -195,7 +195,9 @@ def test_deepspeed_gets_the_counted_number_of_buffers(tmp_path, monkeypatch):
 def test_torch_strategies_ignore_deepspeeds_split_and_note_it(tmp_path, run_type):
     config = asked(tmp_path, ranks=2, recipe={"tensor_parallel": {"autotp_size": 2}}, run_type=run_type)
     assert config.topology.data_parallel_size == 2
-    assert any("ignores" in notice and "tensor_parallel" in notice for notice in config.notices)
+    keys = "zero_optimization, tensor_parallel"
+    recipe = tmp_path / "recipe.json"
+    assert f"{run_type} ignores the keys of {recipe} that only DeepSpeed uses: {keys}" in config.notices
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,8 @@ def test_missing_files(tmp_path, snapshot):
 
 @pytest.mark.parametrize("value", [[], [5], "text", 5, None, True])
 def test_a_value_other_than_an_object(file, value):
-    (line,) = problems_of(write_recipe(file, json.dumps(value)))
-    assert "object" in line
-    assert line.endswith(f"not {value!r}")
+    found = problems_of(write_recipe(file, json.dumps(value)))
+    assert found == [f"must be an object in braces, not {value!r}"]
 
 
 ADAM, SCHEDULE, ZERO = ("optimizer", "params"), ("scheduler", "params"), "zero_optimization"
@@ -162,7 +161,7 @@ def test_a_recipe_of_many_unknown_keys_is_refused_at_once(file):
     """20,000 once took 12 s: each line was compared with all previous ones, and each key with all known ones."""
     found = problems_of(write_recipe(file, RECIPE, **{f"key_{number}": number for number in range(20_000)}))
     assert len(found) == 21
-    assert found[0].startswith("key_0 ")
+    assert found[0].startswith("key_0 is not a known key")
     assert found[-1] == f"{file} has 19,980 more unknown keys"
 
 
@@ -184,7 +183,7 @@ def test_refused_keys_are_reported_with_the_reason(file, key, reason):
 )
 def test_auto_is_refused_in_every_place(file, place):
     found = problems_of(write_recipe(file, changed(*place, to="auto")))
-    assert any(line.startswith(f'{": ".join(place)} is "auto"') for line in found)
+    assert f'{": ".join(place)} is "auto": write the value, or leave the key out for its default' in found
 
 
 def test_both_precisions(file, snapshot):

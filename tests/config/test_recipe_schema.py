@@ -58,18 +58,29 @@ def accepts(model: type, key: str, value: Any, **others: Any) -> bool:
     return True
 
 
+WRONG_OBJECTS_AND_OPTIONALS = {
+    "nvme_path": 5,
+    "buffer_count": -1,
+    "buffer_size": -1,
+    "offload_optimizer": 5,
+    "offload_param": 5,
+}
+"""A wrong value for each key whose default, None or a block, does not show the type of its values."""
+
+
 def test_types_of_values_are_deepspeeds():
     """DeepSpeed's schema accepts what ours accepts; both refuse values of another type."""
     wrong = {bool: "so-so", int: -1, str: 5}
     for ours, theirs in schemas()[:3]:
         needed = {"stage": 3} if ours is ZeroRecipe else {}
         for each in fields(ours):
-            taken = [value for value in (True, 1, 5e8, "cpu", "/tmp") if accepts(ours, each.name, value, **needed)]
-            assert taken or each.name in {"offload_optimizer", "offload_param"}
+            taken = [value for value in (True, 1, 5e8, "cpu", "/tmp", {}) if accepts(ours, each.name, value, **needed)]
+            assert taken, each.name
             assert all(accepts(theirs, each.name, value, **needed) for value in taken), each.name
-            if type(each.default) in wrong:
-                assert not accepts(ours, each.name, wrong[type(each.default)])
-                assert not accepts(theirs, each.name, wrong[type(each.default)])
+            refused = WRONG_OBJECTS_AND_OPTIONALS.get(each.name, wrong.get(type(each.default)))
+            assert refused is not None, each.name
+            assert not accepts(ours, each.name, refused), each.name
+            assert not accepts(theirs, each.name, refused), each.name
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])

@@ -193,8 +193,9 @@ def test_equal_loss_is_judged_by_a_tolerance_that_the_line_names(read, shift, pr
     values = record(training_config__precision=precision)
     a, b = read("a", values, step_lines()), read("b", values, step_lines(shift=shift))
     line = equal_loss_line(a, b)
-    assert line.startswith(f"equal loss: {answer} ")
-    assert f" {shift:.2g} in training loss" in line
+    assert line.startswith(
+        f"equal loss: {answer} (b against a: largest difference per step {shift:.2g} in training loss"
+    )
     assert f"tolerance {0.02 if precision == 'fp32' else 0.05}" in line
 
 

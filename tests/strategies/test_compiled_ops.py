@@ -105,7 +105,7 @@ def test_a_complete_library_is_loaded_from_a_read_only_folder(compilation, compl
 
 def test_a_missing_library_in_a_read_only_folder_is_an_error(compilation):
     (compilation.folder / ".dsgpt-lock").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"\(Is a directory\)"):
+    with pytest.raises(UserError, match=r"compiled code cannot be stored there \(Is a directory\)"):
         load_ops("PartBuilder")
 
 

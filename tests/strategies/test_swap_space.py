@@ -148,7 +148,7 @@ def test_a_path_that_cannot_be_used_gives_one_error_line(tmp_path):
         space(tmp_path, offload_param=tmp_path / "file" / "below")
     (line,) = caught.value.problems
     assert line.startswith(f"nvme_path {tmp_path / 'file'}")
-    assert "(Not a directory)" in line
+    assert line.endswith("cannot be used (Not a directory): name another folder")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -76,7 +76,7 @@ def test_a_finished_run_without_its_checkpoints_is_refused_too(copied_run, finis
     move_all(copied_run)
     before = tree(copied_run)
     assert resume(copied_run, finished_run, seed=99) == 2
-    assert "latest names step-00000012" in errors(capsys)[0]
+    assert "latest names step-00000012, which does not exist" in errors(capsys)[0]
     assert tree(copied_run) == before
 
 
