@@ -10,7 +10,7 @@ from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.corpus import Corpus, cut_validation, prepare_corpus
 from dsgpt.benchmarks.harness.launch import Assignment, Launch, run_job
 from dsgpt.benchmarks.harness.rank_files import RankEnd, first_failure, read_ranks
-from dsgpt.benchmarks.harness.work import SEQUENCE, VALIDATION_WINDOWS, flags, write_recipe
+from dsgpt.benchmarks.harness.work import SEQUENCE, STEPS, VALIDATION_WINDOWS, flags, write_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,11 @@ class CellRunner:
         folder: an existing folder; every cell gets a folder in it.
         repository: holds the scripts and recipes.
         device: ``cpu`` or ``cuda``.
+        steps: optimizer steps of a cell.
     """
 
-    def __init__(self, folder: Path, *, repository: Path, device: str) -> None:
-        self.folder, self.device, self._repository = folder, device, repository
+    def __init__(self, folder: Path, *, repository: Path, device: str, steps: int = STEPS) -> None:
+        self.folder, self.device, self._repository, self._steps = folder, device, repository, steps
         self.launches: list[Launch] = []
         """Those that the record lists."""
 
@@ -74,7 +75,9 @@ class CellRunner:
         folder = self.folder / (name or cell.folder)
         folder.mkdir()
         recipe = write_recipe(folder / "recipe.json", cell, recipes=self._repository / "ds_configs", training=training)
-        words = flags(cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self.device)
+        words = flags(
+            cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self.device, steps=self._steps
+        )
         return Assignment(folder=str(folder), flags=[*words, *more], call=call, arguments=dict(arguments or {}))
 
     def run(

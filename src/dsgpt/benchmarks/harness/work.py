@@ -99,8 +99,8 @@ def merged(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str) -> list[str]:
-    """The flags of ``src/gpt2.py`` that train this cell."""
+def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str, steps: int = STEPS) -> list[str]:
+    """The flags of ``src/gpt2.py`` that train this cell for ``steps`` optimizer steps."""
     values = {
         "run_type": STRATEGIES[cell.strategy].run_type,
         "train_data_path": corpus.train,
@@ -109,7 +109,7 @@ def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: st
         "deepspeed_config": recipe,
         **shape(device),
         "dropout": 0,
-        "max_train_steps": STEPS,
+        "max_train_steps": steps,
         "grad_accum_steps": cell.accumulation,
         "precision": cell.precision,
         "device": device,

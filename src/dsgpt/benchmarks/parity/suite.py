@@ -11,7 +11,7 @@ from dsgpt.benchmarks.harness.launch import Assignment, Launch
 from dsgpt.benchmarks.harness.rank_files import RankEnd
 from dsgpt.benchmarks.harness.runner import CellEnd, CellRunner
 from dsgpt.benchmarks.harness.tested import STRATEGIES, TRAININGS
-from dsgpt.benchmarks.harness.work import CLIPPING
+from dsgpt.benchmarks.harness.work import CLIPPING, STEPS
 from dsgpt.benchmarks.parity.bounds import BOUNDS, Bounds, bounds_class
 from dsgpt.benchmarks.parity.comparison import compare
 from dsgpt.benchmarks.parity.computation import Work, work_of
@@ -54,11 +54,17 @@ def bounds_of(cell: Cell, device: str) -> Bounds:
 
 
 class Suite:
-    """One run of the suite in its folder."""
+    """One run of the suite.
 
-    def __init__(self, folder: Path, *, repository: Path, device: str) -> None:
-        """Work in ``folder``, which exists; ``repository`` holds the scripts and recipes, ``device`` is cpu or cuda."""
-        self._runner, self.device = CellRunner(folder, repository=repository, device=device), device
+    Args:
+        folder: exists; the suite works in it.
+        repository: holds the scripts and recipes.
+        device: ``cpu`` or ``cuda``.
+        steps: optimizer steps of every training.
+    """
+
+    def __init__(self, folder: Path, *, repository: Path, device: str, steps: int = STEPS) -> None:
+        self._runner, self.device = CellRunner(folder, repository=repository, device=device, steps=steps), device
         self._references: dict[Work, CellEnd] = {}
         self._without_reference: dict[Work, str] = {}
 
