@@ -33,7 +33,6 @@ def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name
     assert [path.name for path in folder.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("name", ["step-7", "step-0000000012", "step-00000007.bak", ".partial-step-3"])
 def test_foreign_files_of_other_steps_are_kept(finished_run, tmp_path, capsys):
     """Another program's log of its steps proves nothing, and nothing next to it is ours either."""
     (folder := tmp_path / "theirs").mkdir()
@@ -51,6 +50,7 @@ def test_a_run_of_which_only_the_steps_are_left_is_ours(copied_run, finished_run
     assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
 
 
+@pytest.mark.parametrize("name", ["step-7", "step-0000000012", "step-00000007.bak", ".partial-step-3"])
 def test_folders_of_similar_names_are_kept(finished_run, tmp_path, name):
     folder = tmp_path / "run"
     (folder / name).mkdir(parents=True)
