@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from messages import without_torch
 from small_run import REPOSITORY
 
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
@@ -21,4 +22,4 @@ def refusal(*arguments: Any, cwd: Path) -> str:
     done = benchmark(*arguments, cwd=cwd)
     assert done.returncode == 2
     assert list(cwd.iterdir()) == []
-    return done.stderr.strip()
+    return without_torch(done.stderr).strip()

@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from messages import without_torch
 from training_runs import (
     ADAMW,
     SCRIPT,
@@ -102,7 +103,7 @@ def test_an_existing_run_is_not_changed_without_a_flag(undisturbed, corpus):
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     done = train(run, corpus, recipe, *STEPS)
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert without_torch(done.stderr).count("\n") == 1
     assert "--overwrite" in done.stderr
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
