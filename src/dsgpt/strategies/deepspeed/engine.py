@@ -134,11 +134,13 @@ class DeepSpeedStrategy(Strategy):
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy``; parameters that tensor ranks or ZeRO-3 split are left out.
 
-        ZeRO-3 leaves an empty tensor in place of a parameter that it splits. It keeps small parameters whole.
+        ZeRO-3 leaves an empty tensor in place of a parameter that it splits. It keeps small parameters whole. Those
+        that it gathers for the next forward pass may have arrived in part, and are left out too.
         """
         for name, parameter in self._parameters.items():
             split = self._topology.sizes.tensor > 1 and is_split(name)
-            if not split and parameter.shape == getattr(parameter, "ds_shape", parameter.shape):
+            whole = parameter.shape == getattr(parameter, "ds_shape", parameter.shape)
+            if whole and not split and not _in_flight(parameter):
                 yield name, parameter.detach()
 
     def state_tensors(self) -> StateTensors:
@@ -158,3 +160,9 @@ class DeepSpeedStrategy(Strategy):
 
     def close(self) -> None:
         """See ``Strategy``; an engine keeps everything in memory."""
+
+
+def _in_flight(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 is gathering ``parameter`` and has not waited for it."""
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name == "INFLIGHT"
