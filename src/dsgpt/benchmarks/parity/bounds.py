@@ -58,8 +58,9 @@ BF16_MANY, BF16_PIPELINE, BF16_SPLIT = "bf16, 4 data ranks", "bf16, pipeline", "
 _AFTER_20_STEPS = {"loss": 2.4e-3, "validation": 1.8e-3, "norm": 1.7e-2, "weights": 3.3e-2}
 
 CPU = {
-    # Only the order of sums over micro batches or ranks differs.
-    FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=2e-6, weights=2e-6),
+    # Only the order of sums over micro batches or ranks differs. Where the rate is constant from the first step on, the
+    # "first" update is that of three steps, of which Adam enlarges the differences of the smallest gradients.
+    FP32: Bounds(loss=5e-6, validation=2e-6, norm=2e-6, gradient=2e-6, update=1e-5, weights=2e-6),
     # The same roundings in the same places. Only the order of fp32 sums differs, and a product of DeepSpeed's CPU Adam.
     BF16: Bounds(gradient=1e-6, update=1e-6, **_AFTER_20_STEPS),
     # Gradients of more than two ranks are added up in bf16, in no defined order.
