@@ -14,6 +14,7 @@ from dsgpt.benchmarks.faults.outcome import Outcome
 from dsgpt.benchmarks.faults.page import faults_page
 from dsgpt.benchmarks.faults.plan import KILLS, MOMENTS, RUNS, SAVE_EVERY, SEED, STEPS, VICTIMS, seeded_kills
 from dsgpt.benchmarks.faults.processes import Missed
+from dsgpt.benchmarks.faults.runs import resumed_from
 from dsgpt.benchmarks.faults.suite import Fault, all_faults, try_faults
 from dsgpt.config.options import SAVE_MODES
 from dsgpt.telemetry.sources import without_sources
@@ -77,3 +78,16 @@ def test_the_page_lists_faults_that_were_not_run():
     fault = next(fault for fault in record["faults"] if fault["kind"] == "disk")
     fault |= {"status": "not run", "not_run": "this user may not mount", "measured": {}, "said": []}
     assert f"* {fault['name']}: not run: this user may not mount" in faults_page(record, source="here")
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ("resuming from run/step-00000008 (ddp on 2 ranks) as ddp on 2 ranks", 8),
+        ("run holds a finished run; nothing to do", 24),
+        ("run holds no checkpoint yet: starting from the first step", 0),
+    ],
+)
+def test_the_step_from_which_a_run_continued(line, step):
+    """A short run may end before its ranks notice that their launcher is gone: then nothing is lost."""
+    assert resumed_from(f"batch       12 sequences\n{line}\n", taken=24) == step

@@ -42,7 +42,7 @@ class Resumed:
 
     output: str
     resumed_from: int
-    """The checkpoint's step; 0 for a fresh start."""
+    """The checkpoint's step; 0 for a fresh start. The last step if the run was finished before it noticed the fault."""
     taken: int
     """The last step that the run had logged before."""
     wrong: str
@@ -155,7 +155,7 @@ class Runs:
         return Resumed(
             output=output,
             taken=taken,
-            resumed_from=_resumed_from(output),
+            resumed_from=resumed_from(output, taken=taken),
             wrong=wrong,
             seconds=time.perf_counter() - started,
         )
@@ -190,7 +190,10 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     return record
 
 
-def _resumed_from(output: str) -> int:
+def resumed_from(output: str, *, taken: int) -> int:
+    """The step from which a run continued that printed ``output`` and had logged steps up to ``taken``."""
+    if "holds a finished run" in output:
+        return taken
     found = re.search(r"resuming from \S*/step-(\d{8})", output)
     return int(found[1]) if found else 0
 
