@@ -52,20 +52,7 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
         help="checkpoint of a run: the newest, or the one with the lowest validation loss (default: latest)",
     )
     parser.add_argument("--prompt", default="", help="text to continue (default: none, the start of a document)")
-    wholes = (
-        ("--max_new_tokens", 1, 100, "N", "tokens to add"),
-        ("--num_samples", 1, 1, "N", "continuations to draw"),
-        ("--top_k", 1, 50, "K", "sample from the K likeliest"),
-        ("--seed", 0, 1337, "N", "same seed, same text"),
-    )
-    for flag, low, default, metavar, text in wholes:
-        parser.add_argument(
-            flag,
-            type=reader.whole(flag, low=low),
-            default=default,
-            metavar=metavar,
-            help=f"{text} (default: {default})",
-        )
+    _add_whole_numbers(parser, reader)
     parser.add_argument(
         "--temperature",
         type=reader.number("--temperature"),
@@ -81,6 +68,23 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
         help="where to compute (default: auto)",
     )
     return parser
+
+
+def _add_whole_numbers(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    wholes = (
+        ("--max_new_tokens", 1, 100, "N", "tokens to add"),
+        ("--num_samples", 1, 1, "N", "continuations to draw"),
+        ("--top_k", 1, 50, "K", "sample from the K likeliest"),
+        ("--seed", 0, 1337, "N", "same seed, same text"),
+    )
+    for flag, low, default, metavar, text in wholes:
+        parser.add_argument(
+            flag,
+            type=reader.whole(flag, low=low),
+            default=default,
+            metavar=metavar,
+            help=f"{text} (default: {default})",
+        )
 
 
 if __name__ == "__main__":
