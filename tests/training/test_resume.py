@@ -82,7 +82,9 @@ def test_resume_without_a_run_starts_fresh(corpus, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.json")
     run = tmp_path / "new"
     run.mkdir()
-    (run / "metrics.jsonl").write_text("", encoding="utf-8")  # a run that was killed before its first save
+    # what a run that was killed before its first step leaves: its configuration, and no lines yet
+    (run / "config.json").write_text(json.dumps({"options": {}, "training_config": {}}), encoding="utf-8")
+    (run / "metrics.jsonl").touch()
     done = train(run, corpus, recipe, "--max_train_steps", "2", "--resume")
     finished(done)
     assert "no checkpoint yet; starting fresh" in done.stdout
