@@ -1,6 +1,7 @@
 """``python src/benchmark.py faults``: what is planned, the command, its record and its page."""
 
 import json
+import signal
 from collections import Counter
 from itertools import product
 
@@ -15,6 +16,7 @@ from dsgpt.benchmarks.faults.page import faults_page
 from dsgpt.benchmarks.faults.plan import KILLS, MOMENTS, RUNS, SAVE_EVERY, SEED, STEPS, VICTIMS, seeded_kills
 from dsgpt.benchmarks.faults.processes import Missed
 from dsgpt.benchmarks.faults.runs import resumed_from
+from dsgpt.benchmarks.faults.signals import SentSignal, finished_unaware
 from dsgpt.benchmarks.faults.suite import Fault, all_faults, try_faults
 from dsgpt.config.options import SAVE_MODES
 from dsgpt.telemetry.sources import without_sources
@@ -91,3 +93,16 @@ def test_the_page_lists_faults_that_were_not_run():
 def test_the_step_from_which_a_run_continued(line, step):
     """A short run may end before its ranks notice that their launcher is gone: then nothing is lost."""
     assert resumed_from(f"batch       12 sequences\n{line}\n", taken=24) == step
+
+
+@pytest.mark.parametrize(
+    ("to", "code", "status", "finished"),
+    [
+        ("the launcher", -signal.SIGUSR1, "completed", True),
+        ("the launcher", -signal.SIGUSR1, "interrupted", False),
+        ("the launcher", 0, "completed", False),  # it passed the signal on, and the run ignored it
+        ("rank 1", -signal.SIGUSR1, "completed", False),
+    ],
+)
+def test_a_run_may_end_before_it_notices_that_its_launcher_is_gone(to, code, status, finished):
+    assert finished_unaware(SentSignal(run="ddp", signal=signal.SIGUSR1, to=to), code=code, status=status) is finished

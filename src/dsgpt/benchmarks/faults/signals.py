@@ -81,13 +81,14 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
         lines = _lines_of(training)
     status = read_record(run_dir)["status"]
     resumed = runs.resume(plan.run, run_dir)
+    finished = finished_unaware(plan, code=code, status=status)
     wrong = all_wrong(
         (code == 0, "the launcher ended with exit code 0"),
         (plan.run == "baseline" and code != EXIT_STOPPED, f"exit code {code} instead of {EXIT_STOPPED}"),
-        (status != "interrupted", f"its record says {status}"),
+        (status != "interrupted" and not finished, f"its record says {status}"),
         (resumed.steps_lost > 0, f"{resumed.steps_lost} steps are lost"),
         (gone_sec > GONE_SEC, f"a process was left for {gone_sec:.0f} s"),
-        (not lines, "the run printed nothing about it"),
+        (not lines and not finished, "the run printed nothing about it"),
         (bool(resumed.wrong), resumed.wrong),
     )
     measured = {
@@ -100,6 +101,17 @@ def try_signal(runs: Runs, plan: SentSignal) -> Outcome:
     }
     seconds = time.perf_counter() - started
     return Outcome(kind="request", name=plan.name, wrong=wrong, seconds=seconds, measured=measured, said=lines)
+
+
+def finished_unaware(plan: SentSignal, *, code: int, status: str) -> bool:
+    """Whether the run ended before it noticed that its launcher was gone: then nothing was left to stop or to save.
+
+    Args:
+        plan: what was sent.
+        code: the launcher's exit code; negative if the signal itself ended it.
+        status: that of the run's record.
+    """
+    return plan.to == "the launcher" and code == -plan.signal and status == "completed"
 
 
 def _try_twice(runs: Runs, plan: SentSignal) -> Outcome:
