@@ -2,8 +2,8 @@
 
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
 ``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
-waits for checkpoints. Every measurement is a command with its own flags, and writes a JSON record and a page made of
-it.
+waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``recipes`` searches the
+settings of small models. Every measurement is a command with its own flags, and writes a JSON record and a page of it.
 """
 
 import argparse
@@ -20,9 +20,12 @@ from dsgpt.benchmarks.harness.pages import SuitePage, make_page
 from dsgpt.benchmarks.harness.records import RECORDS, check_lines, remake_records
 from dsgpt.benchmarks.harness.tested import STRATEGIES
 from dsgpt.benchmarks.parity import command as parity
+from dsgpt.benchmarks.recipes import command as recipes
+from dsgpt.benchmarks.recipes.grid import SEARCHES
 from dsgpt.benchmarks.resume import command as resume
 from dsgpt.benchmarks.resume.matrix import PAIRS, SEED
 from dsgpt.benchmarks.saving import command as saving
+from dsgpt.benchmarks.speed import command as speed
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.script import run_script
@@ -52,6 +55,8 @@ SUITES: dict[str, Suite[Any]] = {
     "resume": Suite(resume.ResumeOptions, resume.run_resume, resume.PAGE),
     "faults": Suite(faults.FaultOptions, faults.run_faults, faults.PAGE),
     "saving": Suite(saving.SavingOptions, saving.run_saving, saving.PAGE),
+    "speed": Suite(speed.SpeedOptions, speed.run_speed, speed.PAGE),
+    "recipes": Suite(recipes.RecipesOptions, recipes.run_recipes, recipes.PAGE),
 }
 COMMANDS = (*SUITES, "records")
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -71,6 +76,13 @@ otherwise.""",
     "saving": """\
 saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
+    "speed": """\
+speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
+tokens, and compare their tokens per second; compare DeepSpeed's engine with the plain loop, and several devices with
+one; measure peak memory, start-up, and what this machine can do. Exit code 0: every goal was reached; 1: otherwise.""",
+    "recipes": """\
+recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
+most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended.""",
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
@@ -100,6 +112,18 @@ examples:
 examples:
   python src/benchmark.py saving
   python src/benchmark.py saving --rounds 10""",
+    "speed": """\
+examples:
+  git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
+  python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
+  python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
+  python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT""",
+    "recipes": f"""\
+examples:
+  python src/benchmark.py recipes
+  python src/benchmark.py recipes --size demo
+
+sizes: {", ".join(SEARCHES)}""",
     "records": f"""\
 examples:
   python src/benchmark.py records --check
@@ -165,6 +189,8 @@ class _Flags:
             "resume": self._of_resume,
             "faults": self._of_faults,
             "saving": self._of_saving,
+            "speed": self._of_speed,
+            "recipes": self._of_recipes,
             "records": self._of_records,
         }
         add_own[what]()
@@ -198,6 +224,29 @@ class _Flags:
     def _of_saving(self) -> None:
         self._number("--rounds", default=5, low=1, text="runs of each save mode (default: 5)")
         self._device("cpu or cuda")
+
+    def _of_speed(self) -> None:
+        self._number("--rounds", default=5, low=1, text="turns of every trainer in a row (default: 5)")
+        self._parser.add_argument(
+            "--peer",
+            nargs="+",
+            default=(),
+            metavar="NAME=FOLDER",
+            help="checkouts to compare with: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
+        )
+        self._only("KEY", "rows, by the beginnings of their keys")
+        self._device("cpu or cuda")
+
+    def _of_recipes(self) -> None:
+        self._parser.add_argument(
+            "--size",
+            type=self._reader.choice("--size", tuple(SEARCHES), None),
+            nargs="+",
+            default=(),
+            metavar="SIZE",
+            help="only these model sizes (default: all)",
+        )
+        self._device("cpu, one training per core, or cuda, one at a time")
 
     def _of_records(self) -> None:
         self._parser.add_argument("--check", action="store_true", help="remake nothing; list which records are old")

@@ -18,15 +18,17 @@ from dsgpt.common.script import complain, run_script
 from dsgpt.runtime.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-GLOBAL_BATCH_SIZE = 32  # as in the recipe; the number of GPUs must divide it
+GLOBAL_BATCH_SIZE = 8  # as in the recipe; the number of GPUs must divide it
+STEPS = 800
+PROMPT = "def main("
 WORK = [
-    "--deepspeed_config", "ds_configs/zero1.json",
+    "--deepspeed_config", "ds_configs/sizes/demo.json",
     "--model_size", "demo",
     "--seq_length", "128",
-    "--eval_every", "50",
-    "--max_val_steps", "20",
-    "--save_every", "50",
-    "--steps_per_print", "10",
+    "--eval_every", "200",
+    "--max_val_steps", "80",
+    "--save_every", "200",
+    "--steps_per_print", "40",
 ]  # fmt: skip
 
 
@@ -62,7 +64,7 @@ class Demo:
 
 
 def main() -> int:
-    """Run the four steps, each of which skips what is already done; returns the exit code of the first that fails."""
+    """Run the five steps, each of which skips what is already done; returns the exit code of the first that fails."""
     flags = _read_flags()
     from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
@@ -76,8 +78,8 @@ def main() -> int:
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
         if code := step(demo):
             return complain([f"the demo stopped at step {number}, {title} (exit code {code})"], code)
-    print(f"\nthe demo took {time.perf_counter() - started:.0f} s; ask its model for text with")
-    print(f'  .venv/bin/python src/generate.py --checkpoint {demo.run_folder("zero1")} --prompt "def main("')
+    print(f"\nthe demo took {time.perf_counter() - started:.0f} s; ask its model for more with")
+    print(f"  .venv/bin/python {shlex.join(_sample_words(demo))}")
     return 0
 
 
@@ -87,9 +89,9 @@ def _read_flags() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=reader.whole("--steps", low=1),
-        default=200,
+        default=STEPS,
         metavar="N",
-        help="optimizer steps of each training (default: 200)",
+        help=f"optimizer steps of each training (default: {STEPS})",
     )
     parser.add_argument(
         "--into",
@@ -112,6 +114,7 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
         (f"train the baseline on one device ({device})", _train_baseline),
         (f"train the same with DeepSpeed ZeRO-1 on {devices}", _train_zero1),
         ("compare them", _compare),
+        ("write text with the second model", _sample),
     ]
 
 
@@ -137,6 +140,14 @@ def _compare(demo: Demo) -> int:
     charts = demo.into / "charts" / "demo"
     runs = [word for name in ("baseline", "zero1") for word in ("--run", f"{name}={demo.run_folder(name)}")]
     return _run([sys.executable, "charts/generate_charts.py", "--output-dir", str(charts), *runs])
+
+
+def _sample(demo: Demo) -> int:
+    return _run([sys.executable, *_sample_words(demo)])
+
+
+def _sample_words(demo: Demo) -> list[str]:
+    return ["src/generate.py", "--checkpoint", str(demo.run_folder("zero1")), "--prompt", PROMPT]
 
 
 def _resume_or_overwrite(words: Sequence[str]) -> str:

@@ -27,8 +27,7 @@ def demo(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mod
     specification.loader.exec_module(module)
     shutil.copytree(corpus.train.parent, tmp_path / "data" / "python-stdlib")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds_configs").mkdir()
-    shutil.copy(REPOSITORY / "ds_configs" / "zero1.json", tmp_path / "ds_configs")
+    shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
     shape = ["--num_layers", "1", "--num_heads", "1", "--embedding_size", "16", "--max_position_embeddings", "128"]
     monkeypatch.setattr(module, "WORK", [*module.WORK, *shape])
     return module
@@ -65,7 +64,7 @@ def test_an_interrupted_run_is_resumed(demo, capsys):
 
 def test_another_recipe_or_text_starts_again(demo, capsys):
     baseline(demo, steps=1)
-    recipe = Path("ds_configs/zero1.json")
+    recipe = Path("ds_configs/sizes/demo.json")
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"gradient_clipping": 0.5}))
     assert baseline(demo, steps=1) == "--overwrite"
     assert "  gradient clipping is 0.5 but " in capsys.readouterr().out

@@ -42,6 +42,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.resume": _SUITE,
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
+    "benchmarks.speed": _SUITE,
+    "benchmarks.recipes": _SUITE,
 }
 """The rooms that each room of the package may import from, besides itself. A cycle is impossible, because a room only
 names rooms above it."""

@@ -73,6 +73,7 @@ EVERY_FLAG = {
     "allow_changed": "data,recipe",
     "overwrite": None,
     "verify_data": None,
+    "no_inference": None,
     "dry_run": None,
     "local_rank": "20",
 }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsgpt.inference import latency
 from dsgpt.inference.decode import Cache, generate
 from dsgpt.inference.latency import measure_latency
 from dsgpt.model.config import GPT2Config
@@ -96,6 +97,25 @@ def test_latency_counts_what_it_generated(positions, prompt_tokens, new_tokens):
     assert (found["prompt_tokens"], found["new_tokens"]) == (prompt_tokens, new_tokens)
     assert 0 < found["latency_min_sec"] <= found["latency_sec"] <= found["latency_max_sec"]
     assert found["tokens_per_sec"] == pytest.approx(new_tokens / found["latency_sec"])
+
+
+@pytest.mark.parametrize(
+    ("token_sec", "new_tokens", "repetitions"), [(0.001, 100, 15), (0.03, 100, 2), (0.2, 44, 1), (30.0, 1, 1)]
+)
+def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, token_sec, new_tokens, repetitions):
+    now = [0.0]
+
+    def slowly(_model, _prompt, *, new_tokens):
+        for _ in range(new_tokens):
+            now[0] += token_sec
+            yield 0
+
+    monkeypatch.setattr(latency, "generate", slowly)
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    found = measure_latency(random_model(200), torch.arange(64) % VOCABULARY)
+    assert (found["new_tokens"], found["repetitions"]) == (new_tokens, repetitions)
+    assert found["latency_sec"] == pytest.approx(new_tokens * token_sec)
+    assert now[0] <= max(latency.TOTAL_SEC, 2 * token_sec)
 
 
 def test_one_position_has_no_latency():

@@ -149,6 +149,7 @@ CHANGED: dict[str, Pair] = {
     "--allow_changed": (Asked(), Asked(changes=[CHANGE])),
     "--overwrite": as_options(overwrite=True),
     "--verify_data": flag("verify_data", True),
+    "--no_inference": flag("no_inference", True),
     "--dry_run": flag("dry_run", True),
     "--local_rank": flag("local_rank", 0),
     "model.n_layer": flag("num_layers", 3),

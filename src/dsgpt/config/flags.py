@@ -171,6 +171,9 @@ def _add_length_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         ("--steps_per_print", 1, "print a line every N steps (default: the JSON's, else 10)"),
     ):
         group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
+    group.add_argument(
+        "--no_inference", action="store_true", help="do not time generation after the last step, for up to 10 s"
+    )
 
 
 def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:

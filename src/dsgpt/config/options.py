@@ -57,6 +57,7 @@ class Options:
     allow_changed: tuple[str, ...] = ()
     overwrite: bool = False
     verify_data: bool = False
+    no_inference: bool = False
     dry_run: bool = False
     local_rank: int | None = None
 

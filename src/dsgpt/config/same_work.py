@@ -150,6 +150,7 @@ HARMLESS: dict[str, str] = {
     "--resume": _RESUMES,
     "--overwrite": "decides what happens to an earlier run in the folder",
     "--verify_data": "reads the data once more to check its hash; the hash itself counts",
+    "--no_inference": "leaves out a measurement after the last step",
     "--dry_run": "trains nothing",
     "--local_rank": _EXECUTES,
     "recipe.path": _NAMES,

@@ -1,5 +1,10 @@
-"""Times generation with a trained model: one prompt, batch 1, greedy, key-value cache, after a warm-up."""
+"""Times generation with a trained model: one prompt, batch 1, greedy, key-value cache, after a warm-up.
 
+The whole measurement takes about ten seconds at most: a slow model repeats less often, and a very slow one generates
+fewer tokens.
+"""
+
+import math
 import statistics
 import time
 from typing import Any
@@ -13,30 +18,36 @@ from dsgpt.telemetry.record import GENERATED_TOKENS
 
 MAX_PROMPT_TOKENS = 16
 REPETITIONS = 15
+TOTAL_SEC, WARM_UP_SEC = 10.0, 1.0
+"""Bounds on the whole measurement and on its warm-up; the generation of one token is never interrupted."""
 
 
 def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
-    """Generate up to 100 tokens after the start of ``ids`` and time it; the median of 15 runs after a warm-up.
+    """Generate up to 100 tokens after the start of ``ids`` and time it; the median of up to 15 repetitions.
 
     Args:
         model: whole, in the precision it trained in, in evaluation mode.
         ids: validation ids on the model's device, (n,).
 
     Returns:
-        The ``inference`` block of the record, times in seconds; None where the model has a single position.
+        The ``inference`` block of the record, times in seconds; None where there is no prompt, or no position after it.
     """
-    positions = model.config.block_size
+    positions, started = model.config.block_size, time.perf_counter()
     prompt = ids[: min(MAX_PROMPT_TOKENS, positions // 2)]
     new_tokens = min(GENERATED_TOKENS, positions - prompt.numel())
     if prompt.numel() == 0:
         return None
-    seconds = [_timed(model, prompt, new_tokens) for _ in range(1 + REPETITIONS)][1:]
+    generated, warm_up_sec = _timed(model, prompt, new_tokens, at_most_sec=WARM_UP_SEC)
+    new_tokens = max(1, min(new_tokens, int(generated / warm_up_sec * (TOTAL_SEC - warm_up_sec))))
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < REPETITIONS and time.perf_counter() - started + max(seconds) < TOTAL_SEC):
+        seconds.append(_timed(model, prompt, new_tokens)[1])
     latency = statistics.median(seconds)
     return {
         "prompt_tokens": prompt.numel(),
         "new_tokens": new_tokens,
         "batch_size": 1,
-        "repetitions": REPETITIONS,
+        "repetitions": len(seconds),
         "latency_sec": latency,
         "latency_min_sec": min(seconds),
         "latency_max_sec": max(seconds),
@@ -44,10 +55,13 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
     }
 
 
-def _timed(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
-    started = time.perf_counter()
-    for _ in generate(model, prompt, new_tokens=new_tokens):
-        pass  # fetches each id from the device as soon as it is generated, as an application does
+def _timed(model: GPT2, prompt: Tensor, new_tokens: int, *, at_most_sec: float = math.inf) -> tuple[int, float]:
+    """Generate ``new_tokens``, or as many as begin within ``at_most_sec``; returns their number and the seconds."""
+    started, generated = time.perf_counter(), 0
+    for _ in generate(model, prompt, new_tokens=new_tokens):  # fetches each id at once, as an application does
+        generated += 1
+        if time.perf_counter() - started > at_most_sec:
+            break
     if prompt.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return generated, time.perf_counter() - started

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsgpt.model.config import GPT2Config
+from dsgpt.model.linear_cross_entropy import linear_cross_entropy
 
 
 class KeyValueCache(Protocol):
@@ -100,6 +101,22 @@ class Block(nn.Module):
         return out
 
 
+class Head(nn.Linear):
+    """The language-modelling head: logits, or the loss of targets. Rows that pad the vocabulary are never predicted."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
+        self.vocab_size = config.vocab_size
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """(B, T, C) to logits (B, T, V); with ``targets``, (B, T), to their loss, as ``linear_cross_entropy``."""
+        if targets is None:
+            return F.linear(x, self.weight[: self.vocab_size])
+        return linear_cross_entropy(
+            x.flatten(0, 1), self.weight, targets.flatten(), vocab_size=self.vocab_size, reduction=reduction
+        )
+
+
 class GPT2(nn.Module):
     """GPT-2 with its language-modelling head. Parameter names are canonical for every strategy and checkpoint.
 
@@ -117,7 +134,7 @@ class GPT2(nn.Module):
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = Head(config)
         self.lm_head.weight = self.wte.weight
 
     def forward(
@@ -132,7 +149,6 @@ class GPT2(nn.Module):
         """Logits of shape (B, T, V) for ``ids`` of shape (B, T), or with ``targets`` (B, T) their loss in fp32.
 
         The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; a target of -100 is left out.
-        The logits of padded vocabulary rows are cut off before the softmax, so padding is never predicted.
         ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences; with
         a cache it is ignored.
         """
@@ -144,10 +160,8 @@ class GPT2(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x, cache)
-        logits: Tensor = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]  # (B, T, V)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+        out: Tensor = self.lm_head(self.ln_f(x), targets, reduction)
+        return out
 
 
 def parameter_shapes(config: GPT2Config) -> dict[str, torch.Size]:

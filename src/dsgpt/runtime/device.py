@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from dsgpt.runtime.host_memory import keep_freed_memory
 from dsgpt.runtime.topology import Topology
 
 
@@ -39,7 +40,7 @@ def default_precision(kind: str) -> str:
 
 
 def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device:
-    """Select the device of this process, and make it the default for CUDA calls.
+    """Select the device of this process, and make it the default for CUDA calls; on a CPU, keep freed memory.
 
     Args:
         kind: ``cpu`` or ``cuda``.
@@ -49,6 +50,7 @@ def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device
     if threads is not None:
         torch.set_num_threads(threads)
     if kind == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     device = torch.device("cuda", local_rank if cuda_devices() > 1 else 0)
     torch.cuda.set_device(device)

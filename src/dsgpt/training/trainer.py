@@ -146,8 +146,10 @@ class Trainer:
 
     def _complete(self) -> None:
         config, journal = self._config, self._journal
-        inference = measure_inference(config, self._strategy, device=self._device, interruption=self._interruption)
-        journal.record.inference = inference
+        if not config.options.no_inference:
+            journal.record.inference = measure_inference(
+                config, self._strategy, device=self._device, interruption=self._interruption
+            )
         if self._stopping.agreed():
             raise self._stopping.stop("when all steps were done and saved, before the end of the run")
         journal.write("completed")

@@ -1,4 +1,4 @@
-"""The text that the suites train on: a few modules of the standard library, prepared by ``data_prep/preprocess.py``."""
+"""The texts that suites train on, prepared by ``data_prep/preprocess.py``: of the standard library, a part or all."""
 
 import shutil
 import subprocess
@@ -43,6 +43,20 @@ def prepare_corpus(repository: Path, folder: Path) -> Corpus:
     if done.returncode:
         raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
     return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
+
+
+def prepare_demo(repository: Path, folder: Path) -> Path:
+    """The text of ``make demo`` in ``folder``, prepared once.
+
+    Raises:
+        UserError: the script failed.
+    """
+    if not (folder / "train.bin").exists():
+        command = [sys.executable, "data_prep/preprocess.py", "--output_dir", str(folder)]
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip()[-500:]}")
+    return folder
 
 
 def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:

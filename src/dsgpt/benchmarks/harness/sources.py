@@ -6,7 +6,7 @@ from dsgpt.telemetry.sources import PARAGRAPH, Hashes, by_folder, changed_files,
 
 SUITES = ("parity", "resume", "faults", "saving")
 DEMO = "demo"
-_TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/*.json", "requirements.txt", "src/dsgpt/**/*.py")
+_TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
 _OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/reports")
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")

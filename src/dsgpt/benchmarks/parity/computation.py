@@ -4,11 +4,14 @@ In fp32 the split changes none of the first five digits. In bf16 every product i
 differently for another split, so only a reference with the same split can be compared closely.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.tested import ACCUMULATED, EVERY, STRATEGIES
+
+PIPELINES = ("pipeline.json", "3d.json")
+"""Recipes with a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -23,6 +26,10 @@ class Split:
     """Where gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty for nowhere:
     gradients are fp32 from the end of a micro batch's backward pass on."""
 
+    whole_logits: bool = False
+    """Whether the loss is that of all logits of a micro batch at once, as in a pipeline, which rounds the scale of the
+    loss with them; in fp32 the reference always computes it so."""
+
     def simplest(self) -> "Split":
         """The canonical form of this split: cells that compute the same have equal forms, and so share a reference.
 
@@ -33,7 +40,7 @@ class Split:
             low = ACCUMULATED
         if self.data_ranks == 1 and (self.accumulation == 1 or low == EVERY):
             low = ""
-        return Split(data_ranks=self.data_ranks, accumulation=self.accumulation, low=low)
+        return replace(self, low=low)
 
 
 class Work(NamedTuple):
@@ -53,5 +60,10 @@ def work_of(cell: Cell) -> Work:
     split = Split()
     if cell.precision != "fp32":
         data_ranks = cell.ranks // strategy.model_ranks
-        split = Split(data_ranks=data_ranks, accumulation=cell.accumulation, low=strategy.low).simplest()
+        split = Split(
+            data_ranks=data_ranks,
+            accumulation=cell.accumulation,
+            low=strategy.low,
+            whole_logits=strategy.recipe in PIPELINES,
+        ).simplest()
     return Work(cell.optimizer, cell.precision, strategy.training, split)

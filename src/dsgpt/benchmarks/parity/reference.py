@@ -75,7 +75,8 @@ def _loss_and_gradients(
     losses, found = [], []
     for chunk in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
         model.zero_grad()
-        loss = model(*chunk) / split.accumulation
+        whole = split.whole_logits or config.precision == "fp32"
+        loss = (_loss_of_all_logits(model, *chunk) if whole else model(*chunk)) / split.accumulation
         (loss * scale).backward()
         losses.append(float(loss))
         found.append([_gradient(value).clone() for value in model.parameters()])
@@ -88,6 +89,11 @@ def _loss_and_gradients(
         parts = [_added([[value.to(between) for value in one] for one in sums], between)]
     factor = scale * split.data_ranks
     return sum(losses) / split.data_ranks, [value / factor for value in _added(parts, torch.float32)]
+
+
+def _loss_of_all_logits(model: GPT2, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss by PyTorch's own function, instead of the model's."""
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dsgpt.optimization.optimizer import set_learning_rate
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.strategies.base import StateTensors, StepResult, Strategy
 from dsgpt.strategies.deepspeed.engine_state import HeldState, PartitionedState, WholeState
+from dsgpt.strategies.deepspeed.gradient_norm import take_norms_of_blocks
 from dsgpt.strategies.deepspeed.protocols import Engine
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.sharded_state import ShardedState
@@ -66,6 +67,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=ds_config, mpu=groups
         )
+        take_norms_of_blocks(self._optimizer)
         kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsgpt.checkpointing.training_state import ParamState
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
+from dsgpt.optimization.optimizer import square_sum
 from dsgpt.runtime.process_group import sum_over_ranks
 from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
@@ -76,14 +77,14 @@ class PipelineParallel(DeepSpeedStrategy):
     def _global_norm(self) -> Tensor:
         """The gradient norm of the whole model: every parameter counts on one stage and one tensor peer.
 
-        ``ds_pipe_replicated`` marks the tied embedding on all stages but the first that has it. Squares are summed in
-        fp64, as in ``optimization.optimizer.global_norm``.
+        ``ds_pipe_replicated`` marks the tied embedding on all stages but the first that has it.
         """
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for name, parameter in self._parameters.items():
-            replicated: bool = attached(parameter, "ds_pipe_replicated")
-            if not replicated and (is_split(name) or self._topology.tensor_rank == 0):
-                squares += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
+        own = [
+            parameter.grad
+            for name, parameter in self._parameters.items()
+            if not attached(parameter, "ds_pipe_replicated") and (is_split(name) or self._topology.tensor_rank == 0)
+        ]
+        squares = square_sum(gradient for gradient in own if gradient is not None).to(self._device)
         dist.all_reduce(squares, group=self._engine.grid.get_model_parallel_group())
         return squares.sqrt().float()
 

@@ -71,8 +71,12 @@ class StageBlock(Block):
 
 
 def _logits(vocab_size: int, embedding: nn.Embedding, x: Tensor) -> Tensor:
-    """The language-modelling head, whose weight is the embedding's: (B, T, C) to (B, T, V)."""
-    return F.linear(x, embedding.weight)[..., :vocab_size]
+    """The language-modelling head, whose weight is the embedding's: (B, T, C) to (B, T, V).
+
+    All logits exist here: DeepSpeed calls the loss outside of its module, and looks at gradients of weights that are
+    used there before they are complete, so ``linear_cross_entropy`` cannot be used.
+    """
+    return F.linear(x, embedding.weight[:vocab_size])
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no types

@@ -85,6 +85,9 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     if recipe.zero_stage > 0:
         # DeepSpeed's default at stage 3 is true, which has had races on GPUs. Parity has not been shown there.
         ds_config["zero_optimization"].setdefault("overlap_comm", False)
+    if recipe.zero_stage == 1 and config.topology.world_size == 1:
+        # A single rank sends nothing, so its gradients need not be copied to a bucket first.
+        ds_config["zero_optimization"].setdefault("contiguous_gradients", False)
     _complete_swapping(ds_config, config)
     return ds_config
 
@@ -115,7 +118,9 @@ def build_deepspeed_optimizer(parameters: dict[str, nn.Parameter], recipe: Recip
     """The recipe's optimizer over ``parameters`` (canonical name to parameter), for ``deepspeed.initialize``."""
     groups = parameter_groups(parameters, recipe.optimizer)
     if not recipe.uses_deepspeed_adam:
-        return build_optimizer(groups, recipe.optimizer)
+        # The stages of a pipeline have the tied embedding at different places of their flat buffers. All must round
+        # its update alike.
+        return build_optimizer(groups, recipe.optimizer, fused=recipe.pipeline.stages == 1)
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
 
     load_ops("CPUAdamBuilder")

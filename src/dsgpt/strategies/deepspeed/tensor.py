@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2, Attention
-from dsgpt.optimization.optimizer import global_norm
+from dsgpt.optimization.optimizer import square_sum
 from dsgpt.strategies.deepspeed.protocols import attach
 from dsgpt.strategies.deepspeed.tensor_layout import attend_with_own_dropout, is_split
 from dsgpt.strategies.deepspeed.zero import Zero
@@ -58,8 +58,8 @@ class TensorParallel(Zero):
     def _reduced_gradient_norm(self) -> Tensor:
         """See ``Zero``; counts the parts of all tensor ranks, and counts once what every rank holds whole."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        parts = global_norm(gradient for name, gradient in gradients.items() if is_split(name)).double() ** 2
+        parts = square_sum(gradient for name, gradient in gradients.items() if is_split(name))
         dist.all_reduce(parts, group=self._tensor_group)
-        shared = global_norm(gradient for name, gradient in gradients.items() if not is_split(name)).double() ** 2
+        shared = square_sum(gradient for name, gradient in gradients.items() if not is_split(name))
         norm: Tensor = (parts + shared).sqrt().float()
         return norm

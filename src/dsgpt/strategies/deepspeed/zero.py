@@ -15,6 +15,7 @@ from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.optimizer import global_norm
 from dsgpt.runtime.process_group import sum_over_ranks
 from dsgpt.strategies.base import to_device
+from dsgpt.strategies.deepspeed.bf16_gradients import spare_passes
 from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.protocols import UnfusedOptimizer
@@ -36,6 +37,7 @@ class Zero(DeepSpeedStrategy):
         model = build_sharded(config, ds_config) if self._stage == 3 else _build_whole(config, device)
         self._parameters = dict(model.named_parameters())
         self._start(model, config, ds_config=ds_config, groups=self._spread(model, config))
+        spare_passes(self._optimizer, single_rank=config.topology.world_size == 1, engine=self._engine)
         self._gradient_sum: GradientSum | None = None
         if self._stage == 0 and self._precision != "fp32":
             self._undo_first_step()

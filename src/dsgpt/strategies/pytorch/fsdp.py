@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.optimization.optimizer import square_sum
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
 from dsgpt.strategies.initial_weights import initial_values
 from dsgpt.strategies.pytorch.master_weights import DTYPES
@@ -50,9 +51,7 @@ class Fsdp(TorchStrategy):
 
     def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm over all ranks. No two ranks hold the same element, so its square is the sum of their squares."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        squares = torch.stack(norms).square().sum()
-        return self._sum_over_ranks(squares.to(self._device)).sqrt().float()
+        return self._sum_over_ranks(square_sum(gradients).to(self._device)).sqrt().float()
 
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """See ``Strategy``."""

@@ -55,19 +55,28 @@ class MasterWeights:
         """Add the gradients of one micro batch to the fp32 sum; call it after every backward pass."""
         if not self.separate:
             return
+        begun: tuple[list[Tensor], list[Tensor]] = [], []
+        continued: tuple[list[Tensor], list[Tensor]] = [], []
         for name, low in self._low.items():
             if low.grad is None:
                 continue
             master = self.parameters[name]
-            master.grad = low.grad.float() if master.grad is None else master.grad.add_(low.grad)
+            sums, parts = begun if master.grad is None else continued
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            sums.append(master.grad)
+            parts.append(low.grad)
             low.grad = None
+        if begun[0]:
+            torch._foreach_copy_(*begun)
+        if continued[0]:
+            torch._foreach_add_(*continued)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the changed master weights into the model; call it after every optimizer step."""
         if self.separate:
-            for name, low in self._low.items():
-                low.copy_(self.parameters[name])
+            torch._foreach_copy_(list(self._low.values()), list(self.parameters.values()))
 
     @torch.no_grad()
     def replace(self, name: str, value: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Which learning rate, batch and schedule a small model learns most with."""

@@ -1,0 +1,71 @@
+"""Makes ``docs/recipe-search.md`` from a record of the suite. Every figure on the page comes from the record."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dsgpt.benchmarks.harness.pages import Record, table
+
+_SETTINGS = ("batch", "lr", "warm_up", "beta2", "floor", "weight_decay")
+
+
+def recipes_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.recipes.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware = record["hardware"]
+    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
+    head = f"""# The search behind the recipes of small models
+
+Generated from `{source}` by
+`python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
+`python src/benchmark.py recipes` repeats it in about {record["seconds"] / 60:.0f} minutes on this machine.
+
+The field's published settings are for models of 100 million parameters and more, and for batches of half a million
+tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
+higher rate. Every training here sees the same number of tokens of the demo's text, whatever its batch. All are chosen
+on seed {record["trials"][0]["seed"]}; three other seeds show what the choice is worth.
+
+Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    return "\n".join([head, *(_section(size, record) for size in record["searches"]), ""])
+
+
+def _section(size: str, record: Record) -> str:
+    work, trials = record["searches"][size], [trial for trial in record["trials"] if trial["size"] == size]
+    search = [trial for trial in trials if trial["stage"] != "seed"]
+    seeds = [trial for trial in trials if trial["stage"] == "seed"]
+    best = min(search, key=_loss)
+    text = f"""
+## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
+
+{_table(search, best)}
+
+The first row is what `ds_configs/zero1.json` does in the demo's 200 steps."""
+    losses = ", ".join(f"{trial['val_loss']:.4f} (seed {trial['seed']})" for trial in seeds)
+    return f"{text} The best settings on the other seeds: {losses}."
+
+
+def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> str:
+    rows = []
+    for trial in trials:
+        loss = f"{trial['val_loss']:.4f}"
+        cells = [f"{trial[key]:g}" for key in _SETTINGS]
+        rows.append([*cells, trial["steps"], f"**{loss}**" if trial is best else loss, f"{trial['train_sec']:.0f}"])
+    header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss", "training, s"]
+    return table(header, rows)
+
+
+def _loss(trial: dict[str, Any]) -> float:
+    return float(trial["val_loss"])
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The best of each size, for a console."""
+    lines = []
+    for size in record["searches"]:
+        best = min((trial for trial in record["trials"] if trial["size"] == size), key=_loss)
+        settings = ", ".join(f"{key} {best[key]:g}" for key in _SETTINGS)
+        lines.append(f"{size}: validation loss {best['val_loss']:.4f} with {settings}")
+    return lines

@@ -1,0 +1,1 @@
+"""How fast a step is, beside other trainers on the same work."""

@@ -1,0 +1,139 @@
+"""Makes ``docs/speed.md`` from a record of the suite. Every figure on the page comes from the record."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsgpt.benchmarks.harness.pages import Record, table
+
+Result = Mapping[str, Any]
+
+
+def speed_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.speed.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware = record["hardware"]
+    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
+    peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
+    versions = record["env"]
+    head = f"""# How fast a step is
+
+Generated from `{source}` by
+`python src/benchmark.py speed --table-from {source} --page docs/speed.md`;
+`python src/benchmark.py speed --peer nanogpt=FOLDER` measures it on your machine.
+
+Every row compares trainers that take whole optimizer steps with the same shapes, precision, threads and tokens. They
+run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
+beside it; the table has its median and its range. The loops of the others are those of their own trainers; in bf16 they
+compute under autocast. Notes on what limits each figure are in [performance.md](performance.md).
+
+Machine: {machine}; {hardware["device"]}. torch {versions["torch"]}, transformers {versions["transformers"]}.
+Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    sections = [
+        ("Tokens per second", _speed_table(record)),
+        ("Distance to the machine's limit", _limit_table(record)),
+        ("Around the steps", _other_table(record)),
+    ]
+    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
+
+
+def summary_lines(record: Record) -> list[str]:
+    """One line for each result, for a console."""
+    return [verdict(result) for result in record["results"]]
+
+
+def reached(result: Result) -> bool | None:
+    """Whether a result is on the right side of its target; None if it has none."""
+    if "ratio" in result:
+        return bool(result["ratio"]["median"] >= result["target"])
+    if "target" not in result:
+        return None
+    return bool(_figure(result) <= result["target"])
+
+
+def verdict(result: Result) -> str:
+    """A result in one line."""
+    title = result["title"]
+    if "ratio" in result:
+        return f"{title}: {_ratio(result)} of {result['best_other']} (goal {result['target']:.2f}){_mark(result)}"
+    if "products_sec" in result:
+        return f"{title}: {result['products_sec']:.3f} s of matrix products in a step"
+    return f"{title}: {_shown(result)}{_mark(result)}"
+
+
+def _mark(result: Result) -> str:
+    return "" if reached(result) else ", NOT REACHED"
+
+
+def _figure(result: Result) -> float:
+    if "seconds" in result:
+        return float(result["seconds"]["median"])
+    share = result["share"]
+    return float(share if isinstance(share, float) else share["median"])
+
+
+def _shown(result: Result) -> str:
+    if "seconds" in result:
+        return f"{_span(result['seconds'], '.2f')} s (goal at most {result['target']:.1f} s)"
+    if "peak_bytes" in result:
+        peaks = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result["peak_bytes"].items())
+        return f"{result['share']:.2f} of {result['other']} ({peaks}; goal at most {result['target']:.2f})"
+    if "curves" in result:
+        share = _span(result["share"], ".2f")
+        return f"{share} of its time, to validation loss {result['loss']:.3f} (goal at most {result['target']:.2f})"
+    return f"{_span(result['share'], '.2%')} (goal at most {result['target']:.0%})"
+
+
+def _ratio(result: Result) -> str:
+    return _span(result["ratio"], ".2f") + "x"
+
+
+def _span(figures: Mapping[str, Any], form: str) -> str:
+    """``1.20 (1.18 to 1.23)``."""
+    median, smallest, largest = (format(figures[key], form) for key in ("median", "smallest", "largest"))
+    return f"{median} ({smallest} to {largest})"
+
+
+def _speed_table(record: Record) -> str:
+    rows = []
+    for result in record["results"]:
+        if "ratio" not in result:
+            continue
+        speeds = "; ".join(f"{entry['name']} {_span(entry['tokens_per_sec'], ',.0f')}" for entry in result["entries"])
+        goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
+        rows.append([result["title"], speeds, f"{_ratio(result)} {result['best_other']}", goal])
+    return table(["work", "tokens/s", "ratio", "goal"], rows) if rows else ""
+
+
+def _limit_table(record: Record) -> str:
+    """The share of each step that its matrix products alone would take, at the speed that each has alone."""
+    ceilings = {str(result["work"]): result for result in record["results"] if "products_sec" in result}
+    rows = []
+    for result in record["results"]:
+        ceiling = ceilings.get(str({**result.get("work", {}), "compile": False}))
+        if "ratio" not in result or ceiling is None:
+            continue
+        ours = result["entries"][0]
+        step = result["work"]["batch"] * result["work"]["shape"]["length"] / ours["tokens_per_sec"]["median"]
+        flops = result["flops_per_token"] * ours["tokens_per_sec"]["median"]
+        rows.append(
+            [
+                result["title"],
+                ours["name"],
+                f"{step:.3f}",
+                f"{ceiling['products_sec']:.3f}",
+                f"{ceiling['products_sec'] / step:.0%}",
+                f"{flops / 1e9:,.0f}",
+            ]
+        )
+    header = ["work", "trainer", "step, s", "its matrix products alone, s", "share", "GFLOP/s"]
+    return table(header, rows) if rows else ""
+
+
+def _other_table(record: Record) -> str:
+    others = [result for result in record["results"] if "target" in result and "ratio" not in result]
+    rows = [[result["title"], _shown(result), "yes" if reached(result) else "**no**"] for result in others]
+    return table(["what", "measured", "reached"], rows) if rows else ""

@@ -1,0 +1,57 @@
+"""A rank of a contender: ``python -m dsgpt.benchmarks.speed.worker JOB``, which takes steps when told to.
+
+Each line of the input is a number of steps; the answer is a line of JSON. An empty input ends the process.
+"""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dsgpt.benchmarks.speed.workloads import work_from
+
+ANSWER = "answer "
+"""Before each answer; other lines are output of libraries."""
+
+
+def main() -> None:
+    """Build the contender, then serve."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    import torch  # noqa: PLC0415
+
+    from dsgpt.benchmarks.speed.trainers import open_trainer  # noqa: PLC0415
+
+    work, peer = work_from(job["work"]), job["peer"]
+    folder = Path(job["folder"])
+    trainer = open_trainer(
+        job["kind"], work, tokens=Path(job["tokens"]), folder=folder, peer=Path(peer) if peer else None
+    )
+    _answer({"ready": True})
+    for line in sys.stdin:
+        started, loss = time.perf_counter(), torch.zeros(())
+        for _ in range(int(line)):
+            loss = trainer.step()
+        value = float(loss)  # waits for the device
+        _answer({"seconds": time.perf_counter() - started, "loss": value, "peak_bytes": _peak_bytes(work.device)})
+
+
+def _peak_bytes(device: str) -> int:
+    """The most memory that this process had: of its GPU, or resident in the host."""
+    if device == "cuda":
+        import torch  # noqa: PLC0415
+
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _answer(values: dict[str, Any]) -> None:
+    print(ANSWER + json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    from dsgpt.main import leave
+
+    leave(0)

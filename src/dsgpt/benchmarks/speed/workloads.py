@@ -1,0 +1,170 @@
+"""What the suite measures: models, batches and precisions, and the contenders that take steps on them."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsgpt.model.config import PRESETS
+
+OURS, ENGINE, DDP = "dsgpt", "dsgpt ZeRO-1", "dsgpt ddp"
+NANOGPT, HUGGING_FACE = "nanogpt", "hugging face"
+PEERS = (NANOGPT, HUGGING_FACE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model and the length of its sequences."""
+
+    name: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    length: int
+
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward pass, by the PaLM paper's appendix B: 6 N + 12 L H Q T.
+
+        N leaves out the positions, whose embedding is only looked up; the token embedding counts, because the head
+        multiplies by it.
+        """
+        parameters = self.n_layer * (12 * self.n_embd**2 + 13 * self.n_embd) + self.n_embd * (self.vocab_size + 2)
+        return 6.0 * parameters + 12.0 * self.n_layer * self.n_embd * self.length
+
+    def products(self) -> dict[str, tuple[int, int, int]]:
+        """The matrix products of a forward pass: outputs and inputs of a token, and how many there are."""
+        wide = self.n_embd
+        return {
+            "qkv": (3 * wide, wide, self.n_layer),
+            "proj": (wide, wide, self.n_layer),
+            "fc": (4 * wide, wide, self.n_layer),
+            "mlp proj": (wide, 4 * wide, self.n_layer),
+            "head": (self.vocab_size, wide, 1),
+        }
+
+
+def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape:
+    """A preset of ``src/gpt2.py`` as a ``Shape``, with another vocabulary if given."""
+    preset = PRESETS[name]
+    return Shape(
+        name=name,
+        n_layer=preset.n_layer,
+        n_head=preset.n_head,
+        n_embd=preset.n_embd,
+        vocab_size=vocab_size or preset.vocab_size,
+        length=length,
+    )
+
+
+NARROW = Shape(name="4 x 256", n_layer=4, n_head=4, n_embd=256, vocab_size=8192, length=256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one process of a contender does in a step."""
+
+    shape: Shape
+    batch: int
+    """Sequences of a rank in a step, without accumulation."""
+    precision: str
+    compile: bool = False
+    device: str = "cpu"
+    threads: int = 2
+    """CPU threads of a process; on a GPU as many as the machine gives."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step of one rank."""
+        return self.batch * self.shape.length
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, for records and for a worker."""
+        return asdict(self)
+
+
+def work_from(values: dict[str, Any]) -> Work:
+    """The work that ``as_dict`` described."""
+    return Work(**{**values, "shape": Shape(**values["shape"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One contender in a row."""
+
+    name: str
+    """Unique in the row."""
+    kind: str
+    """``OURS``, ``ENGINE``, ``DDP`` or one of ``PEERS``."""
+    ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A comparison: the first entry against the best of the others, interleaved."""
+
+    key: str
+    title: str
+    work: Work
+    entries: tuple[Entry, ...]
+    target: float
+    """The ratio that the first entry should reach."""
+    per_rank: bool = False
+    """Compare tokens per second and rank, not in all: weak scaling."""
+
+
+def rows(device: str, *, cores: int, peers: tuple[str, ...]) -> list[Row]:
+    """The rows that are measured on ``device`` with these peers."""
+    return _on_gpu(peers) if device == "cuda" else _on_cpu(cores, peers)
+
+
+def _on_cpu(cores: int, peers: tuple[str, ...]) -> list[Row]:
+    small, found = published("small", length=256), []
+    for shape, batch in ((small, 4), (NARROW, 8)):
+        for precision, target in (("fp32", 1.15), ("bf16", 1.2)):
+            work = Work(shape=shape, batch=batch, precision=precision, threads=cores)
+            found.append(_against_peers(work, peers, target=target))
+    compiled = tuple(peer for peer in peers if peer == NANOGPT)
+    for shape, batch in ((small, 4), (NARROW, 8)):
+        work = Work(shape=shape, batch=batch, precision="bf16", compile=True, threads=cores)
+        found.append(_against_peers(work, compiled, target=1.1))
+    found.append(_engine(Work(shape=NARROW, batch=8, precision="fp32", threads=cores)))
+    found.append(_engine(Work(shape=small, batch=4, precision="bf16", threads=cores)))
+    tiny = Work(shape=published("tiny", length=256), batch=4, precision="fp32", threads=1)
+    found += [_scaling(tiny, kind, ranks=cores) for kind in (DDP, ENGINE) if cores > 1]
+    return [row for row in found if len(row.entries) > 1]
+
+
+def _on_gpu(peers: tuple[str, ...]) -> list[Row]:
+    found = []
+    for name, batch in (("small", 32), ("medium", 16), ("large", 8), ("xl", 4)):
+        work = Work(
+            shape=published(name, length=1024), batch=batch, precision="bf16", compile=True, device="cuda", threads=0
+        )
+        found.append(_against_peers(work, tuple(peer for peer in peers if peer == NANOGPT), target=1.1))
+        if name == "small":
+            found.append(_engine(work))
+    eager = Work(shape=published("small", length=1024), batch=16, precision="bf16", device="cuda", threads=0)
+    found.append(_against_peers(eager, tuple(peer for peer in peers if peer == HUGGING_FACE), target=1.5))
+    return found
+
+
+def _against_peers(work: Work, peers: tuple[str, ...], *, target: float) -> Row:
+    compiled = ", compiled" if work.compile else ""
+    title = f"{work.shape.name}, T={work.shape.length}, B={work.batch}, {work.precision}{compiled}"
+    entries = (Entry(name=OURS, kind=OURS), *(Entry(name=peer, kind=peer) for peer in peers))
+    return Row(key=_key(title), title=title, work=work, entries=entries, target=target)
+
+
+def _engine(work: Work) -> Row:
+    title = f"ZeRO-1 on one device against the plain loop, {work.shape.name}, {work.precision}"
+    entries = (Entry(name=ENGINE, kind=ENGINE), Entry(name=OURS, kind=OURS))
+    return Row(key=_key(title), title=title, work=work, entries=entries, target=0.97)
+
+
+def _scaling(work: Work, kind: str, *, ranks: int) -> Row:
+    title = f"weak scaling 1 to {ranks} cores, {work.shape.name}, {kind.removeprefix('dsgpt ')}"
+    entries = (Entry(name=f"{ranks} ranks", kind=kind, ranks=ranks), Entry(name="1 rank", kind=kind))
+    return Row(key=_key(title), title=title, work=work, entries=entries, target=0.95, per_rank=True)
+
+
+def _key(title: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())

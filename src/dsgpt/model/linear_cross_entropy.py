@@ -1,0 +1,127 @@
+"""The language-modelling head and its loss in one operation that never holds all logits.
+
+Logits and their gradients are the largest tensors of a GPT-2: with 50,257 ids, the logits of 1,024 tokens take 206 MB
+in fp32. Here a chunk of tokens at a time goes through head, softmax and loss. Its gradients are computed at once, in
+the memory of its logits, so that no logits are kept for the backward pass or computed again in it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_IGNORED = -100
+"""A target that does not count: ``cross_entropy``'s ``ignore_index``."""
+CHUNK = 32 << 20
+"""Most logits that exist at a time. Every chunk reads and writes the gradient of the whole head."""
+CACHED = 256 << 10
+"""Most logits in a step of the softmax on a CPU: what fits into its caches."""
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, reduction: str) -> Tensor:
+    """The cross-entropy of ``targets`` under the softmax of ``x @ weight[:vocab_size].T``, computed in fp32.
+
+    In fp16 there are no chunks: gradients of logits need the loss scale, which only the backward pass knows.
+
+    Args:
+        x: hidden states, (N, C).
+        weight: of the head, (at least V, C); rows from ``vocab_size`` on are padding, and never predicted.
+        targets: ids, (N,); those equal to -100 do not count.
+        vocab_size: V.
+        reduction: ``"mean"`` over the targets that count, or ``"sum"``.
+
+    Returns:
+        Nats, 0-dim fp32.
+    """
+    if x.dtype == torch.float16:
+        return F.cross_entropy(F.linear(x, weight[:vocab_size]).float(), targets, reduction=reduction)
+    differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch's has no types
+        x, weight, targets, vocab_size, reduction == "mean", differentiate
+    )
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes the gradients in the forward pass; the backward pass multiplies them by the one of the loss."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - ``apply`` takes no keywords
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, mean: bool, differentiate: bool
+    ) -> Tensor:
+        counts = targets != _IGNORED
+        share = counts.to(_exact(x.dtype))  # of each target in the loss
+        if mean:
+            share = share / share.sum()
+        ids = torch.where(counts, targets, 0)
+        head, loss = weight[:vocab_size], torch.zeros((), dtype=share.dtype, device=x.device)
+        rows = max(1, CHUNK // vocab_size)
+        of_x, of_weight = _empty_gradients(x, weight, vocab_size, several=rows < len(x)) if differentiate else (x, x)
+        for first in range(0, len(x), rows):
+            part = slice(first, first + rows)
+            logits = F.linear(x[part], head)  # (n, V)
+            loss += _softmax_loss(logits, ids[part], share[part], differentiate=differentiate)
+            if differentiate:
+                torch.mm(logits, head, out=of_x[part])
+                _add_product(of_weight[:vocab_size], logits.T, x[part], first=first == 0)
+        if differentiate:
+            ctx.gradients = of_x, of_weight
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight = ctx.gradients
+        ctx.gradients = None  # frees each of them as soon as autograd has used it
+        if not _is_one(factor):
+            of_x, of_weight = of_x.mul_(factor), of_weight.mul_(factor)
+        return of_x, of_weight.to(of_x.dtype), None, None, None, None
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The precision of softmax and sums: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _empty_gradients(x: Tensor, weight: Tensor, vocab_size: int, *, several: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the gradients of ``x`` and ``weight``; the latter is exact if ``several`` chunks are added up."""
+    of_weight = torch.empty_like(weight, dtype=_exact(weight.dtype) if several else weight.dtype)
+    of_weight[vocab_size:] = 0
+    return torch.empty_like(x), of_weight
+
+
+def _softmax_loss(logits: Tensor, ids: Tensor, share: Tensor, *, differentiate: bool) -> Tensor:
+    """The loss of a chunk; if asked, replaces its ``logits``, (n, V), by their gradients."""
+    loss = torch.zeros((), dtype=share.dtype, device=logits.device)
+    rows = len(logits) if _in_one_step(logits) else max(1, CACHED // logits.shape[1])
+    for first in range(0, len(logits), rows):
+        part = slice(first, first + rows)
+        values = F.log_softmax(logits[part], dim=-1, dtype=share.dtype)  # (k, V)
+        target, weights = ids[part, None], share[part, None]  # (k, 1) each
+        loss -= (values.gather(1, target) * weights).sum()
+        if differentiate:
+            values.exp_().scatter_add_(1, target, torch.full_like(weights, -1))
+            torch.mul(values, weights, out=logits[part])
+    return loss
+
+
+def _in_one_step(logits: Tensor) -> bool:
+    """Whether the softmax is taken over a whole chunk: by a GPU, or by a compiler, which arranges the steps itself."""
+    return logits.device.type != "cpu" or torch.compiler.is_compiling()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Set ``total`` to ``left @ right`` the first time, and add it later."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+    elif first:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
+
+
+def _is_one(factor: Tensor) -> bool:
+    """Whether the factor is known to be 1; a GPU would have to be waited for."""
+    return factor.device.type == "cpu" and not torch.compiler.is_compiling() and factor.item() == 1

@@ -1,0 +1,155 @@
+"""``python src/benchmark.py speed``: what it measures, its figures, its page."""
+
+import json
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY, random_ids, write_tokens
+from stand_in_nanogpt import STAND_IN
+from suite_commands import benchmark, refusal
+
+from dsgpt.benchmarks.speed import measure
+from dsgpt.benchmarks.speed.measure import measure_memory, measure_row, span
+from dsgpt.benchmarks.speed.page import reached, verdict
+from dsgpt.benchmarks.speed.workloads import (
+    DDP,
+    ENGINE,
+    HUGGING_FACE,
+    NANOGPT,
+    OURS,
+    PEERS,
+    Entry,
+    Row,
+    Shape,
+    Work,
+    published,
+    rows,
+    work_from,
+)
+from dsgpt.common.errors import UserError
+from dsgpt.telemetry.sources import without_sources
+
+SMALL = Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
+WORK = Work(shape=SMALL, batch=2, precision="fp32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nanogpt")
+    (folder / "model.py").write_text(STAND_IN, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "257.bin", random_ids(500))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--rounds 0",
+        "--peer nanogpt",
+        "--peer torchtitan=.",
+        "--peer nanogpt=.",
+        "--only nothing",
+        "--table-from no.json",
+    ],
+)
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal("speed", *arguments.split(), cwd=tmp_path) == snapshot
+
+
+def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
+    entries = tuple(Entry(name=kind, kind=kind) for kind in (OURS, ENGINE, *PEERS))
+    row = Row(key="row", title="row", work=WORK, entries=entries, target=1.0)
+    found = measure_row(row, rounds=2, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
+    assert [entry["name"] for entry in found["entries"]] == [OURS, ENGINE, NANOGPT, HUGGING_FACE]
+    for entry in found["entries"]:
+        assert len(entry["tokens_per_sec"]["values"]) == 2
+        assert 4 < entry["loss"] < 6.5  # ids below 257 at random: ln 257 is 5.5
+        assert entry["peak_bytes"] > 1e8
+    first, *others = (entry["tokens_per_sec"] for entry in found["entries"])
+    best = max(others, key=lambda speeds: speeds["median"])
+    assert found["ratio"]["values"] == pytest.approx(
+        [ours / theirs for ours, theirs in zip(first["values"], best["values"], strict=True)]
+    )
+
+
+def test_weak_scaling_compares_tokens_of_a_rank(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
+    entries = (Entry(name="2 ranks", kind=DDP, ranks=2), Entry(name="1 rank", kind=DDP))
+    row = Row(key="row", title="row", work=WORK, entries=entries, target=0.95, per_rank=True)
+    found = measure_row(row, rounds=1, tokens=tokens, folder=tmp_path, peers={})
+    (two,), (one,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
+    assert found["ratio"]["median"] == pytest.approx(two / one / 2)
+
+
+def test_a_contender_that_fails_is_named(tokens, tmp_path):
+    empty = tmp_path / "checkout"
+    empty.mkdir()
+    (empty / "model.py").write_text("raise RuntimeError('another version')\n", encoding="utf-8")
+    row = Row(key="row", title="a row", work=WORK, entries=(Entry(name=NANOGPT, kind=NANOGPT),), target=1)
+    with pytest.raises(UserError, match=r"(?s)nanogpt, a row: ended: .*another version"):
+        measure_row(row, rounds=1, tokens=tokens, folder=tmp_path / "work", peers={NANOGPT: empty})
+
+
+def test_memory_is_compared_with_nanogpt(checkout, tokens, tmp_path):
+    found = measure_memory(WORK, steps=1, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
+    assert found["other"] == NANOGPT
+    assert found["share"] == found["peak_bytes"][OURS] / found["peak_bytes"][NANOGPT]
+
+
+def test_rows_without_a_peer_are_left_out():
+    titles = {row.title for row in rows("cpu", cores=2, peers=(HUGGING_FACE,))}
+    assert not any("compiled" in title for title in titles)
+    with_peer = rows("cpu", cores=2, peers=PEERS)
+    assert titles < {row.title for row in with_peer}
+    assert len({row.key for row in with_peer}) == len(with_peer)
+    assert not [row for row in rows("cpu", cores=1, peers=PEERS) if "scaling" in row.title]
+    assert {row.work.device for row in rows("cuda", cores=2, peers=PEERS)} == {"cuda"}
+
+
+def test_work_is_what_it_was_after_a_round_through_json():
+    assert work_from(json.loads(json.dumps(WORK.as_dict()))) == WORK
+
+
+def test_flops_are_those_of_the_palm_paper():
+    small = published("small", length=1024)
+    without_positions = 124_439_808 - 1024 * 768
+    assert small.flops_per_token() == 6 * without_positions + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.2}, True),
+        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.21}, False),
+        ({"seconds": span([0.4]), "target": 0.3}, False),
+        ({"share": 0.7, "target": 0.7}, True),
+        ({"share": span([0.02]), "target": 0.01}, False),
+        ({"products_sec": 1.0}, None),
+    ],
+)
+def test_targets(result, expected):
+    assert reached(result) is expected
+    if expected is False:
+        assert verdict({"title": "it", "best_other": "theirs", **result}).endswith(", NOT REACHED")
+
+
+def test_a_small_part_of_the_command(tmp_path):
+    """Record and page of the row that needs no other trainer."""
+    record, page = tmp_path / "speed.json", tmp_path / "speed.md"
+    done = benchmark("speed", "--only", "help", "--rounds", 2, "--output", record, "--page", page)
+    assert "src/gpt2.py --help" in done.stdout, done.stderr
+    (result,) = json.loads(record.read_text())["results"]
+    assert len(result["seconds"]["values"]) == 2
+    assert "| src/gpt2.py --help |" in page.read_text()
+    assert done.returncode == (result["seconds"]["median"] > result["target"])
+
+
+def test_the_committed_page_is_made_from_the_committed_record(tmp_path):
+    record, page = Path("checkpoint/reference/cpu-2-cores/speed.json"), tmp_path / "page.md"
+    assert benchmark("speed", "--table-from", record, "--page", page).returncode == 0
+    assert without_sources(page.read_text()) == without_sources((REPOSITORY / "docs" / "speed.md").read_text())
