@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsgpt.optimization.optimizer import global_norm
+from dsgpt.optimization.optimizer import BLOCK, block_norms, global_norm, square_sum
 
 
 def in_float64(gradients: list[torch.Tensor]) -> float:
@@ -20,6 +20,19 @@ def test_norm_is_exact_to_fp32(dtype, scale):
     norm = global_norm(gradients)
     assert (norm.dtype, norm.shape) == (torch.float32, ())
     assert norm.item() == pytest.approx(in_float64(gradients), rel=1e-7)
+
+
+def test_norms_of_blocks_are_those_of_consecutive_elements():
+    gradient = torch.arange(2 * BLOCK + 3, dtype=torch.float32)
+    norms = block_norms(gradient.view(-1, 1))
+    assert norms.dtype == torch.float64
+    expected = [torch.linalg.vector_norm(part.double()) for part in gradient.split(BLOCK)]
+    torch.testing.assert_close(norms, torch.stack(expected), rtol=1e-6, atol=0)
+
+
+def test_the_squares_of_nothing_are_zero():
+    assert square_sum([]).item() == 0
+    assert square_sum([torch.empty(0), torch.ones(3)]).item() == pytest.approx(3)
 
 
 def test_many_small_values_beside_a_large_one_count():

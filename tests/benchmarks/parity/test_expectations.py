@@ -151,8 +151,8 @@ def test_changed_trainings_have_separate_references():
         ),  # the same computation
         ("zero3", 1, 3, Split(accumulation=3)),
         ("zero1", 1, 3, Split(accumulation=3, low=ACCUMULATED)),
-        ("pipeline2-zero1", 4, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED)),
-        ("pipeline2-tensor2-zero1", 8, 1, Split(data_ranks=2, low=ACCUMULATED)),
+        ("pipeline2-zero1", 4, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED, whole_logits=True)),
+        ("pipeline2-tensor2-zero1", 8, 1, Split(data_ranks=2, low=ACCUMULATED, whole_logits=True)),
     ],
 )
 def test_the_reference_of_low_precision_is_split_as_its_cells_are(strategy, ranks, accumulation, split):
