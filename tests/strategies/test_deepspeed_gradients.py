@@ -9,6 +9,26 @@ from dsgpt.strategies.deepspeed.bf16_gradients import spare_passes
 from dsgpt.strategies.deepspeed.gradient_norm import take_norms_of_blocks
 
 
+class DeepSpeedZeroOptimizer(SimpleNamespace):
+    """Has the name of DeepSpeed's class, by which it is recognized."""
+
+
+class BF16_Optimizer(SimpleNamespace):
+    """Likewise."""
+
+
+def test_deepspeed_still_has_these_classes_and_methods(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    for methods, theirs in (
+        (("get_grad_norm_direct",), (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3)),
+        (("clear_lp_grads", "clear_hp_grads", "_update_hp_grad"), (bf16_optimizer.BF16_Optimizer,)),
+    ):
+        assert all(callable(getattr(owner, method)) for owner in theirs for method in methods)
+
+
 def double_norm(gradients, params):
     """As ``get_grad_norm_direct`` does, without padding."""
     counted = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
@@ -27,7 +47,7 @@ def test_deepspeed_gets_norms_of_blocks_and_its_own_padding():
         seen.extend(given)
         return double_norm(given, params)
 
-    optimizer = SimpleNamespace(get_grad_norm_direct=norm)
+    optimizer = DeepSpeedZeroOptimizer(get_grad_norm_direct=norm)
     take_norms_of_blocks(optimizer)
     found = optimizer.get_grad_norm_direct([gradients[0], padding, *gradients[1:]], [0, 1, 2])
     assert found.item() == pytest.approx(double_norm(gradients, [0, 1, 2]).item(), rel=1e-7)
@@ -51,7 +71,7 @@ def bf16_optimizer():
     def clear(set_to_none):
         cleared.append(set_to_none)
 
-    return SimpleNamespace(
+    return BF16_Optimizer(
         cleared=cleared,
         clear_lp_grads=clear,
         fp32_groups_gradients=[[torch.full((4,), 9.0)]],

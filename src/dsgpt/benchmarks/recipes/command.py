@@ -5,6 +5,7 @@ choice is made on one seed and shown on three others.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -74,8 +75,9 @@ class _RecipesCommand(SuiteCommand[Result]):
     def results(self) -> Iterator[Result]:
         for search in self._searches:
             found = yield from self._train_all(search, "grid", [SHIPPED_BEFORE, *search.grid()])
-            found += yield from self._train_all(search, "change", changes_of(_best(found)))
-            yield from self._train_all(search, "seed", other_seeds(_best(found)))
+            good = _best_with_margin(found)
+            changed = yield from self._train_all(search, "change", changes_of(_settings(good)))
+            yield from self._train_all(search, "seed", other_seeds(_settings(_best([good, *changed]))))
 
     def _train_all(self, search: Search, stage: str, trials: Sequence[Trial]) -> Generator[Result, None, list[Result]]:
         """Train them, on a CPU one per core at a time; yields each result, and returns all."""
@@ -135,7 +137,24 @@ class _RecipesCommand(SuiteCommand[Result]):
         return []
 
 
-def _best(results: Sequence[Result]) -> Trial:
-    """The settings with the lowest validation loss."""
-    best = min(results, key=lambda result: float(result["val_loss"]))
-    return Trial(**{key: best[key] for key in SHIPPED_BEFORE.as_dict()})
+def _best_with_margin(results: Sequence[Result]) -> Result:
+    """The best of the grid whose doubled rate is in it too, and no worse; without one, the best.
+
+    The best rate of one seed may be the last before training becomes unstable, and fail on other seeds.
+    """
+    losses = {(result["batch"], result["lr"]): float(result["val_loss"]) for result in results}
+    stable = [
+        result
+        for result in results
+        if losses.get((result["batch"], 2 * result["lr"]), math.inf) <= float(result["val_loss"])
+    ]
+    return _best(stable or results)
+
+
+def _best(results: Sequence[Result]) -> Result:
+    """The one with the lowest validation loss."""
+    return min(results, key=lambda result: float(result["val_loss"]))
+
+
+def _settings(result: Result) -> Trial:
+    return Trial(**{key: result[key] for key in SHIPPED_BEFORE.as_dict()})

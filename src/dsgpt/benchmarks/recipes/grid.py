@@ -1,4 +1,4 @@
-"""The trainings of a search: a grid on one seed, then single changes of the best, then the best on other seeds."""
+"""The trainings of a search: a grid on one seed, then single changes of a good one, then the best on other seeds."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -85,7 +85,7 @@ SHIPPED_BEFORE = Trial(batch=32, lr=6e-4, warm_up=0.25)
 
 
 def changes_of(best: Trial) -> list[Trial]:
-    """The best of the grid with one other setting each."""
+    """A good one of the grid, with one other setting each."""
     return [
         replace(best, warm_up=0.02),
         replace(best, warm_up=0.1),

@@ -69,10 +69,18 @@ def _warm_up(team: Team) -> int:
 
 def _ratio(speeds: dict[str, list[float]], row: Row) -> dict[str, Any]:
     """The first entry's speed divided by that of the fastest other, round by round."""
-    first, *others = (entry.name for entry in row.entries)
-    best = max(others, key=lambda name: statistics.median(speeds[name]))
-    ratios = [ours / theirs for ours, theirs in zip(speeds[first], speeds[best], strict=True)]
-    return {"best_other": best, "ratio": span(ratios), "target": row.target}
+    first, *others = row.entries
+    found: dict[str, Any] = {"target": row.target}
+    for best_key, ratio_key, keeps_memory in (
+        ("best_other", "ratio", False),
+        ("best_with_memory_kept", "ratio_with_memory_kept", True),
+    ):
+        names = [entry.name for entry in others if entry.keeps_memory == keeps_memory]
+        if names:
+            best = max(names, key=lambda name: statistics.median(speeds[name]))
+            ratios = [ours / theirs for ours, theirs in zip(speeds[first.name], speeds[best], strict=True)]
+            found |= {best_key: best, ratio_key: span(ratios)}
+    return found
 
 
 def span(values: list[float]) -> dict[str, Any]:

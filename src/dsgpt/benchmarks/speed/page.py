@@ -18,7 +18,8 @@ def speed_page(record: Record, *, source: str) -> str:
     hardware = record["hardware"]
     machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
-    versions = record["env"]
+    env = record["env"]
+    software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
     head = f"""# How fast a step is
 
 Generated from `{source}` by
@@ -28,9 +29,10 @@ Generated from `{source}` by
 Every row compares trainers that take whole optimizer steps with the same shapes, precision, threads and tokens. They
 run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
 beside it; the table has its median and its range. The loops of the others are those of their own trainers; in bf16 they
-compute under autocast. Notes on what limits each figure are in [performance.md](performance.md).
+compute under autocast. On a CPU this program keeps freed memory ([performance.md](performance.md)), which would help
+the others too: "memory kept" is a peer with the same setting. Goals are set against peers as they are.
 
-Machine: {machine}; {hardware["device"]}. torch {versions["torch"]}, transformers {versions["transformers"]}.
+Machine: {machine}; {hardware["device"]}. {software}.
 Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     sections = [
         ("Tokens per second", _speed_table(record)),
@@ -51,7 +53,8 @@ def reached(result: Result) -> bool | None:
         return bool(result["ratio"]["median"] >= result["target"])
     if "target" not in result:
         return None
-    return bool(_figure(result) <= result["target"])
+    figure = _figure(result)
+    return figure is not None and bool(figure <= result["target"])
 
 
 def verdict(result: Result) -> str:
@@ -68,11 +71,12 @@ def _mark(result: Result) -> str:
     return "" if reached(result) else ", NOT REACHED"
 
 
-def _figure(result: Result) -> float:
+def _figure(result: Result) -> float | None:
+    """What is compared with the target; None where a loss was never reached."""
     if "seconds" in result:
         return float(result["seconds"]["median"])
     share = result["share"]
-    return float(share if isinstance(share, float) else share["median"])
+    return share if share is None or isinstance(share, float) else float(share["median"])
 
 
 def _shown(result: Result) -> str:
@@ -82,8 +86,9 @@ def _shown(result: Result) -> str:
         peaks = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result["peak_bytes"].items())
         return f"{result['share']:.2f} of {result['other']} ({peaks}; goal at most {result['target']:.2f})"
     if "curves" in result:
-        share = _span(result["share"], ".2f")
-        return f"{share} of its time, to validation loss {result['loss']:.3f} (goal at most {result['target']:.2f})"
+        ends = ", ".join(f"{name} ends at {losses[0]:.3f}" for name, losses in result["losses"].items())
+        share = "never" if result["share"] is None else f"{_span(result['share'], '.2f')} of its time"
+        return f"{share} ({ends}; goal at most {result['target']:.2f})"
     return f"{_span(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
@@ -104,8 +109,10 @@ def _speed_table(record: Record) -> str:
             continue
         speeds = "; ".join(f"{entry['name']} {_span(entry['tokens_per_sec'], ',.0f')}" for entry in result["entries"])
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
-        rows.append([result["title"], speeds, f"{_ratio(result)} {result['best_other']}", goal])
-    return table(["work", "tokens/s", "ratio", "goal"], rows) if rows else ""
+        kept = result.get("ratio_with_memory_kept")
+        also = f"{_span(kept, '.2f')}x {result['best_with_memory_kept']}" if kept else ""
+        rows.append([result["title"], speeds, f"{_ratio(result)} {result['best_other']}", goal, also])
+    return table(["work", "tokens/s", "ratio", "goal", "ratio to peers with our memory settings"], rows) if rows else ""
 
 
 def _limit_table(record: Record) -> str:

@@ -41,6 +41,7 @@ class Team:
                 job,
                 {
                     "kind": entry.kind,
+                    "keeps_memory": entry.keeps_memory,
                     "work": row.work.as_dict(),
                     "tokens": str(tokens),
                     "folder": str(own),

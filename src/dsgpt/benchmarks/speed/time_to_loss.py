@@ -1,8 +1,8 @@
-"""The time until a training reaches a loss: the shipped recipe against the defaults of other trainers.
+"""The time until a training reaches a loss: the demo's recipe against nanoGPT's settings for a model of its size.
 
-All train the demo's model on the demo's text for the demo's number of tokens, each with its own default batch, learning
-rate and schedule. The loss to reach is the one that nanoGPT has at its end, or Hugging Face's loop without a checkout.
-Only training counts, not validation.
+Both train the same shape on the demo's text for the demo's number of tokens, in fp32, each with its own batch, learning
+rate and schedule. The loss to reach is the one that nanoGPT has at the end of the same round. Only training counts, not
+validation. Validation uses windows that no search of settings has seen.
 """
 
 import json
@@ -10,17 +10,22 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.speed.measure import span
-from dsgpt.benchmarks.speed.workloads import HUGGING_FACE, NANOGPT, OURS, Work, published
+from dsgpt.benchmarks.speed.workloads import NANOGPT, OURS, Work, published
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.data.token_file import TokenFileWriter, open_token_file
 
-LENGTH, TOKENS, VALIDATION_WINDOWS = 128, 819_200, 640
+LENGTH, TOKENS = 128, 819_200
 """As in ``make demo``."""
+SEARCHED_WINDOWS, VALIDATION_WINDOWS = 640, 480
+"""Of the validation file: those at its beginning, which ``benchmark.py recipes`` uses, and those after them."""
+RECIPE = "ds_configs/zero1.json"
+"""The demo's."""
 VOCABULARY = 8192
 VALIDATIONS = 40
 """Of a training, evenly spaced."""
@@ -37,24 +42,19 @@ class Defaults:
     beta2: float
     weight_decay: float
     warm_up_steps: int
-    decay: str
-    """``cosine``, to a tenth, or ``linear``, to zero."""
 
     def rate(self, step: int, *, steps: int) -> float:
-        """The learning rate of ``step``; the first is 0."""
+        """The learning rate of ``step``; the first is 0. A cosine to a tenth follows the warm-up."""
         if step < self.warm_up_steps:
             return self.lr * (step + 1) / (self.warm_up_steps + 1)
         done = (step - self.warm_up_steps) / max(1, steps - self.warm_up_steps)
-        if self.decay == "linear":
-            return self.lr * (1 - done)
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 DEFAULTS = {
-    # README of nanoGPT, the small model for a CPU, and config/train_shakespeare_char.py, which it changes.
-    NANOGPT: Defaults(batch=12, lr=1e-3, beta2=0.99, weight_decay=0.1, warm_up_steps=100, decay="cosine"),
-    # transformers.TrainingArguments.
-    HUGGING_FACE: Defaults(batch=8, lr=5e-5, beta2=0.999, weight_decay=0.0, warm_up_steps=0, decay="linear"),
+    # README of nanoGPT, the small model for a CPU, and config/train_shakespeare_char.py, which it changes. Its warm-up
+    # is meant for 2,000 steps or more.
+    NANOGPT: Defaults(batch=12, lr=1e-3, beta2=0.99, weight_decay=0.1, warm_up_steps=100),
 }
 
 Curve = list[tuple[float, float]]
@@ -62,53 +62,68 @@ Curve = list[tuple[float, float]]
 
 
 def measure_time_to_loss(
-    repository: Path, folder: Path, *, device: str, threads: int, data: Path, peers: dict[str, Path], rounds: int
+    repository: Path, folder: Path, *, device: str, threads: int, data: Path, peer: Path, rounds: int
 ) -> dict[str, Any]:
-    """The seconds in which every trainer reaches the loss, in turn; None where one never does.
+    """Our time to the loss of nanoGPT's end, as a share of nanoGPT's, in turns; None if ours never reaches it.
 
     Raises:
         UserError: a training failed.
     """
-    kinds = [OURS, *(kind for kind in DEFAULTS if kind == HUGGING_FACE or kind in peers)]
-    curves: dict[str, list[Curve]] = {kind: [] for kind in kinds}
+    _cut_validation(data / "val.bin", folder / "val.bin")
+    curves: dict[str, list[Curve]] = {OURS: [], NANOGPT: []}
     for number in range(rounds):
-        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-            own = folder / f"{number}-{kind.replace(' ', '-')}"
+        for kind in (OURS, NANOGPT) if number % 2 == 0 else (NANOGPT, OURS):
+            own = folder / f"{number}-{kind}"
             if kind == OURS:
-                curve = _own_curve(repository, own, device=device, threads=threads, data=data)
+                curve = _own_curve(repository, own, device=device, threads=threads, data=data, val=folder / "val.bin")
             else:
-                curve = _peer_curve(own, kind, device=device, threads=threads, data=data, peer=peers.get(kind))
+                curve = _peer_curve(own, device=device, threads=threads, data=data, val=folder / "val.bin", peer=peer)
             curves[kind].append(curve)
-    other = NANOGPT if NANOGPT in peers else HUGGING_FACE
-    loss = sum(curve[-1][1] for curve in curves[other]) / rounds
-    ours, theirs = ([seconds_to(curve, loss) for curve in curves[kind]] for kind in (OURS, other))
-    share = [a / b for a, b in zip(ours, theirs, strict=True)]
+    shares = [share_of(ours, theirs) for ours, theirs in zip(curves[OURS], curves[NANOGPT], strict=True)]
+    reached = [share for share in shares if share is not None]
     return {
-        "loss": loss,
-        "other": other,
-        "share": span(share),
+        "share": span(reached) if len(reached) == len(shares) else None,
+        "losses": {kind: [curve[-1][1] for curve in found] for kind, found in curves.items()},
         "target": TARGET,
         "curves": curves,
-        "defaults": {kind: vars(DEFAULTS[kind]) for kind in kinds if kind != OURS},
+        "settings": asdict(DEFAULTS[NANOGPT]),
     }
 
 
-def seconds_to(curve: Curve, loss: float) -> float:
-    """The seconds at which a curve first is at ``loss`` or below, on a line between two validations; inf if never.
+def share_of(ours: Curve, theirs: Curve) -> float | None:
+    """Our seconds to their last loss, divided by theirs; None if ours ends above it."""
+    seconds, loss = theirs[-1]
+    found = seconds_to(ours, loss)
+    return None if found is None else found / seconds
 
-    The end of a training counts as reaching its own loss, which its repetition may miss by the last digits.
-    """
-    before = (0.0, math.inf)
+
+def seconds_to(curve: Curve, loss: float) -> float | None:
+    """The seconds at which a curve first is at ``loss`` or below, on a line between two validations; None if never."""
+    earlier, above = 0.0, math.inf
     for seconds, value in curve:
-        if value <= loss + 1e-3:
-            share = 1.0 if math.isinf(before[1]) else min(1.0, (before[1] - loss) / max(before[1] - value, 1e-9))
-            return before[0] + share * (seconds - before[0])
-        before = (seconds, value)
-    return math.inf
+        if value <= loss:
+            share = 1.0 if math.isinf(above) else (above - loss) / (above - value)
+            return earlier + share * (seconds - earlier)
+        earlier, above = seconds, value
+    return None
 
 
-def _own_curve(repository: Path, run_dir: Path, *, device: str, threads: int, data: Path) -> Curve:
-    recipe = repository / "ds_configs" / "sizes" / "demo.json"
+def _cut_validation(whole: Path, path: Path) -> None:
+    """A token file of the windows that are validated on here."""
+    source = open_token_file(whole)
+    first, end = (windows * LENGTH for windows in (SEARCHED_WINDOWS, SEARCHED_WINDOWS + VALIDATION_WINDOWS))
+    with TokenFileWriter(
+        path,
+        vocab_size=source.sidecar.vocab_size or VOCABULARY,
+        eot_id=source.sidecar.eot_id or 0,
+        tokenizer=None,
+        source=f"windows of {whole.name}",
+    ) as writer:
+        writer.append(source.memmap()[first : end + 1])
+
+
+def _own_curve(repository: Path, run_dir: Path, *, device: str, threads: int, data: Path, val: Path) -> Curve:
+    recipe = repository / RECIPE
     batch = json.loads(recipe.read_text(encoding="utf-8"))["train_batch_size"]
     steps = TOKENS // (batch * LENGTH)
     values: dict[str, Any] = {
@@ -117,8 +132,8 @@ def _own_curve(repository: Path, run_dir: Path, *, device: str, threads: int, da
         "model_size": "demo",
         "seq_length": LENGTH,
         "train_data_path": data / "train.bin",
-        "val_data_path": data / "val.bin",
-        "max_val_steps": VALIDATION_WINDOWS // batch,
+        "val_data_path": val,
+        "precision": "fp32",
         "max_train_steps": steps,
         "eval_every": steps // VALIDATIONS,
         "save_every": 0,
@@ -141,16 +156,16 @@ def _own_curve(repository: Path, run_dir: Path, *, device: str, threads: int, da
     return curve
 
 
-def _peer_curve(folder: Path, kind: str, *, device: str, threads: int, data: Path, peer: Path | None) -> Curve:
+def _peer_curve(folder: Path, *, device: str, threads: int, data: Path, val: Path, peer: Path) -> Curve:
     folder.mkdir(parents=True)
-    job = {"kind": kind, "device": device, "threads": threads, "data": str(data), "peer": str(peer) if peer else None}
+    job = {"device": device, "threads": threads, "train": str(data / "train.bin"), "val": str(val), "peer": str(peer)}
     write_json_atomic(folder / "job.json", job)
     command = [sys.executable, "-m", "dsgpt.benchmarks.speed.time_to_loss", str(folder / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith(ANSWER):
             return [(seconds, loss) for seconds, loss in json.loads(line.removeprefix(ANSWER))]
-    raise UserError(f"{kind}'s training failed: {done.stderr.strip()[-1000:]}")
+    raise UserError(f"nanoGPT's training failed: {done.stderr.strip()[-1000:]}")
 
 
 def train_peer(job: dict[str, Any]) -> Curve:
@@ -159,15 +174,14 @@ def train_peer(job: dict[str, Any]) -> Curve:
 
     from dsgpt.benchmarks.speed.trainers import open_loop  # noqa: PLC0415
 
-    defaults, shape = DEFAULTS[job["kind"]], published("demo", length=LENGTH, vocab_size=VOCABULARY)
+    defaults, shape = DEFAULTS[NANOGPT], published("demo", length=LENGTH, vocab_size=VOCABULARY)
     work = Work(shape=shape, batch=defaults.batch, precision="fp32", device=job["device"], threads=job["threads"])
     torch.manual_seed(1337)
-    data, peer = Path(job["data"]), job["peer"]
     loop = open_loop(
-        job["kind"],
+        NANOGPT,
         work,
-        tokens=data / "train.bin",
-        peer=Path(peer) if peer else None,
+        tokens=Path(job["train"]),
+        peer=Path(job["peer"]),
         betas=(0.9, defaults.beta2),
         weight_decay=defaults.weight_decay,
     )
@@ -179,7 +193,7 @@ def train_peer(job: dict[str, Any]) -> Curve:
         loss.item()
         seconds += time.perf_counter() - started
         if (step + 1) % every == 0 or step + 1 == steps:
-            curve.append((seconds, loop.validate(data / "val.bin", windows=VALIDATION_WINDOWS)))
+            curve.append((seconds, loop.validate(Path(job["val"]), windows=VALIDATION_WINDOWS)))
     return curve
 
 

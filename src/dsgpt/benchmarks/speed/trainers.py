@@ -2,7 +2,8 @@
 
 Each takes whole optimizer steps on the same token file: batch, forward and backward pass, clipping, AdamW. The loops of
 nanoGPT and Hugging Face are what their own trainers do by default: nanoGPT's ``train.py`` with its fused AdamW on GPUs
-only; transformers' ``Trainer`` with torch's fused AdamW. In bf16 both compute under autocast.
+only; transformers' ``Trainer`` with torch's fused AdamW. In bf16 both compute under autocast; on a CPU nanoGPT's own
+script would compute in fp32.
 """
 
 import contextlib
@@ -115,7 +116,7 @@ def _flags(work: Work, run_type: str, *, recipe: Path, tokens: Path, folder: Pat
         "num_heads": shape.n_head,
         "embedding_size": shape.n_embd,
         "vocab_size": shape.vocab_size,
-        "max_position_embeddings": max(shape.length, 1024),
+        "max_position_embeddings": shape.positions,
         "seq_length": shape.length,
         "global_batch_size": work.batch * ranks,
         "micro_batch_size_per_gpu": work.batch,
@@ -193,7 +194,7 @@ def _nanogpt(work: Work, tokens: Path, checkout: Path, betas: tuple[float, float
     with contextlib.redirect_stdout(None):
         model = module.GPT(
             module.GPTConfig(
-                block_size=max(shape.length, 1024),
+                block_size=shape.positions,
                 vocab_size=padded,
                 n_layer=shape.n_layer,
                 n_head=shape.n_head,
@@ -214,7 +215,7 @@ def _hugging_face(work: Work, tokens: Path, betas: tuple[float, float], weight_d
     shape = work.shape
     config = GPT2Config(
         vocab_size=shape.vocab_size,
-        n_positions=max(shape.length, 1024),
+        n_positions=shape.positions,
         n_embd=shape.n_embd,
         n_layer=shape.n_layer,
         n_head=shape.n_head,
@@ -224,6 +225,7 @@ def _hugging_face(work: Work, tokens: Path, betas: tuple[float, float], weight_d
         use_cache=False,
     )
     model: Any = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    model = model.to(work.device)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

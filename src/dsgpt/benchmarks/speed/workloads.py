@@ -20,6 +20,8 @@ class Shape:
     n_embd: int
     vocab_size: int
     length: int
+    positions: int = 1024
+    """Of which the first ``length`` are used."""
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward pass, by the PaLM paper's appendix B: 6 N + 12 L H Q T.
@@ -52,6 +54,7 @@ def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape
         n_embd=preset.n_embd,
         vocab_size=vocab_size or preset.vocab_size,
         length=length,
+        positions=preset.block_size,
     )
 
 
@@ -95,6 +98,9 @@ class Entry:
     kind: str
     """``OURS``, ``ENGINE``, ``DDP`` or one of ``PEERS``."""
     ranks: int = 1
+    keeps_memory: bool = False
+    """Whether a peer gets this program's memory settings (``runtime/host_memory.py``) too. Goals are set against peers
+    as they are; the ratio to these is given beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +156,10 @@ def _on_gpu(peers: tuple[str, ...]) -> list[Row]:
 def _against_peers(work: Work, peers: tuple[str, ...], *, target: float) -> Row:
     compiled = ", compiled" if work.compile else ""
     title = f"{work.shape.name}, T={work.shape.length}, B={work.batch}, {work.precision}{compiled}"
-    entries = (Entry(name=OURS, kind=OURS), *(Entry(name=peer, kind=peer) for peer in peers))
-    return Row(key=_key(title), title=title, work=work, entries=entries, target=target)
+    entries = [Entry(name=OURS, kind=OURS), *(Entry(name=peer, kind=peer) for peer in peers)]
+    if work.device == "cpu" and not work.compile:
+        entries += [Entry(name=f"{peer}, memory kept", kind=peer, keeps_memory=True) for peer in peers]
+    return Row(key=_key(title), title=title, work=work, entries=tuple(entries), target=target)
 
 
 def _engine(work: Work) -> Row:

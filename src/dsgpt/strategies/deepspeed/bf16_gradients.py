@@ -19,7 +19,7 @@ def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
         single_rank: whether there is nothing to reduce, so that the engine need not copy all gradients to buckets.
         engine: the optimizer's.
     """
-    if not hasattr(optimizer, "clear_lp_grads"):
+    if type(optimizer).__name__ != "BF16_Optimizer":
         return
     clear = optimizer.clear_lp_grads
     optimizer.clear_lp_grads = lambda *_, **__: clear(set_to_none=True)

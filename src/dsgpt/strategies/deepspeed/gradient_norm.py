@@ -12,12 +12,16 @@ from torch import Tensor
 
 from dsgpt.optimization.optimizer import block_norms
 
+_CLASSES = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 _Norm = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
 
 
 def take_norms_of_blocks(optimizer: Any) -> None:
-    """Let ``optimizer``, DeepSpeed's of stage 1, 2 or 3, compute its norm so; others have no such method."""
-    if hasattr(optimizer, "get_grad_norm_direct"):
+    """Let ``optimizer``, DeepSpeed's of stage 1, 2 or 3, compute its norm so; others have no such method.
+
+    Stage 1 in bf16 (``BF16_Optimizer``), stage 0, and offload below stage 3 compute their norms in other places.
+    """
+    if type(optimizer).__name__ in _CLASSES:
         optimizer.get_grad_norm_direct = partial(_of_blocks, optimizer.get_grad_norm_direct)
 
 
