@@ -10,6 +10,8 @@ from dsgpt.benchmarks.speed.team import Team
 from dsgpt.benchmarks.speed.workloads import HUGGING_FACE, NANOGPT, OURS, Entry, Row, Work
 
 WARM_UP_STEPS = 3
+SETTLING_STEPS = 1
+"""Before every turn, not counted: while a process waits, caches and even its pages may go to others."""
 SHORTEST_TURN_SEC = 1.5
 """A turn has as many steps as take this long, so that starting and ending it does not count."""
 
@@ -35,6 +37,7 @@ def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: dic
         last: dict[str, dict[str, Any]] = {}
         for number in range(rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
+                teams[name].take(SETTLING_STEPS)
                 last[name] = teams[name].take(steps[name])
                 speeds[name].append(teams[name].tokens * steps[name] / last[name]["seconds"])
     per_rank = {name: [speed / teams[name].ranks for speed in values] for name, values in speeds.items()}
