@@ -100,14 +100,17 @@ def test_latency_counts_what_it_generated(positions, prompt_tokens, new_tokens):
 
 
 @pytest.mark.parametrize(
-    ("token_sec", "new_tokens", "repetitions"), [(0.001, 100, 15), (0.03, 100, 2), (0.2, 44, 1), (30.0, 1, 1)]
+    ("first_sec", "token_sec", "new_tokens", "repetitions"),
+    [(0.0, 0.001, 100, 15), (3.0, 0.005, 100, 13), (0.0, 0.03, 100, 2), (0.0, 0.2, 44, 1), (0.0, 30.0, 1, 1)],
 )
-def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, token_sec, new_tokens, repetitions):
-    now = [0.0]
+def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, first_sec, token_sec, new_tokens, repetitions):
+    """``first_sec``: of the very first token, which loads kernels; it says nothing about the others."""
+    now, first = [0.0], [first_sec]
 
     def slowly(_model, _prompt, *, new_tokens):
         for _ in range(new_tokens):
-            now[0] += token_sec
+            now[0] += token_sec + first[0]
+            first[0] = 0.0
             yield 0
 
     monkeypatch.setattr(latency, "generate", slowly)
@@ -115,7 +118,7 @@ def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, token_se
     found = measure_latency(random_model(200), torch.arange(64) % VOCABULARY)
     assert (found["new_tokens"], found["repetitions"]) == (new_tokens, repetitions)
     assert found["latency_sec"] == pytest.approx(new_tokens * token_sec)
-    assert now[0] <= max(latency.TOTAL_SEC, 2 * token_sec)
+    assert now[0] <= max(latency.TOTAL_SEC, 3 * token_sec)
 
 
 def test_one_position_has_no_latency():

@@ -4,7 +4,6 @@ The whole measurement takes about ten seconds at most: a slow model repeats less
 fewer tokens.
 """
 
-import math
 import statistics
 import time
 from typing import Any
@@ -37,11 +36,12 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
     new_tokens = min(GENERATED_TOKENS, positions - prompt.numel())
     if prompt.numel() == 0:
         return None
-    generated, warm_up_sec = _timed(model, prompt, new_tokens, at_most_sec=WARM_UP_SEC)
-    new_tokens = max(1, min(new_tokens, int(generated / warm_up_sec * (TOTAL_SEC - warm_up_sec))))
+    token_sec = _warm_up(model, prompt, new_tokens)
+    left = TOTAL_SEC - (time.perf_counter() - started)
+    new_tokens = max(1, min(new_tokens, int(left / token_sec)))
     seconds: list[float] = []
     while not seconds or (len(seconds) < REPETITIONS and time.perf_counter() - started + max(seconds) < TOTAL_SEC):
-        seconds.append(_timed(model, prompt, new_tokens)[1])
+        seconds.append(_timed(model, prompt, new_tokens))
     latency = statistics.median(seconds)
     return {
         "prompt_tokens": prompt.numel(),
@@ -55,13 +55,24 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
     }
 
 
-def _timed(model: GPT2, prompt: Tensor, new_tokens: int, *, at_most_sec: float = math.inf) -> tuple[int, float]:
-    """Generate ``new_tokens``, or as many as begin within ``at_most_sec``; returns their number and the seconds."""
-    started, generated = time.perf_counter(), 0
-    for _ in generate(model, prompt, new_tokens=new_tokens):  # fetches each id at once, as an application does
-        generated += 1
-        if time.perf_counter() - started > at_most_sec:
+def _warm_up(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
+    """Generate for ``WARM_UP_SEC``, but two tokens at least; returns the seconds of a token after the first one.
+
+    The first token loads kernels and reads the prompt.
+    """
+    times = [time.perf_counter()]
+    for _ in generate(model, prompt, new_tokens=new_tokens):
+        times.append(time.perf_counter())
+        if len(times) > 2 and times[-1] - times[0] > WARM_UP_SEC:
             break
+    first = 1 if len(times) > 2 else 0
+    return max((times[-1] - times[first]) / (len(times) - 1 - first), 1e-9)
+
+
+def _timed(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
+    started = time.perf_counter()
+    for _ in generate(model, prompt, new_tokens=new_tokens):
+        pass  # fetches each id from the device as soon as it is generated, as an application does
     if prompt.device.type == "cuda":
         torch.cuda.synchronize()
-    return generated, time.perf_counter() - started
+    return time.perf_counter() - started

@@ -170,8 +170,8 @@ def _belongs(row: Row, runs: Sequence[Run]) -> bool:
 
 
 def _improvement_cell(row: Row, base: Run, other: Run) -> str:
-    """Percent with its sign; latencies for different numbers of tokens are not compared."""
-    if row.label.startswith("inference latency") and base.new_tokens != other.new_tokens:
+    """Percent with its sign; inference with different numbers of tokens is not compared."""
+    if row.label.startswith("inference") and base.new_tokens != other.new_tokens:
         return UNKNOWN
     percent = improvement(row.value(base), row.value(other), lower_is_better=row.lower_is_better)
     return UNKNOWN if percent is None else f"{round(percent, 1) + 0.0:+.1f} %".replace("+0.0 %", "0.0 %")

@@ -1,14 +1,14 @@
 """``python src/benchmark.py speed``: what it measures, its figures, its page."""
 
 import json
-from pathlib import Path
 
 import pytest
 from small_run import REPOSITORY, random_ids, write_tokens
 from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.speed import measure
+from dsgpt.benchmarks.speed import command, measure
+from dsgpt.benchmarks.speed.command import SpeedOptions, run_speed
 from dsgpt.benchmarks.speed.measure import measure_memory, measure_row, span
 from dsgpt.benchmarks.speed.page import reached, verdict
 from dsgpt.benchmarks.speed.workloads import (
@@ -27,7 +27,6 @@ from dsgpt.benchmarks.speed.workloads import (
     work_from,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.telemetry.sources import without_sources
 
 SMALL = Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
 WORK = Work(shape=SMALL, batch=2, precision="fp32", threads=1)
@@ -149,7 +148,18 @@ def test_a_small_part_of_the_command(tmp_path):
     assert done.returncode == (result["seconds"]["median"] > result["target"])
 
 
-def test_the_committed_page_is_made_from_the_committed_record(tmp_path):
-    record, page = Path("checkpoint/reference/cpu-2-cores/speed.json"), tmp_path / "page.md"
-    assert benchmark("speed", "--table-from", record, "--page", page).returncode == 0
-    assert without_sources(page.read_text()) == without_sources((REPOSITORY / "docs" / "speed.md").read_text())
+def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
+    def fail(_self):
+        raise UserError("no memory left")
+
+    monkeypatch.setattr(command._SpeedCommand, "_memory", fail)
+    record, page = tmp_path / "speed.json", tmp_path / "speed.md"
+    options = SpeedOptions(
+        output=record, page=page, keep=None, rounds=1, peer=(), only=("memory", "help"), device="cpu"
+    )
+    assert run_speed(options, repository=REPOSITORY) == 1
+    failed, measured = json.loads(record.read_text())["results"]
+    assert failed == {"key": "memory", "title": "memory", "failed": "no memory left"}
+    assert measured["key"] == "help"
+    assert "| memory | no memory left | **no** |" in page.read_text()
+    assert "memory: FAILED: no memory left" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from dsgpt.benchmarks.parity.planted import plant
 from dsgpt.benchmarks.parity.reference import train_reference
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.model.linear_cross_entropy import CHUNKS
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.model_state import largest_model_state
 from dsgpt.runtime.device import bring_up
@@ -67,7 +68,13 @@ def train_reference_cell(flags: list[str], folder: Path, *, split: Mapping[str, 
     train_reference(config, device, Split(**split)).write(folder, rank=0)
 
 
+LOGITS_AT_ONCE = 12_000
+"""Of the loss: 40 tokens with the suite's vocabulary of 300, so that every micro batch has several chunks, as in large
+models."""
+
+
 def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
+    CHUNKS.update(dict.fromkeys(CHUNKS, LOGITS_AT_ONCE))
     options, problems = parse_arguments(flags)
     config = resolve(options, topology=read_topology(), problems=problems)
     device = bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)

@@ -49,6 +49,8 @@ def summary_lines(record: Record) -> list[str]:
 
 def reached(result: Result) -> bool | None:
     """Whether a result is on the right side of its target; None if it has none."""
+    if "failed" in result:
+        return False
     if "ratio" in result:
         return bool(result["ratio"]["median"] >= result["target"])
     if "target" not in result:
@@ -60,6 +62,8 @@ def reached(result: Result) -> bool | None:
 def verdict(result: Result) -> str:
     """A result in one line."""
     title = result["title"]
+    if "failed" in result:
+        return f"{title}: FAILED: {result['failed']}"
     if "ratio" in result:
         return f"{title}: {_ratio(result)} of {result['best_other']} (goal {result['target']:.2f}){_mark(result)}"
     if "products_sec" in result:
@@ -141,6 +145,9 @@ def _limit_table(record: Record) -> str:
 
 
 def _other_table(record: Record) -> str:
-    others = [result for result in record["results"] if "target" in result and "ratio" not in result]
-    rows = [[result["title"], _shown(result), "yes" if reached(result) else "**no**"] for result in others]
+    others = [result for result in record["results"] if {"target", "failed"} & set(result) and "ratio" not in result]
+    rows = [
+        [result["title"], result.get("failed") or _shown(result), "yes" if reached(result) else "**no**"]
+        for result in others
+    ]
     return table(["what", "measured", "reached"], rows) if rows else ""
