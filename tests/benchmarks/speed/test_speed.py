@@ -67,7 +67,7 @@ def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, mo
     assert [entry["name"] for entry in found["entries"]] == [OURS, ENGINE, NANOGPT, HUGGING_FACE]
     for entry in found["entries"]:
         assert len(entry["tokens_per_sec"]["values"]) == 2
-        assert 4 < entry["loss"] < 6.5  # ids below 257 at random: ln 257 is 5.5
+        assert 4 < entry["loss"] < 7.5  # ids below 257 at random: ln 257 is 5.5, and the stand-in begins above it
         assert entry["peak_bytes"] > 1e8
     first, *others = (entry["tokens_per_sec"] for entry in found["entries"])
     best = max(others, key=lambda speeds: speeds["median"])

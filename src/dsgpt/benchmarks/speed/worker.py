@@ -25,6 +25,7 @@ def main() -> None:
 
     if job["keeps_memory"]:
         keep_freed_memory()
+    torch.manual_seed(0)
     work, peer = work_from(job["work"]), job["peer"]
     folder = Path(job["folder"])
     trainer = open_trainer(
