@@ -3,7 +3,8 @@
 In fp32 it takes the whole global batch at once, without ranks or accumulation. In bf16 and fp16 it takes the micro
 batches of a ``Split``, one after the other, and sums their gradients. From this package it uses the model, its initial
 weights and the order of the samples, which have separate golden tests. The learning rate and the validation are
-computed here.
+computed here. So is the loss in fp32, and where the split says so, by PyTorch's ``cross_entropy`` of all logits; else
+it is the model's own, which rounds as the strategies do.
 """
 
 import math
