@@ -62,6 +62,12 @@ def test_no_product_is_computed_twice(second_step, precision):
     assert counts.flops - products <= 2 * 3.5 * attention
 
 
+def test_the_loss_of_a_small_micro_batch_is_one_chunk(second_step):
+    """Each further chunk would pass over the gradient of the whole head again."""
+    counts, _ = second_step("--precision", "fp32")
+    assert counts.calls["_log_softmax"] == 2  # micro batches
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_optimizer_is_one_call_for_each_group(second_step, precision):
     counts, _ = second_step("--precision", precision)

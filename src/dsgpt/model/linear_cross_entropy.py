@@ -54,6 +54,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - ``apply`` takes no keywords
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, mean: bool, differentiate: bool
     ) -> Tensor:
+        """The loss of all chunks, 0-dim; if asked, ``ctx`` keeps the gradients of ``x`` and ``weight``."""
         counts = targets != _IGNORED
         share = counts.to(_exact(x.dtype))  # of each target in the loss
         if mean:
@@ -76,6 +77,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """The kept gradients, times the gradient of the loss; once."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of the loss were used by an earlier backward pass")
         of_x, of_weight = ctx.gradients

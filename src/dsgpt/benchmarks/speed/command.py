@@ -1,6 +1,7 @@
 """``python src/benchmark.py speed``: how fast a step is, beside other trainers on the same work at the same time."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,9 @@ from typing import Any, ClassVar
 
 from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite
 from dsgpt.benchmarks.harness.pages import Record, SuitePage
-from dsgpt.benchmarks.speed.page import speed_page, summary_lines, verdict
+from dsgpt.benchmarks.speed.around import measure_around, measure_first_step, measure_help
+from dsgpt.benchmarks.speed.measure import measure_memory, measure_row
+from dsgpt.benchmarks.speed.page import reached, speed_page, summary_lines, verdict
 from dsgpt.benchmarks.speed.workloads import HUGGING_FACE, NANOGPT, PEERS, Row, Work, published, rows
 from dsgpt.common.errors import UserError
 from dsgpt.telemetry.console import Console
@@ -81,7 +84,8 @@ class _SpeedCommand(SuiteCommand[Result]):
         self._folder: Path
         self._measurements: dict[str, Callable[[], Result]] = {}
 
-    def plan(self, console: Console) -> int:  # noqa: ARG002
+    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
+        """Choose the rows, limits and other measurements of this device; see ``SuiteCommand``."""
         cores, device = len(os.sched_getaffinity(0)), self._options.device
         present = tuple(peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers)
         compared = rows(device, cores=cores, peers=present)
@@ -117,8 +121,6 @@ class _SpeedCommand(SuiteCommand[Result]):
                 yield {"key": key, "title": key, "failed": str(error)}
 
     def _row(self, row: Row) -> Result:
-        from dsgpt.benchmarks.speed.measure import measure_row  # noqa: PLC0415
-
         return measure_row(
             row,
             rounds=self._options.rounds,
@@ -131,13 +133,11 @@ class _SpeedCommand(SuiteCommand[Result]):
         return self._folder / "tokens" / f"{work.shape.vocab_size}.bin"
 
     def _ceilings(self, work: Work) -> Result:
-        from dsgpt.benchmarks.speed.ceilings import measure_ceilings  # noqa: PLC0415
+        from dsgpt.benchmarks.speed.ceilings import measure_ceilings  # noqa: PLC0415 - torch takes seconds
 
         return {"title": f"ceilings, {_ceiling_key(work)}", "work": work.as_dict(), **measure_ceilings(work)}
 
     def _memory(self) -> Result:
-        from dsgpt.benchmarks.speed.measure import measure_memory  # noqa: PLC0415
-
         small = published("small", length=1024)
         work = Work(shape=small, batch=8, precision="bf16", device=self._options.device, threads=_threads(self))
         return measure_memory(
@@ -145,13 +145,9 @@ class _SpeedCommand(SuiteCommand[Result]):
         ) | {"target": MEMORY_TARGET}
 
     def _help(self) -> Result:
-        from dsgpt.benchmarks.speed.around import measure_help  # noqa: PLC0415
-
         return {"title": "src/gpt2.py --help", **measure_help(self._repository, rounds=self._options.rounds)}
 
     def _first_step(self, kind: str) -> Result:
-        from dsgpt.benchmarks.speed.around import measure_first_step  # noqa: PLC0415
-
         folder = self._folder / f"first-{kind}"
         measured = measure_first_step(
             self._repository, folder, kind=kind, device=self._options.device, data=self._demo_data(), rounds=3
@@ -159,14 +155,12 @@ class _SpeedCommand(SuiteCommand[Result]):
         return {"title": f"from launch to the end of the demo's first step, {kind}", **measured}
 
     def _around(self) -> Result:
-        from dsgpt.benchmarks.speed.around import measure_around  # noqa: PLC0415
-
         folder = self._folder / "around"
         measured = measure_around(self._repository, folder, device=self._options.device, data=self._demo_data())
         return {"title": "share of the time between two steps of the demo that is not the step", **measured}
 
     def _time_to_loss(self) -> Result:
-        from dsgpt.benchmarks.speed.time_to_loss import measure_time_to_loss  # noqa: PLC0415
+        from dsgpt.benchmarks.speed.time_to_loss import measure_time_to_loss  # noqa: PLC0415 - numpy takes its time
 
         measured = measure_time_to_loss(
             self._repository,
@@ -180,7 +174,7 @@ class _SpeedCommand(SuiteCommand[Result]):
         return {"title": "the demo's recipe: time to the loss of nanoGPT's settings", **measured}
 
     def _demo_data(self) -> Path:
-        from dsgpt.benchmarks.harness.corpus import prepare_demo  # noqa: PLC0415
+        from dsgpt.benchmarks.harness.corpus import prepare_demo  # noqa: PLC0415 - numpy takes its time
 
         return prepare_demo(self._repository, self._folder / "demo-data")
 
@@ -201,8 +195,6 @@ class _SpeedCommand(SuiteCommand[Result]):
 
 def missed(result: Mapping[str, Any]) -> bool:
     """Whether a result with a target is on the wrong side of it."""
-    from dsgpt.benchmarks.speed.page import reached  # noqa: PLC0415
-
     return reached(result) is False
 
 
@@ -216,8 +208,6 @@ def _ceiling_key(work: Work) -> str:
 
 def _commit(checkout: Path) -> str | None:
     """The commit of a peer's checkout; None if it is no git repository."""
-    import subprocess  # noqa: PLC0415
-
     done = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
