@@ -8,7 +8,7 @@ from suite_commands import refusal
 
 from dsgpt.benchmarks.recipes import command
 from dsgpt.benchmarks.recipes.command import RecipesOptions, run_recipes
-from dsgpt.benchmarks.recipes.grid import SEARCHES, SEED, SHIPPED_BEFORE, Search, Trial, changes_of, other_seeds
+from dsgpt.benchmarks.recipes.grid import SEARCHES, SEED, SHIPPED_BEFORE, Search, Trial, other_seeds
 
 
 @pytest.mark.parametrize("arguments", ["--size huge", "--core", "--table-from no.json"])
@@ -25,8 +25,9 @@ def test_every_training_sees_the_same_tokens(size):
 
 def test_the_choice_is_made_on_one_seed_and_shown_on_others():
     best = Trial(batch=8, lr=1e-3)
-    assert {trial.seed for trial in changes_of(best)} == {SEED}
-    assert len(set(changes_of(best)) - {best}) == 5
+    changed = SEARCHES["demo"].changes_of(best)
+    assert {trial.seed for trial in changed} == {SEED}
+    assert len(set(changed) - {best}) == 5
     assert SEED not in {trial.seed for trial in other_seeds(best)}
     assert {trial.lr for trial in other_seeds(best)} == {1e-3}
 
@@ -39,7 +40,7 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
         trained.append(trial)
         unstable = trial.lr > 4e-3 or (trial.lr == 4e-3 and trial.seed != SEED)
         loss = 9.0 if unstable else abs(trial.lr - 4e-3) * 100 + abs(trial.beta2 - 0.99)
-        return {"size": search.size, **trial.as_dict(), "steps": 1, "val_loss": loss, "train_sec": 1.0}
+        return {"size": search.size, **trial.as_dict(), "steps": 1, "val_loss": loss}
 
     search = Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
     monkeypatch.setattr(command, "SEARCHES", {"demo": search})
@@ -49,10 +50,10 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
     options = RecipesOptions(output=record, page=page, keep=None, size=(), device="cpu")
     assert run_recipes(options, repository=REPOSITORY) == 0
     best = Trial(batch=8, lr=2e-3, beta2=0.99)
-    assert trained[5:10] == changes_of(Trial(batch=8, lr=2e-3))
-    assert trained[10:] == other_seeds(best)
-    assert [trial["stage"] for trial in json.loads(record.read_text())["trials"]] == 5 * ["grid"] + 5 * [
-        "change"
-    ] + 3 * ["seed"]
-    assert "| 8 | 0.002 | 0.05 | 0.99 | 0.1 | 0.1 | 1 | **0.2000** | 1 |" in page.read_text()
+    assert set(trained[5:10]) == set(search.changes_of(Trial(batch=8, lr=2e-3)))  # side by side, in whatever order
+    assert set(trained[10:13]) == set(other_seeds(best))
+    assert set(trained[13:]) == set(other_seeds(SHIPPED_BEFORE))
+    stages = [trial["stage"] for trial in json.loads(record.read_text())["trials"]]
+    assert stages == 5 * ["grid"] + 5 * ["change"] + 3 * ["seed"] + 3 * ["before"]
+    assert "| 8 | 0.002 | 0.05 | 0.99 | 0.1 | 0.1 | 1 | **0.2000** |" in page.read_text()
     assert "demo: validation loss 0.2000 with batch 8, lr 0.002" in capsys.readouterr().out

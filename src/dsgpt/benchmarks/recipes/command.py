@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite
 from dsgpt.benchmarks.harness.corpus import prepare_demo
 from dsgpt.benchmarks.harness.pages import Record, SuitePage
-from dsgpt.benchmarks.recipes.grid import SEARCHES, SHIPPED_BEFORE, Search, Trial, changes_of, other_seeds
+from dsgpt.benchmarks.recipes.grid import SEARCHES, SHIPPED_BEFORE, Search, Trial, other_seeds
 from dsgpt.benchmarks.recipes.page import recipes_page, summary_lines
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
@@ -65,8 +65,8 @@ class _RecipesCommand(SuiteCommand[Result]):
 
     def plan(self, console: Console) -> int:  # noqa: ARG002
         some = SHIPPED_BEFORE
-        after_grid = len(changes_of(some)) + len(other_seeds(some)) + 1
-        return sum(len(search.grid()) + after_grid for search in self._searches)
+        on_seeds = 2 * len(other_seeds(some))
+        return sum(1 + len(search.grid()) + len(search.changes_of(some)) + on_seeds for search in self._searches)
 
     def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
         self._folder = folder.resolve()
@@ -76,8 +76,9 @@ class _RecipesCommand(SuiteCommand[Result]):
         for search in self._searches:
             found = yield from self._train_all(search, "grid", [SHIPPED_BEFORE, *search.grid()])
             good = _best_with_margin(found)
-            changed = yield from self._train_all(search, "change", changes_of(_settings(good)))
+            changed = yield from self._train_all(search, "change", search.changes_of(_settings(good)))
             yield from self._train_all(search, "seed", other_seeds(_settings(_best([good, *changed]))))
+            yield from self._train_all(search, "before", other_seeds(SHIPPED_BEFORE))
 
     def _train_all(self, search: Search, stage: str, trials: Sequence[Trial]) -> Generator[Result, None, list[Result]]:
         """Train them, on a CPU one per core at a time; yields each result, and returns all."""
@@ -118,7 +119,6 @@ class _RecipesCommand(SuiteCommand[Result]):
             **trial.as_dict(),
             "steps": steps,
             "val_loss": summary["final_val_loss"],
-            "train_sec": summary["train_time_sec"],
         }
 
     def line(self, result: Result, *, count: str, left: str) -> str:

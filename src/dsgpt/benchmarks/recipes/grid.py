@@ -67,10 +67,23 @@ class Search:
     """Of every training, whatever its batch."""
     batches: Sequence[int]
     rates: Sequence[float]
+    changes: bool = True
+    """Whether single changes of a good one are tried."""
 
     def grid(self) -> list[Trial]:
         """Every batch with every rate."""
         return [Trial(batch=batch, lr=lr) for batch in self.batches for lr in self.rates]
+
+    def changes_of(self, good: Trial) -> list[Trial]:
+        """A good one of the grid, with one other setting each."""
+        changed = [
+            replace(good, warm_up=0.02),
+            replace(good, warm_up=0.1),
+            replace(good, beta2=0.99),
+            replace(good, floor=0.01),
+            replace(good, weight_decay=0.01),
+        ]
+        return changed if self.changes else []
 
     def steps(self, trial: Trial) -> int:
         """Optimizer steps of a training."""
@@ -78,21 +91,11 @@ class Search:
 
 
 SEARCHES = {
-    "demo": Search(size="demo", length=128, tokens=819_200, batches=(4, 8, 16, 32), rates=(1e-3, 2e-3, 4e-3, 8e-3)),
+    "demo": Search(size="demo", length=128, tokens=819_200, batches=(4, 8, 16), rates=(1e-3, 2e-3, 4e-3, 8e-3)),
+    "tiny": Search(size="tiny", length=128, tokens=819_200, batches=(8,), rates=(1e-3, 2e-3, 4e-3), changes=False),
 }
 SHIPPED_BEFORE = Trial(batch=32, lr=6e-4, warm_up=0.25)
-"""What ``ds_configs/zero1.json`` does in the 200 steps of the demo."""
-
-
-def changes_of(best: Trial) -> list[Trial]:
-    """A good one of the grid, with one other setting each."""
-    return [
-        replace(best, warm_up=0.02),
-        replace(best, warm_up=0.1),
-        replace(best, beta2=0.99),
-        replace(best, floor=0.01),
-        replace(best, weight_decay=0.01),
-    ]
+"""What ``ds_configs/zero1.json`` does in 200 steps, as the demo did."""
 
 
 def other_seeds(best: Trial) -> list[Trial]:

@@ -71,18 +71,23 @@ def _warm_up(team: Team) -> int:
 
 
 def _ratio(speeds: dict[str, list[float]], row: Row) -> dict[str, Any]:
-    """The first entry's speed divided by that of the fastest other, round by round."""
+    """The first entry's speed divided by that of the fastest other, round by round; and the limit of weak scaling."""
     first, *others = row.entries
     found: dict[str, Any] = {"target": row.target}
     for best_key, ratio_key, keeps_memory in (
         ("best_other", "ratio", False),
         ("best_with_memory_kept", "ratio_with_memory_kept", True),
     ):
-        names = [entry.name for entry in others if entry.keeps_memory == keeps_memory]
+        names = [entry.name for entry in others if entry.keeps_memory == keeps_memory and not entry.apart]
         if names:
             best = max(names, key=lambda name: statistics.median(speeds[name]))
             ratios = [ours / theirs for ours, theirs in zip(speeds[first.name], speeds[best], strict=True)]
             found |= {best_key: best, ratio_key: span(ratios)}
+    for entry in others:
+        if entry.apart:
+            best = found["best_other"]
+            limits = [apart / alone for apart, alone in zip(speeds[entry.name], speeds[best], strict=True)]
+            found["limit"] = span(limits)
     return found
 
 

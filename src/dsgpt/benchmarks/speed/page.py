@@ -30,7 +30,9 @@ Every row compares trainers that take whole optimizer steps with the same shapes
 run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
 beside it; the table has its median and its range. The loops of the others are those of their own trainers; in bf16 they
 compute under autocast. On a CPU this program keeps freed memory ([performance.md](performance.md)), which would help
-the others too: "memory kept" is a peer with the same setting. Goals are set against peers as they are.
+the others too: "memory kept" is a peer with the same setting. Goals are set against peers as they are. Weak scaling
+compares tokens per second and rank; "apart" are as many processes at once that send each other nothing, and no strategy
+can do better.
 
 Machine: {machine}; {hardware["device"]}. {software}.
 Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
@@ -113,10 +115,15 @@ def _speed_table(record: Record) -> str:
             continue
         speeds = "; ".join(f"{entry['name']} {_span(entry['tokens_per_sec'], ',.0f')}" for entry in result["entries"])
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
-        kept = result.get("ratio_with_memory_kept")
-        also = f"{_span(kept, '.2f')}x {result['best_with_memory_kept']}" if kept else ""
-        rows.append([result["title"], speeds, f"{_ratio(result)} {result['best_other']}", goal, also])
-    return table(["work", "tokens/s", "ratio", "goal", "ratio to peers with our memory settings"], rows) if rows else ""
+        rows.append([result["title"], speeds, f"{_ratio(result)} {result['best_other']}", goal, _beside(result)])
+    return table(["work", "tokens/s", "ratio", "goal", "beside it"], rows) if rows else ""
+
+
+def _beside(result: Result) -> str:
+    """A second ratio: to peers with our memory settings, or of ranks that send nothing."""
+    if "ratio_with_memory_kept" in result:
+        return f"{_span(result['ratio_with_memory_kept'], '.2f')}x {result['best_with_memory_kept']}"
+    return f"{_span(result['limit'], '.2f')}x without communication" if "limit" in result else ""
 
 
 def _limit_table(record: Record) -> str:

@@ -29,7 +29,8 @@ class Team:
         """Of a step of all ranks."""
         self.ranks = entry.ranks
         folder.mkdir(parents=True)
-        port = str(free_port())
+        world_size = 1 if entry.apart else entry.ranks
+        port = free_port()
         self._held = contextlib.ExitStack()
         output = self._held.enter_context(self._log.open("ab"))
         self._processes = []
@@ -55,7 +56,12 @@ class Team:
                     stdout=subprocess.PIPE,
                     stderr=output,
                     text=True,
-                    env=_environment(rank, entry.ranks, port=port, threads=row.work.threads),
+                    env=_environment(
+                        0 if entry.apart else rank,
+                        world_size,
+                        port=free_port() if entry.apart else port,
+                        threads=row.work.threads,
+                    ),
                 )
             )
 
@@ -102,8 +108,8 @@ class Team:
         self._held.close()
 
 
-def _environment(rank: int, ranks: int, *, port: str, threads: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, *, port: int, threads: int) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_", "MKL_"))}
     kept |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    kept |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    kept |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return kept | ({"OMP_NUM_THREADS": str(threads)} if threads else {})

@@ -101,6 +101,9 @@ class Entry:
     keeps_memory: bool = False
     """Whether a peer gets this program's memory settings (``runtime/host_memory.py``) too. Goals are set against peers
     as they are; the ratio to these is given beside it."""
+    apart: bool = False
+    """Whether its ranks know nothing of each other: what the machine gives to as many processes at once. No strategy
+    can scale better; the row gives this limit beside its ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +173,11 @@ def _engine(work: Work) -> Row:
 
 def _scaling(work: Work, kind: str, *, ranks: int) -> Row:
     title = f"weak scaling 1 to {ranks} cores, {work.shape.name}, {kind.removeprefix('dsgpt ')}"
-    entries = (Entry(name=f"{ranks} ranks", kind=kind, ranks=ranks), Entry(name="1 rank", kind=kind))
+    entries = (
+        Entry(name=f"{ranks} ranks", kind=kind, ranks=ranks),
+        Entry(name="1 rank", kind=kind),
+        Entry(name=f"{ranks} apart", kind=kind, ranks=ranks, apart=True),
+    )
     return Row(key=_key(title), title=title, work=work, entries=entries, target=0.95, per_rank=True)
 
 

@@ -88,6 +88,9 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     if recipe.zero_stage == 1 and config.topology.world_size == 1:
         # A single rank sends nothing, so its gradients need not be copied to a bucket first.
         ds_config["zero_optimization"].setdefault("contiguous_gradients", False)
+    elif recipe.zero_stage == 1 and recipe.zero_optimization.use_multi_rank_bucket_allreduce:
+        # DeepSpeed all-reduces whole buckets here either way. So it does it in place, without cutting and copying them.
+        ds_config["zero_optimization"].setdefault("reduce_scatter", False)
     _complete_swapping(ds_config, config)
     return ds_config
 
