@@ -12,7 +12,7 @@
 # SELECTION=--without-processes make test-pythons   fewer tests: those that run in one process
 
 PYTHON ?= python3
-STEPS ?= 200
+STEPS ?= 800
 SELECTION ?= --without-launchers
 VENV := .venv
 BIN := $(VENV)/bin

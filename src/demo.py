@@ -18,17 +18,17 @@ from dsgpt.common.script import complain, run_script
 from dsgpt.runtime.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-GLOBAL_BATCH_SIZE = 32  # as in the recipe; the number of GPUs must divide it
-STEPS = 200
+GLOBAL_BATCH_SIZE = 8  # as in the recipe; the number of GPUs must divide it
+STEPS = 800
 PROMPT = "def main("
 WORK = [
-    "--deepspeed_config", "ds_configs/zero1.json",
+    "--deepspeed_config", "ds_configs/sizes/demo.json",
     "--model_size", "demo",
     "--seq_length", "128",
-    "--eval_every", "50",
-    "--max_val_steps", "20",
-    "--save_every", "50",
-    "--steps_per_print", "10",
+    "--eval_every", "200",
+    "--max_val_steps", "80",
+    "--save_every", "200",
+    "--steps_per_print", "40",
 ]  # fmt: skip
 
 

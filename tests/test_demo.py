@@ -64,7 +64,7 @@ def test_an_interrupted_run_is_resumed(demo, capsys):
 
 def test_another_recipe_or_text_starts_again(demo, capsys):
     baseline(demo, steps=1)
-    recipe = Path("ds_configs/zero1.json")
+    recipe = Path("ds_configs/sizes/demo.json")
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"gradient_clipping": 0.5}))
     assert baseline(demo, steps=1) == "--overwrite"
     assert "  gradient clipping is 0.5 but " in capsys.readouterr().out

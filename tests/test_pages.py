@@ -50,7 +50,7 @@ FLAGS_OF_OTHERS = {
 """Launchers', Slurm's and DeepSpeed's tools'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
-GENERATED = {"parity.md", "resume.md", "faults.md", "saving.md"}
+GENERATED = {"parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"}
 
 
 def each(pages: list[Path]) -> pytest.MarkDecorator:

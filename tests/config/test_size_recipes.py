@@ -1,4 +1,4 @@
-"""``ds_configs/sizes``: one recipe for each published size, and what the page says about them."""
+"""``ds_configs/sizes``: one recipe for each size, and what the page says about them."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS
 
 FOLDER = REPOSITORY / "ds_configs"
-SIZES = ("small", "medium", "large", "xl")
 TUNED = {"train_batch_size", "lr", "betas", "weight_decay", "warmup_num_steps", "cos_min_ratio"}
 
 
@@ -27,12 +26,11 @@ def differences(one: Any, two: Any, key: str = "") -> set[str]:
     return {key} if one != two else set()
 
 
-def test_every_published_size_has_a_recipe():
-    assert {path.stem for path in (FOLDER / "sizes").iterdir()} == set(SIZES)
-    assert set(PRESETS) - set(SIZES) == {"demo", "tiny"}
+def test_every_size_has_a_recipe():
+    assert {path.stem for path in (FOLDER / "sizes").iterdir()} == set(PRESETS)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", PRESETS)
 def test_it_is_zero1_with_other_settings(size):
     assert differences(read("zero1.json"), read(f"sizes/{size}.json")) <= TUNED
     problems = Problems()
@@ -40,7 +38,7 @@ def test_it_is_zero1_with_other_settings(size):
     problems.raise_if_any()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", PRESETS)
 def test_the_page_has_its_settings(size):
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| `sizes/{size}.json` \|(.*)\|$", page, flags=re.MULTILINE)[1]

@@ -1,8 +1,11 @@
 """``python src/benchmark.py speed``: what it measures, its figures, its page."""
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
+import torch
 from small_run import REPOSITORY, random_ids, write_tokens
 from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
@@ -11,8 +14,9 @@ from dsgpt.benchmarks.speed import command, measure
 from dsgpt.benchmarks.speed.command import SpeedOptions, run_speed
 from dsgpt.benchmarks.speed.measure import measure_memory, measure_row, span
 from dsgpt.benchmarks.speed.page import reached, verdict
+from dsgpt.benchmarks.speed.trainers import open_loop
+from dsgpt.benchmarks.speed.worker import synchronisations
 from dsgpt.benchmarks.speed.workloads import (
-    DDP,
     ENGINE,
     HUGGING_FACE,
     NANOGPT,
@@ -67,7 +71,7 @@ def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, mo
     assert [entry["name"] for entry in found["entries"]] == [OURS, ENGINE, NANOGPT, HUGGING_FACE]
     for entry in found["entries"]:
         assert len(entry["tokens_per_sec"]["values"]) == 2
-        assert 4 < entry["loss"] < 7.5  # ids below 257 at random: ln 257 is 5.5, and the stand-in begins above it
+        assert 4 < entry["loss"] < 7.5  # ids below 257 at random: ln 257 is 5.5
         assert entry["peak_bytes"] > 1e8
     first, *others = (entry["tokens_per_sec"] for entry in found["entries"])
     best = max(others, key=lambda speeds: speeds["median"])
@@ -78,11 +82,13 @@ def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, mo
 
 def test_weak_scaling_compares_tokens_of_a_rank(tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
-    entries = (Entry(name="2 ranks", kind=DDP, ranks=2), Entry(name="1 rank", kind=DDP))
-    row = Row(key="row", title="row", work=WORK, entries=entries, target=0.95, per_rank=True)
-    found = measure_row(row, rounds=1, tokens=tokens, folder=tmp_path, peers={})
-    (two,), (one,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
+    row = next(row for row in rows("cpu", cores=2, peers=()) if row.key == "weak-scaling-1-to-2-cores-tiny-ddp")
+    found = measure_row(replace(row, work=WORK), rounds=1, tokens=tokens, folder=tmp_path, peers={})
+    (two,), (one,), (apart,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
     assert found["ratio"]["median"] == pytest.approx(two / one / 2)
+    assert found["limit"]["median"] == pytest.approx(apart / one / 2)
+    losses = [entry["loss"] for entry in found["entries"]]
+    assert losses[1] == losses[2] != losses[0]  # ranks that are apart train what one rank alone trains
 
 
 def test_a_contender_that_fails_is_named(tokens, tmp_path):
@@ -98,6 +104,28 @@ def test_memory_is_compared_with_nanogpt(checkout, tokens, tmp_path):
     found = measure_memory(WORK, steps=1, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
     assert found["other"] == NANOGPT
     assert found["share"] == found["peak_bytes"][OURS] / found["peak_bytes"][NANOGPT]
+
+
+def test_a_peer_with_another_model_is_refused(tokens, tmp_path):
+    (tmp_path / "model.py").write_text(STAND_IN.replace("block_size + 2", "block_size + 3"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"^nanogpt has a model of 68,512 parameters instead of 68,480: "):
+        open_loop(NANOGPT, WORK, tokens=tokens, peer=tmp_path)
+
+
+def test_every_wait_for_the_gpu_is_counted(monkeypatch):
+    """With the warnings of PyTorch's debug mode, but without a GPU."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with synchronisations("cuda") as waits:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (at x.cpp:1)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert len(waits) == 2
+    assert modes == ["warn", "default"]
+    with synchronisations("cpu") as waits:
+        pass
+    assert not waits
+    assert len(modes) == 2
 
 
 def test_rows_without_a_peer_are_left_out():
@@ -120,11 +148,17 @@ def test_flops_are_those_of_the_palm_paper():
     assert small.flops_per_token() == 6 * without_positions + 12 * 12 * 768 * 1024
 
 
+def waiting(kind, times):
+    return {"kind": kind, "synchronisations": times}
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.2}, True),
-        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.21}, False),
+        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.2, "entries": [waiting(OURS, None)]}, True),
+        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.21, "entries": [waiting(OURS, 0)]}, False),
+        ({"ratio": span([1.3]), "target": 1.2, "entries": [waiting(OURS, 1)]}, False),
+        ({"ratio": span([1.3]), "target": 1.2, "entries": [waiting(ENGINE, 1)]}, True),
         ({"seconds": span([0.4]), "target": 0.3}, False),
         ({"share": 0.7, "target": 0.7}, True),
         ({"share": span([0.02]), "target": 0.01}, False),

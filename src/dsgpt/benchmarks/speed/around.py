@@ -19,7 +19,7 @@ FIRST_STEP_TARGET_SEC = {"baseline": 6.0, "zero1": 12.0}
 OVERHEAD_STEPS = 12
 DEMO = (
     *("--model_size", "demo", "--seq_length", "128", "--max_val_steps", "1", "--steps_per_print", "1"),
-    *("--deepspeed_config", "ds_configs/zero1.json", "--save_every", "0"),
+    *("--deepspeed_config", "ds_configs/sizes/demo.json", "--save_every", "0"),
 )
 """The training of ``make demo``; the data follow."""
 

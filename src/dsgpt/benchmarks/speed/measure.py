@@ -54,6 +54,7 @@ def measure_row(row: Row, *, rounds: int, tokens: Path, folder: Path, peers: dic
                 "tokens_per_sec": span(speeds[entry.name]),
                 "loss": last[entry.name]["loss"],
                 "peak_bytes": last[entry.name]["peak_bytes"],
+                "synchronisations": last[entry.name]["synchronisations"],
             }
             for entry in row.entries
         ],

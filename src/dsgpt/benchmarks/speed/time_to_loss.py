@@ -24,7 +24,7 @@ LENGTH, TOKENS = 128, 819_200
 """As in ``make demo``."""
 SEARCHED_WINDOWS, VALIDATION_WINDOWS = 640, 480
 """Of the validation file: those at its beginning, which ``benchmark.py recipes`` uses, and those after them."""
-RECIPE = "ds_configs/zero1.json"
+RECIPE = "ds_configs/sizes/demo.json"
 """The demo's."""
 VOCABULARY = 8192
 VALIDATIONS = 40

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dsgpt.benchmarks.speed.workloads import DDP, ENGINE, HUGGING_FACE, NANOGPT, OURS, Work
+from dsgpt.benchmarks.speed.workloads import DDP, ENGINE, HUGGING_FACE, NANOGPT, OURS, Shape, Work
+from dsgpt.common.errors import UserError
 from dsgpt.data.token_file import open_token_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -204,8 +205,22 @@ def _nanogpt(work: Work, tokens: Path, checkout: Path, betas: tuple[float, float
             )
         ).to(work.device)
         optimizer = model.configure_optimizers(weight_decay, LR, betas, work.device)
+    _check_size(NANOGPT, model, shape, rows=padded)
     forward = torch.compile(model) if work.compile else model
     return PeerLoop(work, tokens, loss=lambda x, y: forward(x, y)[1], model=model, optimizer=optimizer)
+
+
+def _check_size(name: str, model: nn.Module, shape: Shape, *, rows: int) -> None:
+    """Refuse a peer whose model is not of this shape: a smaller one would be compared with a larger one.
+
+    Raises:
+        UserError: the number of parameters differs from that of a GPT-2 with ``rows`` rows in its tied embedding.
+    """
+    wide = shape.n_embd
+    expected = wide * (rows + shape.positions + 2) + shape.n_layer * (12 * wide**2 + 13 * wide)
+    found = sum(parameter.numel() for parameter in model.parameters())
+    if found != expected:
+        raise UserError(f"{name} has a model of {found:,} parameters instead of {expected:,}: is it another version?")
 
 
 def _hugging_face(work: Work, tokens: Path, betas: tuple[float, float], weight_decay: float) -> PeerLoop:
@@ -226,6 +241,7 @@ def _hugging_face(work: Work, tokens: Path, betas: tuple[float, float], weight_d
     )
     model: Any = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     model = model.to(work.device)
+    _check_size(HUGGING_FACE, model, shape, rows=shape.vocab_size)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

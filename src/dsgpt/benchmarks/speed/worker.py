@@ -3,9 +3,12 @@
 Each line of the input is a number of steps; the answer is a line of JSON. An empty input ends the process.
 """
 
+import contextlib
 import json
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,37 @@ def main() -> None:
     _answer({"ready": True})
     for line in sys.stdin:
         started, loss = time.perf_counter(), torch.zeros(())
-        for _ in range(int(line)):
-            loss = trainer.step()
+        with synchronisations(work.device) as waits:
+            for _ in range(int(line)):
+                loss = trainer.step()
         value = float(loss)  # waits for the device
-        _answer({"seconds": time.perf_counter() - started, "loss": value, "peak_bytes": _peak_bytes(work.device)})
+        _answer(
+            {
+                "seconds": time.perf_counter() - started,
+                "loss": value,
+                "peak_bytes": _peak_bytes(work.device),
+                "synchronisations": None if work.device == "cpu" else len(waits),
+            }
+        )
+
+
+@contextlib.contextmanager
+def synchronisations(device: str) -> Iterator[list[str]]:
+    """Collects a message for every time that Python waits for the GPU inside; on a CPU there is nothing to wait for."""
+    found: list[str] = []
+    if device == "cpu":
+        yield found
+        return
+    import torch  # noqa: PLC0415
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [str(warning.message) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
 
 
 def _peak_bytes(device: str) -> int:
