@@ -12,7 +12,9 @@ import torch
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
+from dsgpt.planning.utilisation import Utilisation, utilisation
 from dsgpt.strategies.base import StepResult
+from dsgpt.telemetry.interval import interval_figures
 from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, throughput, timing_figures
 from dsgpt.telemetry.record import RunRecord, read_steps
@@ -48,6 +50,7 @@ class Journal:
         self._sinks = sinks
         self._peaks = TrainingPeaks(device)
         self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
+        self._utilisation = self._utilisation_on(description)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
@@ -123,8 +126,22 @@ class Journal:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
         lines = self._meter.flush()
+        if due and lines:
+            lines[-1]["interval"] = self._interval()
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         require_finite(lines)
+
+    def _interval(self) -> dict[str, Any]:
+        """The figures of the steps since the last call, for the line of the last of them."""
+        figures, self._meter.interval = self._meter.interval, Figures()
+        tokens_per_sec = throughput(figures)
+        return {**interval_figures(figures), "mfu": self._utilisation.mfu(tokens_per_sec)}
+
+    def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
+        """The utilisation of the hardware in ``description``; only the main rank knows it."""
+        config = self._config
+        hardware = description.get("hardware", {})
+        return utilisation(config.model, hardware, seq_length=config.seq_length, precision=config.precision)
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""
@@ -234,11 +251,12 @@ class Journal:
 
         Its memory figures are of training: after a save or the end (``peaks`` false) they stay as they were.
         """
-        run = self._meter.run
+        run, tokens_per_sec = self._meter.run, throughput(self._meter.run)
         self._note_segment(peaks=peaks)
         self.record.status = status
         self.record.description = self._segments.common_description()
         self.record.segments = [asdict(segment) for segment in self._segments.all]
+        use = self._utilisation_on(self.record.description)  # of the whole run: unknown where its hardware changed
         self.record.summary = {
             "total_wall_time_sec": self._meter.wall_seconds(),
             "train_time_sec": run.train_sec,
@@ -248,7 +266,10 @@ class Journal:
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
             "failed_saves": self._failed_saves,
-            "mean_tokens_per_sec_global": throughput(run),
+            "mean_tokens_per_sec_global": tokens_per_sec,
+            "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
+            "flops_per_token": use.flops_per_token,
+            "mfu": use.mfu(tokens_per_sec),
             **self._segments.peaks(),
         }
 
