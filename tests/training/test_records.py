@@ -108,6 +108,7 @@ def test_lines_for_the_user_have_figures_of_their_interval(run):
         "step_time_p50_sec": times[(len(times) - 1) // 2],
         "step_time_p95_sec": times[-1],
         "data_wait_share": pytest.approx(sum(line["dataload_time_sec"] for line in second) / sum(times)),
+        "data_wait_rank": 0,
         "mfu": None,
     }
 

@@ -12,16 +12,16 @@ import torch
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
-from dsgpt.planning.utilisation import Utilisation, utilisation
+from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.interval import interval_figures
 from dsgpt.telemetry.memory import TrainingPeaks
-from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, throughput, timing_figures
+from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, timing_figures
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
 from dsgpt.training.run_description import CHANGES_KEY
 from dsgpt.training.segments import Segments
 from dsgpt.training.sinks import Sinks
+from dsgpt.training.speed import Speed
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class Journal:
         device: of this rank.
         description: of the run, for the record; empty on all ranks but the main one.
         sinks: receive what happens.
+        ranks: all ranks.
         done: optimizer steps of earlier processes.
     """
 
@@ -44,13 +45,14 @@ class Journal:
         device: torch.device,
         description: dict[str, Any],
         sinks: Sinks,
+        ranks: HostGroup,
         done: int = 0,
     ) -> None:
         self._config = config
         self._sinks = sinks
         self._peaks = TrainingPeaks(device)
         self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
-        self._utilisation = self._utilisation_on(description)
+        self._speed = Speed(config, description, ranks=ranks)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
@@ -120,28 +122,16 @@ class Journal:
             self.flush(due=True)
 
     def flush(self, *, due: bool = False) -> None:
-        """Send the steps since the last call to the sinks; ``due`` where the last of them is to be printed.
+        """Send the steps since the last call to the sinks; ``due`` where the last of them is to be printed: collective.
 
         Raises:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
         lines = self._meter.flush()
         if due and lines:
-            lines[-1]["interval"] = self._interval()
+            lines[-1]["interval"] = self._speed.interval(self._meter)
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         require_finite(lines)
-
-    def _interval(self) -> dict[str, Any]:
-        """The figures of the steps since the last call, for the line of the last of them."""
-        figures, self._meter.interval = self._meter.interval, Figures()
-        tokens_per_sec = throughput(figures)
-        return {**interval_figures(figures), "mfu": self._utilisation.mfu(tokens_per_sec)}
-
-    def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
-        """The utilisation of the hardware in ``description``; only the main rank knows it."""
-        config = self._config
-        hardware = description.get("hardware", {})
-        return utilisation(config.model, hardware, seq_length=config.seq_length, precision=config.precision)
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""
@@ -251,12 +241,11 @@ class Journal:
 
         Its memory figures are of training: after a save or the end (``peaks`` false) they stay as they were.
         """
-        run, tokens_per_sec = self._meter.run, throughput(self._meter.run)
+        run = self._meter.run
         self._note_segment(peaks=peaks)
         self.record.status = status
         self.record.description = self._segments.common_description()
         self.record.segments = [asdict(segment) for segment in self._segments.all]
-        use = self._utilisation_on(self.record.description)  # of the whole run: unknown where its hardware changed
         self.record.summary = {
             "total_wall_time_sec": self._meter.wall_seconds(),
             "train_time_sec": run.train_sec,
@@ -266,10 +255,7 @@ class Journal:
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
             "failed_saves": self._failed_saves,
-            "mean_tokens_per_sec_global": tokens_per_sec,
-            "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
-            "flops_per_token": use.flops_per_token,
-            "mfu": use.mfu(tokens_per_sec),
+            **self._speed.of_run(self._meter, self.record.description),
             **self._segments.peaks(),
         }
 

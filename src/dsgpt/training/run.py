@@ -66,7 +66,7 @@ def _train(
             ranks = HostGroup()
             description = open_run_folder(config, prepared, lock=lock, log=log)
             state = _load_checkpoint(config, prepared.start, strategy, device=device)
-            journal = _open_journal(config, prepared, state, device=device, description=description)
+            journal = _open_journal(config, prepared, state, device=device, description=description, ranks=ranks)
             is_main = config.topology.is_main
             about = about_run(config, settings=prepared.settings, description=description) if is_main else {}
             saver = Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks)
@@ -130,6 +130,7 @@ def _open_journal(
     *,
     device: torch.device,
     description: dict[str, Any],
+    ranks: HostGroup,
 ) -> Journal:
     """The journal, which continues that of the checkpoint's run; cuts ``metrics.jsonl`` back to its step."""
     steps_file = config.run_dir / STEPS_FILE
@@ -139,7 +140,7 @@ def _open_journal(
             logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}")
         barrier()
     sinks = open_sinks(config, done=done)
-    journal = Journal(config, device=device, description=description, sinks=sinks, done=done)
+    journal = Journal(config, device=device, description=description, sinks=sinks, ranks=ranks, done=done)
     if state is not None:
         journal.resume(state, steps_file, earlier=prepared.earlier)
     return journal
