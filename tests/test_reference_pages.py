@@ -10,6 +10,7 @@ from small_run import REPOSITORY
 
 from dsgpt.checkpointing.segment import Segment
 from dsgpt.common import errors
+from dsgpt.telemetry.gpus import GpuSample
 from dsgpt.telemetry.interval import IntervalFigures
 
 RECORDS = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
@@ -38,6 +39,10 @@ def test_the_keys_of_intervals():
     table = RECORDS.split("| keys of `interval` |", 1)[1].split("\n\n", 1)[0]
     listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
     assert sorted(listed) == sorted({*IntervalFigures.__annotations__, "mfu"})
+
+
+def test_the_keys_of_samples():
+    assert keys_of_the_table("GPUs") == ["uuid", *GpuSample.__dataclass_fields__]
 
 
 def test_the_keys_of_segments():

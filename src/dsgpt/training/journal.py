@@ -16,6 +16,7 @@ from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, timing_figures
+from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
 from dsgpt.training.run_description import CHANGES_KEY
@@ -56,6 +57,7 @@ class Journal:
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
+        self._gpu_use: dict[str, Any] | None = None
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
@@ -137,6 +139,11 @@ class Journal:
         """Note the model state and the traffic of a step."""
         self.record.cost = {"segment": len(self._segments.all) - 1, **measured}
         self._sinks.send(lambda sink: sink.traffic(measured))
+
+    def gpus_used(self, devices: list[dict[str, Any]]) -> None:
+        """Note the figures of the GPUs that were sampled while this process trained."""
+        tokens = self._meter.process.steps * self._config.tokens_per_step
+        self._gpu_use = gpu_use(devices, expected=self._config.topology.world_size, tokens=tokens)
 
     def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
         """Note a validation loss.
@@ -256,6 +263,7 @@ class Journal:
             "best_val_loss": self.best_val_loss,
             "failed_saves": self._failed_saves,
             **self._speed.of_run(self._meter, self.record.description),
+            "gpu_use": self._gpu_use,
             **self._segments.peaks(),
         }
 

@@ -22,6 +22,7 @@ from dsgpt.telemetry.console import LogFile
 from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after
 from dsgpt.training.checkpoint import about_run
 from dsgpt.training.journal import Journal
+from dsgpt.training.monitoring import open_monitor
 from dsgpt.training.preparation import Prepared, open_run_folder, prepare
 from dsgpt.training.resume import Start
 from dsgpt.training.run_description import plan_lines
@@ -76,6 +77,7 @@ def _train(
                 strategy=strategy,
                 journal=journal,
                 saver=saver,
+                monitor=open_monitor(config, device),
                 interruption=interruption,
                 ranks=ranks,
                 done=state.step if state else 0,
