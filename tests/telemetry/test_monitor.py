@@ -62,6 +62,13 @@ def test_without_a_driver_or_the_gpus_nothing_is_sampled(nvml, monkeypatch, tmp_
     assert gpu_use([], expected=1, tokens=10) is None
 
 
+def wait_for(nvml: StandInNvml, samples: int) -> None:
+    deadline = time.monotonic() + 60
+    while nvml.samples < samples:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Crash(BaseException):
     pass
 
@@ -71,8 +78,7 @@ def test_a_monitor_samples_until_its_context_ends(nvml, tmp_path, error):
     monitor = Monitor(open_gpus(["GPU-0", "GPU-1"]), path=tmp_path / "hardware.jsonl", every=0.01)
     try:
         with monitor:
-            while nvml.samples < 6:
-                time.sleep(0.01)
+            wait_for(nvml, 6)
             if error:
                 raise error
     except (Crash, KeyboardInterrupt):
@@ -91,8 +97,7 @@ def test_a_monitor_samples_until_its_context_ends(nvml, tmp_path, error):
 
 def test_a_file_that_cannot_be_written_stops_nothing(nvml, tmp_path):
     with Monitor(open_gpus(["GPU-0"]), path=tmp_path / "missing" / "hardware.jsonl", every=0.01) as monitor:
-        while nvml.samples < 2:
-            time.sleep(0.01)
+        wait_for(nvml, 2)
     assert monitor.figures[0]["samples"] == nvml.samples
 
 
