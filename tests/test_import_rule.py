@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("common", "runtime", "model", "data", "formats"),
     "optimization": ("config",),
     "telemetry": ("common", "runtime", "data"),
-    "planning": ("runtime", "model", "config", "telemetry"),
+    "planning": ("common", "runtime", "model", "config", "telemetry"),
     "checkpointing": ("common", "model", "formats", "optimization"),
     "strategies": _STEP,
     "strategies.pytorch": _STEP,
@@ -166,6 +166,7 @@ LIGHT = {
     "data": ["token_file"],
     "formats": ["tokenizer_files"],
     "model": ["config"],
+    "planning": ["hardware"],
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
     "telemetry": ["record", "sources"],
 }

@@ -10,6 +10,8 @@ from small_run import REPOSITORY
 
 from dsgpt.checkpointing.segment import Segment
 from dsgpt.common import errors
+from dsgpt.telemetry.gpus import GpuSample
+from dsgpt.telemetry.interval import IntervalFigures
 
 RECORDS = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -25,12 +27,22 @@ def keys_of_the_table(title: str) -> list[str]:
 def test_the_keys_of_steps():
     run = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    (steps,) = {tuple(line) for line in lines if "loss" in line}
+    (steps,) = {tuple(line.keys() - {"interval"}) for line in lines if "loss" in line}
     (validations,) = {tuple(line) for line in lines if "val_loss" in line}
     assert sorted(keys_of_the_table("Steps")) == sorted(steps)
     assert f"A validation's line has {', '.join(f'`{key}`' for key in validations[:-1])} and `{validations[-1]}`." in (
         RECORDS.replace("\n", " ")
     )
+
+
+def test_the_keys_of_intervals():
+    table = RECORDS.split("| keys of `interval` |", 1)[1].split("\n\n", 1)[0]
+    listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert sorted(listed) == sorted({*IntervalFigures.__annotations__, "mfu"})
+
+
+def test_the_keys_of_samples():
+    assert keys_of_the_table("GPUs") == ["uuid", *GpuSample.__dataclass_fields__]
 
 
 def test_the_keys_of_segments():

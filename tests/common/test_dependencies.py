@@ -7,6 +7,8 @@ import tomllib
 
 from small_run import REPOSITORY
 
+NAMES = {"pynvml": "nvidia-ml-py"}
+"""Packages that are installed under another name than they are imported."""
 FOLDERS = ("src", "charts", "data_prep")
 
 
@@ -19,11 +21,11 @@ def imported() -> set[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.split(".")[0])
-    return found - sys.stdlib_module_names - {"dsgpt"}
+    return {NAMES.get(name, name) for name in found} - sys.stdlib_module_names - {"dsgpt"}
 
 
 def test_imported_packages_are_dependencies_with_exact_versions():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     requirements = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
     assert imported() == set(project["project"]["dependencies"])
-    assert imported() <= set(re.findall(r"^(\w+)==[\d.]+$", requirements, flags=re.MULTILINE))
+    assert imported() <= set(re.findall(r"^([\w-]+)==[\d.]+$", requirements, flags=re.MULTILINE))

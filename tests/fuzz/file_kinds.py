@@ -32,6 +32,7 @@ from dsgpt.prepare.downloaded_set import downloaded_source
 from dsgpt.prepare.preparation import Place
 from dsgpt.reports.comparison import comparison_markdown, console_summary
 from dsgpt.reports.runs import read_run
+from dsgpt.runtime.process_group import HostGroup
 from dsgpt.runtime.topology import read_topology
 from dsgpt.telemetry.meter import StepMeter
 from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after, read_steps
@@ -106,7 +107,9 @@ def restore(folder: Path) -> None:
     drop_steps_after(lines, state.step)
     description = {**description, "run_id": start.run_id, CHANGES_KEY: list(start.changes)}
     sinks = open_sinks(config, done=state.step)
-    journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, done=state.step)
+    journal = Journal(
+        config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup(), done=state.step
+    )
     try:
         earlier = read_earlier_record(config.run_dir)
     except JsonError:  # a resume reports it and continues without the record

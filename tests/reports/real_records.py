@@ -14,6 +14,7 @@ from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe import read_recipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.reports.runs import Run, read_run
+from dsgpt.runtime.process_group import HostGroup
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult
 from dsgpt.training.data_check import data_hash, initial_weights_hash
@@ -85,7 +86,7 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
     config.run_dir.mkdir(parents=True)
     sinks = open_sinks(config, done=0)
-    journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks)
+    journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup())
     for step in range(1, config.total_steps + 1):
         number = torch.tensor(1.0)
         result = StepResult(loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from dsgpt.runtime.launcher import launcher_command
+
 # A group belongs to the whole process, so each test starts a new process.
 CODE = """
 import os, sys
@@ -38,3 +40,26 @@ def test_a_single_process_forms_a_group(end, state, leftover):
         timeout=60,
     )
     assert done.stdout.split("\n")[:2] == ["0 0 1 127.0.0.1", state]
+
+
+RANKS = """
+import torch
+from dsgpt.runtime.process_group import HostGroup, joined
+from dsgpt.runtime.topology import read_topology
+
+topology = read_topology()
+with joined(topology, torch.device("cpu")):
+    ranks = HostGroup()
+    values, largest = ranks.gathered(topology.rank + 0.1), ranks.largest(topology.rank)
+    if topology.rank == 0:
+        print(values, largest)
+"""
+
+
+def test_every_rank_learns_what_the_others_have(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    done = subprocess.run(
+        [*launcher_command("torchrun", 2), str(script)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[0.1, 1.1] 1\n"

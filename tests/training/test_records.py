@@ -8,6 +8,7 @@ import torch
 from training_runs import GLOBAL_BATCH, SGD, finished, read_lines, read_record, train, write_recipe
 
 from dsgpt.checkpointing.segment import Segment
+from dsgpt.model.config import GPT2Config
 
 TOP = {
     "schema_version", "run_id", "timestamp_utc", "status", "resumed_from", "git_commit", "command_line", "env", "host",
@@ -84,6 +85,8 @@ def test_the_figures_agree_with_the_steps(run):
     speed = len(timed) * 64 * 64 / sum(line["step_time_sec"] for line in timed)
     assert record["summary"]["mean_tokens_per_sec_global"] == pytest.approx(speed)
     assert record["train_throughput"] == record["summary"]["mean_tokens_per_sec_global"]
+    assert record["summary"]["mean_tokens_per_sec_per_device"] == record["summary"]["mean_tokens_per_sec_global"]
+    assert record["summary"]["flops_per_token"] == GPT2Config(**record["training_config"]["model"]).flops_per_token(64)
     assert record["train_loss_per_epoch"] == [epoch["train_loss_avg_global"] for epoch in record["epochs"]]
     evaluations = [line["val_loss"] for line in read_lines(run, "val_loss")]
     assert record["val_loss_per_epoch"] == evaluations
@@ -92,8 +95,28 @@ def test_the_figures_agree_with_the_steps(run):
     assert lines[-1]["tokens"] == len(lines) * 64 * 64
 
 
+def test_lines_for_the_user_have_figures_of_their_interval(run):
+    lines = read_lines(run)
+    shown = [line for line in lines if "interval" in line]
+    assert [line["step"] for line in shown] == [1, *range(10, len(lines), 10), len(lines)]
+    assert sum(line["interval"]["steps"] for line in shown) == len(lines)
+    second = [line for line in lines[1:10] if not line["warm_up"]]
+    times = sorted(line["step_time_sec"] for line in second)
+    assert shown[1]["interval"] == {
+        "steps": 9,
+        "tokens_per_sec": pytest.approx(len(times) * 64 * 64 / sum(times)),
+        "step_time_p50_sec": times[(len(times) - 1) // 2],
+        "step_time_p95_sec": times[-1],
+        "data_wait_share": pytest.approx(sum(line["dataload_time_sec"] for line in second) / sum(times)),
+        "data_wait_rank": 0,
+        "mfu": None,
+    }
+
+
 def test_unknown_values_are_null(run):
     record = read_record(run)
+    assert record["summary"]["mfu"] is None
+    assert set(read_lines(run)[0]["interval"].values()) == {1, None}
     assert record["epochs"][0]["max_cuda_mem_allocated_bytes_rank0"] is None
     assert record["hardware"]["gpu_name"] is None
     assert record["env"]["cuda_version"] == torch.version.cuda  # null in a build without CUDA

@@ -20,7 +20,11 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite", None])
 @pytest.mark.parametrize(
-    "name", ["config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json", "metrics.jsonl"]
+    "name",
+    [
+        *("config.json", "latest", "train.log", "RUN_COMPLETE.txt", "training_metrics.json", "metrics.jsonl"),
+        *("hardware.jsonl", "hardware-12.jsonl"),
+    ],
 )
 def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name, flag):
     folder = tmp_path / "theirs"

@@ -78,6 +78,22 @@ class Reader:
 
         return read
 
+    def interval(self, flag: str, *, low: float) -> Callable[[str], float | None]:
+        """A reader of 0, or of finite numbers of at least ``low``."""
+
+        def read(word: str) -> float | None:
+            """The number, or None after noting the mistake."""
+            try:
+                value = float(word)
+            except ValueError:
+                value = -1.0
+            if value != 0 and not low <= value < float("inf"):
+                self.problems.add(f"{flag} must be 0, or a number of at least {low}, not {word}")
+                return None
+            return value
+
+        return read
+
     def fraction(self, flag: str) -> Callable[[str], float | None]:
         """A reader of numbers of at least 0 and below 1."""
 

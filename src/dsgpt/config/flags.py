@@ -198,6 +198,12 @@ def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
     ):
         group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
     group.add_argument(
+        "--monitor_every",
+        metavar="SECONDS",
+        type=reader.interval("--monitor_every", low=0.1),
+        help="sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: 1)",
+    )
+    group.add_argument(
         "--compile", action="store_true", help="compile the model with torch.compile (needs a C++ compiler)"
     )
     group.add_argument(

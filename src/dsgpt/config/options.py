@@ -47,6 +47,7 @@ class Options:
     compile: bool = False
     activation_checkpointing: bool = False
     steps_per_print: int | None = None
+    monitor_every: float = 1.0
     eval_every: int = 0
     save_every: int = 500
     keep_checkpoints: int = 2

@@ -142,6 +142,7 @@ HARMLESS: dict[str, str] = {
     "--compile": "fuses kernels of the same formulas; the parity suite bounds the effect of rounding",
     "--activation_checkpointing": "computes the same activations, with the same dropout masks, a second time",
     "--steps_per_print": _PRINTS,
+    "--monitor_every": _PRINTS,
     "--eval_every": "changes how often a run validates, which changes no weight",
     "--save_every": _SAVES,
     "--keep_checkpoints": _SAVES,

@@ -76,6 +76,18 @@ class GPT2Config:
         block = 12 * width * width + 13 * width  # qkv, projection, two MLP matrices; their biases; two LayerNorms
         return (self.vocab_size + self.block_size) * width + self.n_layer * block + 2 * width
 
+    def flops_per_token(self, seq_length: int) -> int:
+        """FLOPs of forward and backward pass, by the PaLM paper's appendix B: 6 N + 12 L H Q T.
+
+        N leaves out the positions, whose embedding is only looked up, and padded rows; the token embedding counts,
+        because the head multiplies by it. Recomputed activations do not count.
+
+        Args:
+            seq_length: tokens of a training sequence, T.
+        """
+        multiplied = self.parameter_count() - self.block_size * self.n_embd
+        return 6 * multiplied + 12 * self.n_layer * self.n_embd * seq_length
+
     def largest_parameter(self) -> int:
         """Elements of the largest parameter: an embedding, with its padded rows, or a matrix of the MLP."""
         return self.n_embd * max(self.padded_vocab_size, self.block_size, 4 * self.n_embd)

@@ -77,6 +77,15 @@ class HostGroup:
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
         return int(box)
 
+    def gathered(self, value: float) -> list[float]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        own = torch.tensor([value], dtype=torch.float64)
+        boxes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(boxes, own, group=self._group)
+        return [float(box) for box in boxes]
+
 
 def barrier() -> None:
     """Wait until every rank has called this."""

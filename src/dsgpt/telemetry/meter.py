@@ -155,6 +155,8 @@ class StepMeter:
         self.run = Figures()
         self.process = Figures()
         """Of the steps that this process took."""
+        self.interval = Figures()
+        """Of the steps since the last line for the user; the reader starts it anew."""
         self.last_loss: float | None = None
 
     def resume(
@@ -244,9 +246,8 @@ class StepMeter:
             "wall_time_sec": self._earlier_wall_sec + self._clock.seconds_between(self._origin, item.ended),
         }
         self.last_loss = line["loss"]
-        self.epoch.add(line, tokens=self._tokens_per_step)
-        self.run.add(line, tokens=self._tokens_per_step)
-        self.process.add(line, tokens=self._tokens_per_step)
+        for figures in (self.epoch, self.run, self.process, self.interval):
+            figures.add(line, tokens=self._tokens_per_step)
         return line
 
 

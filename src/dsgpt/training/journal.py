@@ -12,14 +12,17 @@ import torch
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
+from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.memory import TrainingPeaks
-from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, throughput, timing_figures
+from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, timing_figures
+from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
 from dsgpt.training.run_description import CHANGES_KEY
 from dsgpt.training.segments import Segments
 from dsgpt.training.sinks import Sinks
+from dsgpt.training.speed import Speed
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class Journal:
         device: of this rank.
         description: of the run, for the record; empty on all ranks but the main one.
         sinks: receive what happens.
+        ranks: all ranks.
         done: optimizer steps of earlier processes.
     """
 
@@ -42,15 +46,18 @@ class Journal:
         device: torch.device,
         description: dict[str, Any],
         sinks: Sinks,
+        ranks: HostGroup,
         done: int = 0,
     ) -> None:
         self._config = config
         self._sinks = sinks
         self._peaks = TrainingPeaks(device)
         self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
+        self._speed = Speed(config, description, ranks=ranks)
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
+        self._gpu_use: dict[str, Any] | None = None
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
@@ -117,12 +124,14 @@ class Journal:
             self.flush(due=True)
 
     def flush(self, *, due: bool = False) -> None:
-        """Send the steps since the last call to the sinks; ``due`` where the last of them is to be printed.
+        """Send the steps since the last call to the sinks; ``due`` where the last of them is to be printed: collective.
 
         Raises:
             NonFiniteError: one of them has a loss or gradient norm that is NaN or infinite.
         """
         lines = self._meter.flush()
+        if due and lines:
+            lines[-1]["interval"] = self._speed.interval(self._meter)
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         require_finite(lines)
 
@@ -130,6 +139,11 @@ class Journal:
         """Note the model state and the traffic of a step."""
         self.record.cost = {"segment": len(self._segments.all) - 1, **measured}
         self._sinks.send(lambda sink: sink.traffic(measured))
+
+    def gpus_used(self, devices: list[dict[str, Any]]) -> None:
+        """Note the figures of the GPUs that were sampled while this process trained."""
+        tokens = self._meter.process.steps * self._config.tokens_per_step
+        self._gpu_use = gpu_use(devices, expected=self._config.topology.world_size, tokens=tokens)
 
     def validated(self, *, step: int, val_loss: float, tokens: int, seconds: float) -> None:
         """Note a validation loss.
@@ -248,7 +262,8 @@ class Journal:
             "final_val_loss": self.last_val_loss,
             "best_val_loss": self.best_val_loss,
             "failed_saves": self._failed_saves,
-            "mean_tokens_per_sec_global": throughput(run),
+            **self._speed.of_run(self._meter, self.record.description),
+            "gpu_use": self._gpu_use,
             **self._segments.peaks(),
         }
 

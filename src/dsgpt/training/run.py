@@ -22,6 +22,7 @@ from dsgpt.telemetry.console import LogFile
 from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after
 from dsgpt.training.checkpoint import about_run
 from dsgpt.training.journal import Journal
+from dsgpt.training.monitoring import open_monitor
 from dsgpt.training.preparation import Prepared, open_run_folder, prepare
 from dsgpt.training.resume import Start
 from dsgpt.training.run_description import plan_lines
@@ -66,7 +67,7 @@ def _train(
             ranks = HostGroup()
             description = open_run_folder(config, prepared, lock=lock, log=log)
             state = _load_checkpoint(config, prepared.start, strategy, device=device)
-            journal = _open_journal(config, prepared, state, device=device, description=description)
+            journal = _open_journal(config, prepared, state, device=device, description=description, ranks=ranks)
             is_main = config.topology.is_main
             about = about_run(config, settings=prepared.settings, description=description) if is_main else {}
             saver = Saver(config, device=device, strategy=strategy, journal=journal, about=about, ranks=ranks)
@@ -76,6 +77,7 @@ def _train(
                 strategy=strategy,
                 journal=journal,
                 saver=saver,
+                monitor=open_monitor(config, device),
                 interruption=interruption,
                 ranks=ranks,
                 done=state.step if state else 0,
@@ -130,6 +132,7 @@ def _open_journal(
     *,
     device: torch.device,
     description: dict[str, Any],
+    ranks: HostGroup,
 ) -> Journal:
     """The journal, which continues that of the checkpoint's run; cuts ``metrics.jsonl`` back to its step."""
     steps_file = config.run_dir / STEPS_FILE
@@ -139,7 +142,7 @@ def _open_journal(
             logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}")
         barrier()
     sinks = open_sinks(config, done=done)
-    journal = Journal(config, device=device, description=description, sinks=sinks, done=done)
+    journal = Journal(config, device=device, description=description, sinks=sinks, ranks=ranks, done=done)
     if state is not None:
         journal.resume(state, steps_file, earlier=prepared.earlier)
     return journal

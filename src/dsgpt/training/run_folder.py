@@ -27,9 +27,12 @@ _FILES = (
     CONFIG_FILE,
 )
 """Files that a run writes next to its checkpoints, in the order of removal: those that identify a run go last.
+``hardware.jsonl`` and those of further machines go before them.
 
 A kill in between leaves no ``latest``, and no step lines without a record;
 ``earlier_record.why_nothing_was_saved`` says why this matters."""
+_HARDWARE = re.compile(r"hardware(-\d+)?\.jsonl")
+"""``telemetry.monitor.hardware_file``."""
 _OWN_FOLDERS = (store.STEP_FOLDER, store.PARTIAL_FOLDER, store.DAMAGED_FOLDER)
 _OWN_KEYS = {RECORD_FILE: {"schema_version", "training_config"}, CONFIG_FILE: {"options", "training_config"}}
 
@@ -102,8 +105,8 @@ def clear_run_folder(run_dir: Path, start: Start) -> None:
         for pattern in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
             for checkpoint in _folders(run_dir, pattern):
                 store.set_aside(checkpoint, suffix=store.OVERWRITTEN)
-        for name in _FILES:
-            remove(run_dir / name)
+        for path in _files(run_dir):
+            remove(path)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         remove(path)
     if start.checkpoint is not None:
@@ -119,8 +122,13 @@ def holds_own_config(run_dir: Path) -> bool:
 
 def _existing(run_dir: Path) -> list[Path]:
     """Everything in ``run_dir`` that is named like a file or folder of a run, links included."""
-    files = [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
-    return files + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
+    return _files(run_dir) + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
+
+
+def _files(run_dir: Path) -> list[Path]:
+    """The files in ``run_dir`` that are named like those of a run, links included."""
+    hardware = sorted(path for path in run_dir.iterdir() if _HARDWARE.fullmatch(path.name))
+    return hardware + [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
@@ -132,7 +140,7 @@ def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
 def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in found:
-        if path.name in _FILES and path.is_dir() and not path.is_symlink():
+        if (path.name in _FILES or _HARDWARE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             return path
     return found[0] if found and _proof(run_dir) is None else None
 

@@ -96,10 +96,12 @@ class ConsoleSink(Sink):
             return
         line = lines[-1]
         skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
+        mfu = line["interval"]["mfu"]
+        used = "" if mfu is None else f"MFU {mfu:.1%}  "
         logger.info(
             f"{self._place(line)}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
             f"grad norm {line['grad_norm']:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  "
-            f"{line['step_time_sec'] * 1000:.0f} ms  left {self._progress.time_left()}{skipped}"
+            f"{line['step_time_sec'] * 1000:.0f} ms  {used}left {self._progress.time_left()}{skipped}"
         )
 
     def validation(self, line: Line, *, seconds: float) -> None:

@@ -10,10 +10,11 @@ import torch
 from dsgpt.common.errors import Interrupted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.process_group import HostGroup, barrier
+from dsgpt.runtime.process_group import HostGroup, barrier, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Progress
 from dsgpt.telemetry.meter import TimedBatches
+from dsgpt.telemetry.monitor import Monitor
 from dsgpt.telemetry.step_traffic import TrafficMeter
 from dsgpt.training.batches import training_batches, validation_batches
 from dsgpt.training.completion import mark_complete, measure_inference
@@ -33,6 +34,7 @@ class Trainer:
         strategy: executes steps; the state of the checkpoint is already loaded into it.
         journal: receives what happens; it has the figures of earlier processes.
         saver: writes checkpoints.
+        monitor: samples GPUs while the run trains.
         interruption: requests to stop this rank.
         ranks: all ranks.
         done: optimizer steps of earlier processes.
@@ -46,13 +48,14 @@ class Trainer:
         strategy: Strategy,
         journal: Journal,
         saver: Saver,
+        monitor: Monitor,
         interruption: Interruption,
         ranks: HostGroup,
         done: int,
     ) -> None:
         self._config, self._device, self._strategy = config, device, strategy
         self._journal, self._saver = journal, saver
-        self._interruption = interruption
+        self._monitor, self._interruption = monitor, interruption
         self._stopping = Stopping(interruption, ranks)
         self._done = done
 
@@ -67,7 +70,8 @@ class Trainer:
         with self._interruption.patience():
             try:
                 self._journal.write()
-                self.fit()
+                with self._monitor:
+                    self.fit()
                 self._complete()
             except BaseException as error:
                 self._saver.close()
@@ -146,6 +150,7 @@ class Trainer:
 
     def _complete(self) -> None:
         config, journal = self._config, self._journal
+        journal.gpus_used([figures for own in gather_objects(self._monitor.figures) for figures in own])
         if not config.options.no_inference:
             journal.record.inference = measure_inference(
                 config, self._strategy, device=self._device, interruption=self._interruption

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsgpt.model.config import PRESETS
+from dsgpt.model.config import PRESETS, GPT2Config
 
 OURS, ENGINE, DDP = "dsgpt", "dsgpt ZeRO-1", "dsgpt ddp"
 NANOGPT, HUGGING_FACE = "nanogpt", "hugging face"
@@ -23,14 +23,16 @@ class Shape:
     positions: int = 1024
     """Of which the first ``length`` are used."""
 
-    def flops_per_token(self) -> float:
-        """FLOPs of forward and backward pass, by the PaLM paper's appendix B: 6 N + 12 L H Q T.
-
-        N leaves out the positions, whose embedding is only looked up; the token embedding counts, because the head
-        multiplies by it.
-        """
-        parameters = self.n_layer * (12 * self.n_embd**2 + 13 * self.n_embd) + self.n_embd * (self.vocab_size + 2)
-        return 6.0 * parameters + 12.0 * self.n_layer * self.n_embd * self.length
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward pass."""
+        model = GPT2Config(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            block_size=self.positions,
+            vocab_size=self.vocab_size,
+        )
+        return model.flops_per_token(self.length)
 
     def products(self) -> dict[str, tuple[int, int, int]]:
         """The matrix products of a forward pass: outputs and inputs of a token, and how many there are."""

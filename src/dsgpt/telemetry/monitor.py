@@ -1,0 +1,175 @@
+"""A thread that samples the GPUs of a machine while a run trains: a line per sample, and figures for the record."""
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from dsgpt.common.files import append_to
+from dsgpt.telemetry.gpus import Gpus, GpuSample
+
+HARDWARE_FILE = "hardware.jsonl"
+_PATIENCE_SEC = 5.0
+"""How long the end of a run waits for the thread: a driver that hangs must not hold it up."""
+
+
+def hardware_file(node: int) -> str:
+    """The name of a machine's file in the run folder; ``node`` 0 is the machine of rank 0."""
+    return HARDWARE_FILE if node == 0 else f"hardware-{node}.jsonl"
+
+
+@dataclass
+class _Series:
+    """The sum and the extremes of one figure."""
+
+    count: int = 0
+    total: float = 0.0
+    least: float | None = None
+    most: float | None = None
+
+    def add(self, value: float | None) -> None:
+        """Count a value, if it is known."""
+        if value is not None:
+            self.count += 1
+            self.total += value
+            self.least = value if self.least is None else min(self.least, value)
+            self.most = value if self.most is None else max(self.most, value)
+
+    @property
+    def mean(self) -> float | None:
+        """None without a value."""
+        return self.total / self.count if self.count else None
+
+
+class _Device:
+    """The figures of one GPU.
+
+    Args:
+        energy_joules: its counter at the beginning.
+    """
+
+    def __init__(self, energy_joules: float | None) -> None:
+        self._counter = energy_joules
+        self._samples = 0
+        self._series = {field.name: _Series() for field in fields(GpuSample) if field.name != "throttled"}
+        self._energy = _Series()
+        self._reasons: Counter[str] | None = None
+
+    def add(self, sample: GpuSample, *, seconds: float) -> None:
+        """Count a sample, taken ``seconds`` after the one before."""
+        self._samples += 1
+        for name, series in self._series.items():
+            series.add(getattr(sample, name))
+        if sample.power_watts is not None:
+            self._energy.add(sample.power_watts * seconds)
+        if sample.throttled is not None:
+            self._reasons = (self._reasons or Counter()) + Counter(sample.throttled)
+
+    def figures(self, energy_joules: float | None) -> dict[str, Any]:
+        """The figures so far.
+
+        Args:
+            energy_joules: the counter now; without counters, energy is the sum of power over time.
+        """
+        series = self._series
+        energy = self._energy.total if self._samples and self._energy.count == self._samples else None
+        if self._counter is not None and energy_joules is not None:
+            energy = energy_joules - self._counter
+        reasons = None if self._reasons is None else sorted(self._reasons.items())
+        return {
+            "samples": self._samples,
+            "energy_joules": energy,
+            "power_watts_mean": series["power_watts"].mean,
+            "power_watts_max": series["power_watts"].most,
+            "utilisation_mean": series["utilisation"].mean,
+            "memory_used_bytes_max": series["memory_used_bytes"].most,
+            "temperature_celsius_max": series["temperature_celsius"].most,
+            "sm_clock_mhz_mean": series["sm_clock_mhz"].mean,
+            "sm_clock_mhz_min": series["sm_clock_mhz"].least,
+            "throttled_share": None if reasons is None else {name: count / self._samples for name, count in reasons},
+        }
+
+
+class Monitor:
+    """Samples GPUs in a thread while its context is open.
+
+    Args:
+        gpus: to sample; None samples nothing.
+        path: the file that receives a line per sample.
+        every: seconds between samples.
+    """
+
+    def __init__(self, gpus: Gpus | None = None, *, path: Path = Path(HARDWARE_FILE), every: float = 1.0) -> None:
+        self._gpus, self._path, self._every = gpus, path, every
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="GPU monitor", daemon=True)
+        self._devices: dict[str, _Device] = {}
+        self.figures: list[dict[str, Any]] = []
+        """Of each GPU, once the context is closed; none where nothing was sampled."""
+
+    def __enter__(self) -> Self:
+        if self._gpus is not None:
+            self._devices = {uuid: _Device(self._gpus.energy_joules(uuid)) for uuid in self._gpus.uuids}
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._gpus is None:
+            return
+        self._thread.join(_PATIENCE_SEC)
+        if self._thread.is_alive():
+            return
+        self.figures = [
+            {"uuid": uuid, **device.figures(self._gpus.energy_joules(uuid))} for uuid, device in self._devices.items()
+        ]
+        self._gpus.close()
+
+    def _watch(self) -> None:
+        with contextlib.ExitStack() as stack:
+            file = None
+            with contextlib.suppress(OSError):  # another machine may not have the run folder
+                file = stack.enter_context(append_to(self._path))
+            last = time.perf_counter()
+            while True:
+                ended = self._ended.wait(self._every)
+                now = time.perf_counter()
+                line = self._sample(now - last)
+                last = now
+                if file is not None:
+                    with contextlib.suppress(OSError):  # a full disk loses the line
+                        file.write(f"{line}\n".encode())
+                if ended:
+                    return
+
+    def _sample(self, seconds: float) -> str:
+        assert self._gpus is not None  # else there is no thread
+        samples = {uuid: self._gpus.sample(uuid) for uuid in self._gpus.uuids}
+        for uuid, sample in samples.items():
+            self._devices[uuid].add(sample, seconds=seconds)
+        gpus = [{"uuid": uuid, **asdict(sample)} for uuid, sample in samples.items()]
+        return json.dumps({"time": time.time(), "gpus": gpus})
+
+
+def gpu_use(devices: list[dict[str, Any]], *, expected: int, tokens: int) -> dict[str, Any] | None:
+    """The record's figures of the GPUs of a run; None where none was sampled.
+
+    Args:
+        devices: their figures.
+        expected: how many GPUs the run uses; if some were not sampled, its energy is unknown.
+        tokens: that the run trained on while they were sampled.
+    """
+    if not devices:
+        return None
+    energies = [device["energy_joules"] for device in devices]
+    known = len(energies) == expected and None not in energies
+    joules = sum(energies) if known else None
+    return {
+        "energy_joules": joules,
+        "joules_per_token": joules / tokens if joules is not None and tokens else None,
+        "gpus": devices,
+    }
