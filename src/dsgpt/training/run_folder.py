@@ -14,6 +14,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.training.earlier_record import MAX_RECORD_BYTES
 from dsgpt.training.resume import Start
+from dsgpt.training.trackers.folder import TRACKERS_FOLDER, is_tracker_folder
 
 CONFIG_FILE = "config.json"
 LOG_FILE = "train.log"
@@ -102,7 +103,7 @@ def clear_run_folder(run_dir: Path, start: Start) -> None:
         for pattern in (store.DAMAGED_FOLDER, store.STEP_FOLDER):
             for checkpoint in _folders(run_dir, pattern):
                 store.set_aside(checkpoint, suffix=store.OVERWRITTEN)
-        for name in _FILES:
+        for name in (TRACKERS_FOLDER, *_FILES):
             remove(run_dir / name)
     for path in _folders(run_dir, store.PARTIAL_FOLDER):
         remove(path)
@@ -119,7 +120,7 @@ def holds_own_config(run_dir: Path) -> bool:
 
 def _existing(run_dir: Path) -> list[Path]:
     """Everything in ``run_dir`` that is named like a file or folder of a run, links included."""
-    files = [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
+    files = [run_dir / name for name in (*_FILES, TRACKERS_FOLDER) if os.path.lexists(run_dir / name)]
     return files + [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
 
 
@@ -133,6 +134,8 @@ def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in found:
         if path.name in _FILES and path.is_dir() and not path.is_symlink():
+            return path
+        if path.name == TRACKERS_FOLDER and not path.is_symlink() and not is_tracker_folder(path):
             return path
     return found[0] if found and _proof(run_dir) is None else None
 
