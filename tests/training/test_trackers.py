@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,14 @@ from run_folders import LONG, errors, record, resume
 from small_run import command_line
 from tracker_stores import READERS, Stored
 
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.run_config import resolve
 from dsgpt.main import train
+from dsgpt.runtime.topology import read_topology
 from dsgpt.training.trackers.base import Row, row_of
 from dsgpt.training.trackers.csv_table import COLUMNS, CsvTracker
+from dsgpt.training.trackers.folder import make_folder
+from dsgpt.training.trackers.opening import open_trackers
 
 ALL = ",".join(READERS)
 APPENDS = ("wandb", "mlflow", "trackio")
@@ -72,6 +78,7 @@ def tracked(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         for name in VARIABLES:
             patch.setenv(name, "")  # so that what a tracker sets is removed afterwards
             patch.delenv(name)
+        patch.setenv("WANDB_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))  # the log of its service
         patch.setenv("HF_TOKEN", "hf_none")  # with a token, Trackio would ask the hub for the user's name
         network.listens = True
         assert train(command_line(finished_run, **LONG, checkpoint_path=run_dir, track=ALL)) == 0
@@ -149,8 +156,7 @@ def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run
 
 
 def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(stopped, finished_run, capsys):
-    (stopped / "trackers" / "metrics.csv").mkdir(parents=True)
-    (stopped / "trackers" / "run_ids.json").write_text("{}")
+    (make_folder(stopped) / "metrics.csv").mkdir()
     assert resume(stopped, finished_run, track="csv") == 0
     assert capsys.readouterr().out.count("--track csv: failed (IsADirectoryError: ") == 1
 
@@ -173,3 +179,23 @@ def test_a_foreign_folder_is_refused_and_kept(copied_run, finished_run, capsys):
     assert resume(copied_run, finished_run, resume=None, overwrite=True) == 2
     assert "holds a trackers that this program did not write" in errors(capsys)[0]
     assert (copied_run / "trackers" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["trackers", "trackers/mlflow.db"])
+def test_links_are_refused(stopped, finished_run, tmp_path, capsys, name):
+    (outside := tmp_path / "outside").mkdir()
+    if name != "trackers":
+        make_folder(stopped)
+    (stopped / name).symlink_to(outside)
+    assert resume(stopped, finished_run, track="csv") == 2
+    assert f"{name} is a link, and links inside a run folder are not followed" in errors(capsys)[0]
+    assert not list(outside.iterdir())
+
+
+def test_only_the_main_rank_tracks(finished_run, tmp_path):
+    options, problems = parse_arguments(command_line(finished_run, checkpoint_path=tmp_path, track="csv"))
+    config = resolve(options, topology=read_topology(), problems=problems)
+    other = replace(config, topology=replace(config.topology, rank=1, world_size=2))
+    assert not open_trackers(other, description={"run_id": "0"}, done=0)
+    assert not list(tmp_path.iterdir())
+    assert len(open_trackers(config, description={"run_id": "0"}, done=0)) == 1

@@ -64,7 +64,9 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
             "it, --overwrite to delete it, or name another folder"
         )
         return False
-    links = [path.name for path in found if path.is_symlink()]
+    trackers = run_dir / TRACKERS_FOLDER
+    inside = sorted(trackers.glob("*")) if is_tracker_folder(trackers) else []
+    links = [path.relative_to(run_dir) for path in (*found, *inside) if path.is_symlink()]
     for name in links:
         problems.add(
             f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: replace it "
