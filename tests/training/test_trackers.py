@@ -23,6 +23,8 @@ from dsgpt.training.trackers.csv_table import COLUMNS, CsvTracker
 from dsgpt.training.trackers.folder import make_folder
 from dsgpt.training.trackers.opening import open_trackers
 
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+"""MLflow uses it."""
 ALL = ",".join(READERS)
 APPENDS = ("wandb", "mlflow", "trackio")
 """Trackers that cannot remove the steps that a resumed run repeats."""

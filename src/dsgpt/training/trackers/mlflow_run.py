@@ -35,7 +35,7 @@ class MlflowTracker:
 
     def _create(self, run: TrackedRun, *, artifacts: Any) -> str:
         """A new run with the settings as parameters, which MLflow never changes; returns its id."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             place = artifacts.as_uri() if artifacts else None

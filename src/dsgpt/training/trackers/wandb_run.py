@@ -14,7 +14,7 @@ class WandbTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        mode = os.environ.get("WANDB_MODE", "offline")
+        mode = os.environ.get("WANDB_MODE") or "offline"
         if mode == "offline":  # the library would report its own use and errors over the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # noqa: PLC0415 - only where it is asked for
@@ -26,8 +26,8 @@ class WandbTracker:
         keep_id(run.folder, "wandb", run_id)
         self._run = wandb.init(
             mode=mode,
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", run.name),
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or run.name,
             id=run_id,
             resume="allow",
             dir=run.folder,
