@@ -19,6 +19,7 @@ class TrackioTracker:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
         import trackio  # noqa: PLC0415 - only where it is asked for; reads the variable
 
+        self._library = trackio
         self._last_step = run.done
         name = read_id(run.folder, "trackio") or f"{run.name}-{run.run_id[:8]}"
         keep_id(run.folder, "trackio", name)
@@ -50,7 +51,7 @@ class TrackioTracker:
     def close(self) -> None:
         """Store the rest, and end the thread."""
         with _silence():
-            self._run.finish()
+            self._library.finish()
 
 
 @contextlib.contextmanager
