@@ -46,8 +46,9 @@ PROGRAMS = {"cd", "git", "make", "tmux", "python", "deepspeed", "torchrun", "ruf
 FLAGS_OF_OTHERS = {
     *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),
     *("--signal", "--requeue", "--safe_serialization", "--inject_missing_state"),
+    *("--logdir", "--backend-store-uri", "--project"),
 }
-"""Launchers', Slurm's and DeepSpeed's tools'."""
+"""Launchers', Slurm's, DeepSpeed's tools' and trackers'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
 GENERATED = {"parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"}

@@ -1,11 +1,15 @@
-"""The dependencies that pyproject.toml names are those that the code imports, and requirements.txt pins each."""
+"""The dependencies that pyproject.toml names are those that the code imports, and each is pinned."""
 
 import ast
 import re
 import sys
 import tomllib
+from typing import Any
 
 from small_run import REPOSITORY
+
+from dsgpt.config.options import TRACKERS
+from dsgpt.config.trackers import PACKAGES
 
 NAMES = {"pynvml": "nvidia-ml-py"}
 """Packages that are installed under another name than they are imported."""
@@ -24,8 +28,24 @@ def imported() -> set[str]:
     return {NAMES.get(name, name) for name in found} - sys.stdlib_module_names - {"dsgpt"}
 
 
+def project() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def test_imported_packages_are_dependencies_with_exact_versions():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     requirements = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
-    assert imported() == set(project["project"]["dependencies"])
-    assert imported() <= set(re.findall(r"^([\w-]+)==[\d.]+$", requirements, flags=re.MULTILINE))
+    always = imported() - {package for packages in PACKAGES.values() for package in packages}
+    assert always == set(project()["dependencies"])
+    assert always <= set(re.findall(r"^([\w-]+)==[\d.]+$", requirements, flags=re.MULTILINE))
+
+
+def test_the_extra_of_a_tracker_has_its_packages_and_the_tests_run_with_each():
+    """``mlflow-skinny`` is the package ``mlflow`` without its server and models."""
+    extras = {
+        name: {re.split(r"[=>]=", each)[0].removesuffix("-skinny") for each in needed if "=" in each}
+        for name, needed in project()["optional-dependencies"].items()
+    }
+    assert PACKAGES.keys() == set(TRACKERS)
+    for tracker, packages in PACKAGES.items():
+        assert extras.get(tracker, set()) == set(packages)
+        assert extras["test"] >= set(packages)

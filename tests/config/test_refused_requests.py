@@ -15,7 +15,7 @@ import pytest
 from requests_here import resolved
 from small_run import RECIPE, REPOSITORY, command_line, random_ids, write_recipe, write_tokens
 
-from dsgpt.config import compatibility
+from dsgpt.config import compatibility, trackers
 from dsgpt.config.compatibility import nvme_paths
 from dsgpt.main import train
 
@@ -260,3 +260,20 @@ def test_a_size_that_fits_no_head_hides_no_mistake_in_the_batch(here, refused, m
     found = refused(run_type="optimized", micro_batch_size_per_gpu=3)
     assert any("sequence_parallel_size 4 does not divide" in line for line in found), found
     assert any(line.startswith("micro batch 3 ") for line in found), found
+
+
+# Trackers
+
+
+def test_trackers_that_are_not_installed_are_reported_with_everything_else(here, refused, monkeypatch, snapshot):
+    for package in ("wandb", "sqlalchemy", "alembic"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert refused(track="wandb,csv,mlflow", micro_batch_size_per_gpu=3) == snapshot
+
+
+def test_a_folder_of_the_name_of_a_package_is_no_package(here, refused, monkeypatch):
+    """Such as the folder ``wandb`` that Weights & Biases makes where a program runs."""
+    (here / "leftovers").mkdir()
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setitem(trackers.PACKAGES, "csv", ("leftovers",))
+    assert "needs leftovers, not installed here" in refused(track="csv")[0]

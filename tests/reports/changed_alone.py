@@ -145,6 +145,7 @@ CHANGED: dict[str, Pair] = {
     "--keep_checkpoints": flag("keep_checkpoints", 5),
     "--save_mode": flag("save_mode", "async"),
     "--on_save_failure": flag("on_save_failure", "continue"),
+    "--track": flag("track", "csv"),
     "--seed": flag("seed", 7),
     "--resume": as_options(resume=True),
     "--allow_changed": (Asked(), Asked(changes=[CHANGE])),

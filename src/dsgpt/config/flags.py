@@ -7,7 +7,16 @@ from pathlib import Path
 
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.problems import Problems
-from dsgpt.config.options import ALLOW_CHANGED, DEVICES, ON_SAVE_FAILURE, PRECISIONS, RUN_TYPES, SAVE_MODES, Options
+from dsgpt.config.options import (
+    ALLOW_CHANGED,
+    DEVICES,
+    ON_SAVE_FAILURE,
+    PRECISIONS,
+    RUN_TYPES,
+    SAVE_MODES,
+    TRACKERS,
+    Options,
+)
 from dsgpt.model.config import PRESETS, GPT2Config
 
 DESCRIPTION = """\
@@ -61,6 +70,7 @@ def build_parser(reader: Reader) -> argparse.ArgumentParser:
     _add_length_flags(parser, reader)
     _add_machine_flags(parser, reader)
     _add_saving_flags(parser, reader)
+    _add_tracking_flags(parser, reader)
     _add_resume_flags(parser, reader)
     return parser
 
@@ -238,6 +248,19 @@ def _add_saving_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         metavar="WHAT",
         type=reader.choice("--on_save_failure", ON_SAVE_FAILURE, "stop"),
         help="stop or continue when a checkpoint cannot be written: a full disk, for example (default: stop)",
+    )
+
+
+def _add_tracking_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("experiment trackers")
+    group.add_argument(
+        "--track",
+        metavar="NAMES",
+        type=reader.choices("--track", TRACKERS),
+        help="send settings, the metrics of every step and the summary to trackers too: tensorboard, wandb, mlflow, "
+        "trackio, csv, or several with commas between them. They write to the folder trackers of the run folder and "
+        "use no network, unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, "
+        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)",
     )
 
 

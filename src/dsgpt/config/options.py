@@ -9,6 +9,7 @@ DEVICES = ("auto", "cpu", "cuda")
 SAVE_MODES = ("sync", "async")
 ON_SAVE_FAILURE = ("stop", "continue")
 ALLOW_CHANGED = ("data", "recipe")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
 WHICH_CHECKPOINT = ("latest", "best")
 """The newest checkpoint of a run, or the one with the lowest validation loss."""
 EXPORT_FORMS = ("hf", "portable", "deepspeed")
@@ -53,6 +54,7 @@ class Options:
     keep_checkpoints: int = 2
     save_mode: str = "sync"
     on_save_failure: str = "stop"
+    track: tuple[str, ...] = ()
     seed: int = 1337
     resume: bool = False
     allow_changed: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, check_required, check_vocabu
 from dsgpt.config.length import LengthPlan, plan_length
 from dsgpt.config.options import Options
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
+from dsgpt.config.trackers import check_trackers
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile
 from dsgpt.model.config import GPT2Config
@@ -108,6 +109,8 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     """
     notices: list[str] = []
     check_required(options, problems)
+    if topology.is_main:
+        check_trackers(options, problems)
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
     request = Request(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None

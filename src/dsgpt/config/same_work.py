@@ -148,6 +148,7 @@ HARMLESS: dict[str, str] = {
     "--keep_checkpoints": _SAVES,
     "--save_mode": _SAVES,
     "--on_save_failure": _SAVES,
+    "--track": "copies figures that the run measures anyway to other programs; the training reads nothing from them",
     "--resume": _RESUMES,
     "--overwrite": "decides what happens to an earlier run in the folder",
     "--verify_data": "reads the data once more to check its hash; the hash itself counts",

@@ -29,6 +29,7 @@ from dsgpt.training.run_description import plan_lines
 from dsgpt.training.run_lock import PATIENCE_SEC, RunLock
 from dsgpt.training.saving import Saver
 from dsgpt.training.sinks import open_sinks
+from dsgpt.training.trackers.opening import open_trackers
 from dsgpt.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ def _open_journal(
         if config.topology.is_main and (damaged := drop_steps_after(steps_file, done)):
             logger.warning(f"{steps_file}: damaged lines dropped: {len(damaged)}, the first was line {damaged[0]}")
         barrier()
-    sinks = open_sinks(config, done=done)
+    trackers = open_trackers(config, description=description, done=done)
+    sinks = open_sinks(config, done=done, trackers=trackers)
     journal = Journal(config, device=device, description=description, sinks=sinks, ranks=ranks, done=done)
     if state is not None:
         journal.resume(state, steps_file, earlier=prepared.earlier)

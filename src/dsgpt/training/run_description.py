@@ -58,6 +58,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"({config.total_steps / per_epoch:.2f} epochs of {per_epoch:,} steps)",
         f"state       {_state_line(config)}",
         f"run folder  {config.run_dir}",
+        *([f"tracking    {', '.join(dict.fromkeys(config.options.track))}"] if config.options.track else []),
         *([f"start       from the weights of {config.init_from.given}"] if config.init_from else []),
         *(f"note        {notice}" for notice in config.notices),
     ]

@@ -14,6 +14,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.training.earlier_record import MAX_RECORD_BYTES
 from dsgpt.training.resume import Start
+from dsgpt.training.trackers.folder import TRACKERS_FOLDER, is_tracker_folder
 
 CONFIG_FILE = "config.json"
 LOG_FILE = "train.log"
@@ -66,7 +67,9 @@ def holds_run_to_resume(config: RunConfig, problems: Problems) -> bool:
             "it, --overwrite to delete it, or name another folder"
         )
         return False
-    links = [path.name for path in found if path.is_symlink()]
+    trackers = run_dir / TRACKERS_FOLDER
+    inside = sorted(trackers.glob("*")) if is_tracker_folder(trackers) else []
+    links = [path.relative_to(run_dir) for path in (*found, *inside) if path.is_symlink()]
     for name in links:
         problems.add(
             f"--resume: {run_dir / name} is a link, and links inside a run folder are not followed: replace it "
@@ -126,9 +129,10 @@ def _existing(run_dir: Path) -> list[Path]:
 
 
 def _files(run_dir: Path) -> list[Path]:
-    """The files in ``run_dir`` that are named like those of a run, links included."""
+    """The files in ``run_dir`` that are named like those of a run, and what trackers wrote, links included."""
     hardware = sorted(path for path in run_dir.iterdir() if _HARDWARE.fullmatch(path.name))
-    return hardware + [run_dir / name for name in _FILES if os.path.lexists(run_dir / name)]
+    named = [run_dir / name for name in (TRACKERS_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
+    return hardware + named
 
 
 def _folders(run_dir: Path, name: re.Pattern[str]) -> list[Path]:
@@ -141,6 +145,8 @@ def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
     """A file or folder that a run would replace although no run wrote it; None if there is none."""
     for path in found:
         if (path.name in _FILES or _HARDWARE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+            return path
+        if path.name == TRACKERS_FOLDER and not path.is_symlink() and not is_tracker_folder(path):
             return path
     return found[0] if found and _proof(run_dir) is None else None
 

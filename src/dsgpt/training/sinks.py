@@ -1,6 +1,6 @@
 """Where the journal of a run sends what happens: the console, ``metrics.jsonl``, ``training_metrics.json``.
 
-To support an experiment tracker, add a sink.
+The sinks of experiment trackers are in the folder ``trackers``.
 """
 
 import contextlib
@@ -184,12 +184,13 @@ class Sinks:
                 event(sink)
 
 
-def open_sinks(config: RunConfig, *, done: int) -> Sinks:
+def open_sinks(config: RunConfig, *, done: int, trackers: Sequence[Sink] = ()) -> Sinks:
     """The sinks of this rank of a run; the main rank opens ``metrics.jsonl``.
 
     Args:
         config: the run.
         done: optimizer steps of earlier processes.
+        trackers: receive each event after the files of the run.
     """
     if not config.topology.is_main:
         return Sinks()
@@ -197,6 +198,7 @@ def open_sinks(config: RunConfig, *, done: int) -> Sinks:
         LineSink(config.run_dir / STEPS_FILE),  # first, so that a line is in the file before it is shown
         ConsoleSink(total_steps=config.total_steps, done=done),
         RecordSink(config.run_dir / RECORD_FILE),
+        *trackers,
     )
     return Sinks(sinks, stops=config.options.on_save_failure == "stop")
 

@@ -1,0 +1,203 @@
+"""What experiment trackers hold after a run and after a resumed one, and what happens when one fails."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from run_folders import LONG, errors, record, resume
+from small_run import command_line
+from tracker_stores import READERS, Stored
+
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.run_config import resolve
+from dsgpt.main import train
+from dsgpt.runtime.topology import read_topology
+from dsgpt.training.trackers.base import Row, row_of
+from dsgpt.training.trackers.csv_table import COLUMNS, CsvTracker
+from dsgpt.training.trackers.folder import make_folder
+from dsgpt.training.trackers.opening import open_trackers
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+"""MLflow uses it."""
+ALL = ",".join(READERS)
+APPENDS = ("wandb", "mlflow", "trackio")
+"""Trackers that cannot remove the steps that a resumed run repeats."""
+VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_NAME", "WANDB_ERROR_REPORTING", "TRACKIO_DIR", "HF_TOKEN")
+VARIABLES += ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
+    """What a tracker must hold of the lines."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for line in lines:
+        for name, value in row_of(line).metrics.items():
+            found.setdefault(name, []).append((line["step"], pytest.approx(value, rel=1e-6)))
+    return found
+
+
+class _Network:
+    """Notes the addresses that this process looks up or connects to."""
+
+    def __init__(self) -> None:
+        self.listens, self.used = False, []
+
+    def __call__(self, event: str, about: tuple[Any, ...]) -> None:
+        if self.listens and event in {"socket.connect", "socket.getaddrinfo", "socket.bind"}:
+            address = about[1] if event != "socket.getaddrinfo" else about[:2]
+            is_probe = event == "socket.bind" and address[:2] == ("::1", 0)  # urllib3 asks whether there is IPv6
+            if isinstance(address, tuple) and not is_probe:
+                self.used.append((event, address))
+
+
+class Tracked(NamedTuple):
+    run_dir: Path
+    lines: list[dict[str, Any]]
+    """Of ``metrics.jsonl``, after the first process."""
+    first: dict[str, Stored]
+    """After the first process."""
+    resumed: dict[str, Stored]
+    """After a second one, which repeated steps 10 to 12."""
+    network: list[Any]
+
+
+@pytest.fixture(scope="module")
+def tracked(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
+    """A run with every tracker, whose last checkpoint was lost, and that was resumed."""
+    run_dir = tmp_path_factory.mktemp("tracked") / "run"
+    network = _Network()
+    sys.addaudithook(network)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:
+            patch.setenv(name, "")  # so that what a tracker sets is removed afterwards
+            patch.delenv(name)
+        patch.setenv("WANDB_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))  # the log of its service
+        patch.setenv("HF_TOKEN", "hf_none")  # with a token, Trackio would ask the hub for the user's name
+        network.listens = True
+        assert train(command_line(finished_run, **LONG, checkpoint_path=run_dir, track=ALL)) == 0
+        lines, first = lines_of(run_dir), {name: read(run_dir / "trackers") for name, read in READERS.items()}
+        (run_dir / "RUN_COMPLETE.txt").unlink()
+        shutil.rmtree(run_dir / "step-00000012")
+        assert resume(run_dir, finished_run, track=ALL) == 0
+        network.listens = False
+        assert os.environ["WANDB_ERROR_REPORTING"] == "false"  # else its service, no Python, uses the network
+        resumed = {name: read(run_dir / "trackers") for name, read in READERS.items()}
+        yield Tracked(run_dir, lines, first, resumed, network.used)
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_a_tracker_holds_every_step_and_validation(tracked, tracker):
+    expected = points(tracked.lines)
+    if tracker == "wandb":  # one row for each step: its times, not those of its validation
+        expected = {name: list(dict(reversed(values)).items())[::-1] for name, values in expected.items()}
+    assert tracked.first[tracker].metrics == expected
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_a_resumed_run_continues_in_the_same_run_of_the_tracker(tracked, tracker):
+    first, resumed = tracked.first[tracker], tracked.resumed[tracker]
+    assert resumed.runs == first.runs * (2 if tracker == "wandb" else 1)  # wandb: a folder for each process
+    assert len(set(resumed.runs)) <= 1
+    repeated = [10, 11, 12] if tracker in APPENDS else []
+    steps = [step for step, _ in resumed.metrics["loss"]]
+    assert sorted(steps) == sorted([*range(1, 13), *repeated])
+    validated = sorted(step for step, _ in resumed.metrics["val_loss"])
+    assert validated == sorted([4, 5, 8, 10, 12, *([10, 12] if repeated else [])])
+    last = {name: resumed.metrics[name][-1] for name in ("loss", "val_loss", "step_time_sec")}
+    now = points(lines_of(tracked.run_dir))
+    assert last == {name: now[name][-1] for name in last}
+
+
+@pytest.mark.parametrize("tracker", sorted(READERS.keys() - {"csv"}))
+def test_settings_and_the_end_are_sent(tracked, tracker):
+    stored, written = tracked.resumed[tracker], record(tracked.run_dir)
+    assert stored.settings["run_id"] == written["run_id"]
+    if tracker == "mlflow":
+        assert stored.settings["training_config.optimizer_params.lr"] == "0.001"
+    else:
+        assert stored.settings["training_config"]["optimizer_params"]["lr"] == 0.001
+    assert stored.ended["status"] == "completed"
+    assert stored.ended["best_val_loss"] == written["summary"]["best_val_loss"]
+    assert stored.ended.get("exit_code", 0) == 0
+
+
+def test_trackers_use_no_network_and_do_not_change_the_training(tracked, finished_run):
+    assert tracked.network == []
+    losses = [(line["step"], line.get("loss"), line.get("val_loss")) for line in tracked.lines]
+    assert losses == [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines_of(finished_run / "run")]
+
+
+def test_the_table_has_a_column_for_every_key(tracked):
+    assert set(COLUMNS) == {key for line in tracked.lines for key in line}
+
+
+def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run, tmp_path, monkeypatch):
+    calls = []
+
+    def refuse(tracker: CsvTracker, rows: list[Row]) -> None:
+        calls.append(rows)
+        raise RuntimeError("the server\nis gone")
+
+    monkeypatch.setattr(CsvTracker, "log", refuse)
+    flags = {"max_train_steps": 3, "steps_per_print": 1, "track": "csv,csv", "checkpoint_path": tmp_path / "run"}
+    assert train(command_line(finished_run, **flags)) == 0
+    assert len(calls) == 1
+    told = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
+    assert told == [
+        "--track csv: failed (RuntimeError: the server is gone); it receives nothing more, and the run continues"
+    ]
+
+
+def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(stopped, finished_run, capsys):
+    (make_folder(stopped) / "metrics.csv").mkdir()
+    assert resume(stopped, finished_run, track="csv") == 0
+    assert capsys.readouterr().out.count("--track csv: failed (IsADirectoryError: ") == 1
+
+
+def test_a_table_begun_at_a_resume_has_the_earlier_steps(stopped, finished_run):
+    assert resume(stopped, finished_run, track="csv") == 0
+    assert [step for step, _ in READERS["csv"](stopped / "trackers").metrics["loss"]] == list(range(1, 13))
+
+
+def test_an_overwrite_removes_what_trackers_stored(finished_run, tmp_path):
+    flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 1}
+    assert train(command_line(finished_run, **flags, track="csv")) == 0
+    assert train(command_line(finished_run, **flags, overwrite=True)) == 0
+    assert not (tmp_path / "run" / "trackers").exists()
+
+
+def test_a_foreign_folder_is_refused_and_kept(copied_run, finished_run, capsys):
+    (copied_run / "trackers").mkdir()
+    (copied_run / "trackers" / "notes.txt").write_text("mine")
+    assert resume(copied_run, finished_run, resume=None, overwrite=True) == 2
+    assert "holds a trackers that this program did not write" in errors(capsys)[0]
+    assert (copied_run / "trackers" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["trackers", "trackers/mlflow.db"])
+def test_links_are_refused(stopped, finished_run, tmp_path, capsys, name):
+    (outside := tmp_path / "outside").mkdir()
+    if name != "trackers":
+        make_folder(stopped)
+    (stopped / name).symlink_to(outside)
+    assert resume(stopped, finished_run, track="csv") == 2
+    assert f"{name} is a link, and links inside a run folder are not followed" in errors(capsys)[0]
+    assert not list(outside.iterdir())
+
+
+def test_only_the_main_rank_tracks(finished_run, tmp_path):
+    options, problems = parse_arguments(command_line(finished_run, checkpoint_path=tmp_path, track="csv"))
+    config = resolve(options, topology=read_topology(), problems=problems)
+    other = replace(config, topology=replace(config.topology, rank=1, world_size=2))
+    assert not open_trackers(other, description={"run_id": "0"}, done=0)
+    assert not list(tmp_path.iterdir())
+    assert len(open_trackers(config, description={"run_id": "0"}, done=0)) == 1
