@@ -22,8 +22,6 @@ from dsgpt.benchmarks.sweep.equal import planned_work, require_equal_work
 from dsgpt.benchmarks.sweep.page import summary_lines, sweep_page
 from dsgpt.benchmarks.sweep.suites import SUITES, built_in
 from dsgpt.benchmarks.sweep.turns import PlannedTurn, TurnStore, ordered_turns
-from dsgpt.common.errors import UserError
-from dsgpt.common.problems import did_you_mean
 from dsgpt.reports.sweeps import SCHEMA_VERSION, SWEEP_FILE, State, Turn
 from dsgpt.runtime.launcher import launcher_command
 from dsgpt.telemetry.console import Console
@@ -67,13 +65,10 @@ def read_suite(suite: str, devices: Sequence[int] | None) -> Suite:
     """The suite of that name or in that file.
 
     Raises:
-        UserError: there is none, or something in it is wrong.
+        UserError: the file or something in it is wrong, or the numbers of devices do not fit.
     """
     if suite in SUITES:
         return built_in(suite, devices=devices or DEVICES)
-    if not suite.endswith(".json"):
-        known = ", ".join(SUITES)
-        raise UserError(f"--suite {suite}: must be one of {known}, or a .json file{did_you_mean(suite, SUITES)}")
     return read_description(Path(suite), devices=devices)
 
 

@@ -13,7 +13,7 @@ from dsgpt.benchmarks.sweep.difference import CONFIDENCE, SpeedDifference, block
 from dsgpt.benchmarks.sweep.equal import comparable
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.problems import did_you_mean
+from dsgpt.common.problems import Problems, did_you_mean
 from dsgpt.reports.equal_work import judge
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
 from dsgpt.reports.sweeps import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, Worked, read_sweep
@@ -50,7 +50,7 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
     Raises:
         UserError: a path cannot be read, the two cannot be paired, or their work is not the same.
     """
-    found = list(_pairs(_Source(one), _Source(other)))
+    found = list(_pairs(*_sources(one, other)))
     unequal = [pairs for pairs in found if not pairs.equal]
     if unequal and not allow_unequal:
         hint = "give --allow_unequal to compare their tokens per second nevertheless"
@@ -117,6 +117,23 @@ class _Source:
         assert self.sweep is not None
         hardware = self.sweep.hardware
         return f"{hardware.get('gpu_name') or hardware.get('cpu_name')}, {hardware.get('cpu_count')} cores"
+
+
+def _sources(*words: str) -> tuple[_Source, _Source]:
+    """A and B.
+
+    Raises:
+        UserError: with what is wrong with either.
+    """
+    found, problems = [], Problems()
+    for word in words:
+        try:
+            found.append(_Source(word))
+        except UserError as error:
+            problems.add(*error.problems)
+    problems.raise_if_any()
+    one, other = found
+    return one, other
 
 
 def _pairs(a: _Source, b: _Source) -> Iterator[Pairs]:

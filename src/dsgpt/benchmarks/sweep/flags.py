@@ -22,6 +22,7 @@ from dsgpt.benchmarks.sweep.command import (
 from dsgpt.benchmarks.sweep.suites import SUITES
 from dsgpt.common.command_line import Reader
 from dsgpt.common.errors import EXIT_DONE, UserError
+from dsgpt.common.problems import did_you_mean
 from dsgpt.model.config import PRESETS
 
 DESCRIPTIONS = {
@@ -54,7 +55,13 @@ examples:
 def add_run_flags(flags: SuiteFlags) -> None:
     """Add the flags of ``run``."""
     parser, reader = flags.parser, flags.reader
-    parser.add_argument("--suite", metavar="SUITE", help=f"{', '.join(SUITES)}, or a description, a .json file")
+    parser.add_argument(
+        "--suite",
+        type=_suite(reader),
+        default=None,
+        metavar="SUITE",
+        help=f"{', '.join(SUITES)}, or a description, a .json file",
+    )
     parser.add_argument(
         "--devices",
         type=_whole_list(reader, "--devices"),
@@ -136,6 +143,20 @@ def compare(flags: argparse.Namespace, *, repository: Path) -> int:  # noqa: ARG
     from dsgpt.benchmarks.sweep.compare import compare as compare_speeds  # noqa: PLC0415 - reads what --help needs not
 
     return compare_speeds(flags.a, flags.b, allow_unequal=flags.allow_unequal)
+
+
+def _suite(reader: Reader) -> Callable[[str], str | None]:
+    """A reader of the name of a suite, or of the path of a description."""
+
+    def read(word: str) -> str | None:
+        """The word, or None after noting the mistake."""
+        if word in SUITES or word.endswith(".json"):
+            return word
+        known = ", ".join(SUITES)
+        reader.problems.add(f"--suite must be one of {known}, or a .json file, not {word}{did_you_mean(word, SUITES)}")
+        return None
+
+    return read
 
 
 def _whole_list(reader: Reader, flag: str) -> Callable[[str], tuple[int, ...] | None]:
