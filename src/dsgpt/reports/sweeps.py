@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, parse_as, read_bytes
+from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 
 SCHEMA_VERSION = "1.0"
 SWEEP_FILE = "sweep.json"
@@ -166,11 +167,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Worked:
-    """A record's work under the name of its cell, as ``equal_work.judge`` takes it."""
+    """The work of a turn, or that which is planned, as ``equal_work.judge`` takes it."""
 
     name: str
     work: Mapping[str, Any]
     resumed: bool = False
+
+
+def worked(turn: Turn, *, name: str) -> Worked:
+    """The work of ``turn`` under a name for messages; facts that it lacks are None."""
+    found = turn.work or {}
+    return Worked(name, {fact: found.get(fact) for fact in (*WORK_FACTS, *TRAINING_FACTS)})
 
 
 def read_sweep(path: Path) -> Sweep:

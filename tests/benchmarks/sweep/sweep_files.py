@@ -8,16 +8,21 @@ from typing import Any
 from small_run import command_line, write_data, write_recipe
 
 from dsgpt.benchmarks.sweep.command import SweepOptions
+from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.sweeps import State, Turn
 
 STEPS = 6
-WORK = {"global batch": 8.0, "tokens": 768.0, "precision": "fp32"}
+WORK = dict.fromkeys((*WORK_FACTS, *TRAINING_FACTS), "as the others") | {
+    "global batch": 8.0,
+    "tokens": 768.0,
+    "precision": "fp32",
+}
 
 
 def write_description(folder: Path, cells: Sequence[Mapping[str, Any]], **more: Any) -> Path:
     """Write data, a recipe and a description of ``cells`` on them."""
     write_recipe(write_data(folder) / "recipe.json")
-    flags = command_line(folder, run_type=None, checkpoint_path=None, max_train_steps=None)
+    flags = command_line(folder, run_type=None, checkpoint_path=None, max_train_steps=None, device=None)
     file = folder / "mine.json"
     file.write_text(json.dumps({"schema_version": "1.0", "flags": flags, "cells": list(cells), **more}))
     return file

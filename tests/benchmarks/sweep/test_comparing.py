@@ -154,8 +154,11 @@ def test_other_work_is_said_first_and_must_be_allowed(a, tmp_path, capsys):
     assert [line.split(":")[0] for line in refused.value.problems] == ["one", "two"]
     assert all("give --allow_unequal" in line for line in refused.value.problems)
     assert compare(f"{a}#one", f"{b}#one", allow_unequal=True) == 0
+    unknown = write_sweep(tmp_path / "unknown.json", {"one": works(1000)}, work=None)
+    with pytest.raises(UserError, match=r"same work: unknown \(B did not record its work\)"):
+        compare(f"{a}#one", f"{unknown}#one", allow_unequal=False)
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith("one: NOT EQUAL WORK: same work: no (global batch 8 vs 16")
+    assert first.startswith("one: NOT EQUAL WORK: same work: no (global batch 8 vs 16)")
     assert second == "one: other machines: A ran on a CPU, 2 cores, B on another, 2 cores"
     assert third.endswith("the same within noise")
 

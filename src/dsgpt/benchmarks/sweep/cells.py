@@ -21,6 +21,12 @@ LABELS: dict[Kind, str] = {
     ),
     "precisions": "The same training but for the precision of its arithmetic, so losses are not compared.",
 }
+EQUAL: dict[Kind, str] = {
+    "same training": "the same",
+    "weak scaling": "the same per device",
+    "precisions": "the same but for the precision",
+}
+"""What is said of the work of a cell that may be compared."""
 LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optimized": "deepspeed"}
 """The launcher of each run type, unless a cell names another."""
 

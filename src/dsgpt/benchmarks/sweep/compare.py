@@ -10,11 +10,11 @@ from typing import Any
 
 from dsgpt.benchmarks.harness.command import EXIT_FAILED
 from dsgpt.benchmarks.sweep.difference import CONFIDENCE, SpeedDifference, block_length, speed_difference
-from dsgpt.benchmarks.sweep.equal import comparable
+from dsgpt.benchmarks.sweep.equal import comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.problems import Problems, did_you_mean
-from dsgpt.reports.equal_work import judge
+from dsgpt.reports.equal_work import Verdict, judge
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
 from dsgpt.reports.sweeps import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, Worked, read_sweep
 from dsgpt.telemetry.record import STEPS_FILE, read_steps
@@ -164,17 +164,16 @@ def _of_cells(a: SweepCell, b: SweepCell, *, machines: tuple[str, str]) -> Pairs
     ours, theirs = a.done(), b.done()
     both = [repeat for repeat in ours if repeat in theirs]
     speeds = [(ours[repeat].tokens_per_sec, theirs[repeat].tokens_per_sec) for repeat in both]
-    works = [Worked("A", ours[repeat].work or {}) for repeat in both]
-    works += [Worked("B", theirs[repeat].work or {}) for repeat in both]
-    return _judged(label, speeds, of="repeats", works=works, machines=machines)
+    verdict = judge_turns((name, turns[repeat]) for name, turns in (("A", ours), ("B", theirs)) for repeat in both)
+    return _judged(label, speeds, of="repeats", verdict=verdict, machines=machines)
 
 
 def _of_runs(a: _Source, b: _Source, one: Run, other: Run) -> Pairs:
     ours, theirs = _step_speeds(a.path), _step_speeds(b.path)
     speeds = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
-    works = [Worked("A", one.work, one.resumed), Worked("B", other.work, other.resumed)]
+    verdict = judge([Worked("A", one.work, one.resumed), Worked("B", other.work, other.resumed)])
     return _judged(
-        f"A = {a.path}, B = {b.path}", speeds, of="steps", works=works, machines=(one.machine, other.machine)
+        f"A = {a.path}, B = {b.path}", speeds, of="steps", verdict=verdict, machines=(one.machine, other.machine)
     )
 
 
@@ -183,7 +182,7 @@ def _judged(
     speeds: Sequence[tuple[float | None, float | None]],
     *,
     of: str,
-    works: Sequence[Worked],
+    verdict: Verdict,
     machines: tuple[str | None, str | None],
 ) -> Pairs:
     """The pairs whose speeds are both known.
@@ -197,7 +196,6 @@ def _judged(
             f"{label}: {len(known)} {of} have a speed in both, and a comparison needs 2: "
             + ("run more --repeats" if of == "repeats" else "the first three steps of a process are warm-up")
         )
-    verdict = judge(works)
     return Pairs(
         label=label,
         a=[one for one, _ in known],

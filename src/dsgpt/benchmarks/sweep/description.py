@@ -16,7 +16,7 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 _KEYS = ("schema_version", "flags", "cells", "comparisons")
 _CELL_KEYS = ("name", "devices", "flags", "launcher")
 _COMPARISON_KEYS = ("name", "kind", "baseline", "cells")
-_OWN = ("--checkpoint_path", "--resume", "--overwrite", "--dry_run")
+_OWN = ("--checkpoint_path", "--device", "--resume", "--overwrite", "--dry_run")
 """Flags that the sweep sets itself."""
 
 

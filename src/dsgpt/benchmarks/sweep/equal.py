@@ -1,6 +1,6 @@
 """Whether cells that are compared will do the same work: judged before anything runs, by the facts of a record."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from dsgpt.common.files import sha256_of
 from dsgpt.common.problems import Problems
 from dsgpt.config.flags import parse_arguments
 from dsgpt.reports.equal_work import Verdict, judge
-from dsgpt.reports.sweeps import Kind, Worked
+from dsgpt.reports.sweeps import Kind, Turn, Worked, worked
 from dsgpt.runtime.topology import Topology
 
 Work = Mapping[str, Any]
@@ -86,6 +86,16 @@ def _unequal(suite: Suite, plan: ComparisonPlan, name: str, *, base: Work, work:
         per_device = f"{work['global batch'] / other:g} vs {base['global batch'] / one:g}"
         return f"sequences per device differ: {per_device}: weak scaling keeps them constant"
     return ""
+
+
+def judge_turns(turns: Iterable[tuple[str, Turn]]) -> Verdict:
+    """Whether turns, each under the name of what it belongs to, did the same work; equal ones are named once."""
+    distinct: list[Worked] = []
+    for name, turn in turns:
+        one = worked(turn, name=name)
+        if one not in distinct:
+            distinct.append(one)
+    return judge(distinct)
 
 
 def comparable(verdict: Verdict, kind: Kind) -> bool:

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.sweep.cells import Cell, ComparisonPlan
-from dsgpt.benchmarks.sweep.equal import comparable
+from dsgpt.benchmarks.sweep.equal import comparable, judge_turns
 from dsgpt.benchmarks.sweep.training import Ending
 from dsgpt.benchmarks.sweep.turns import PlannedTurn
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.problems import is_number
 from dsgpt.reports.curves import read_step_curves
-from dsgpt.reports.equal_work import judge
 from dsgpt.reports.runs import LOG_NAME, RECORD_NAME, read_run
-from dsgpt.reports.sweeps import Compared, Comparison, Spread, State, SweepCell, Turn, Worked
+from dsgpt.reports.sweeps import Compared, Comparison, Spread, State, SweepCell, Turn
 
 SEC_PER_HOUR = 3600
 
@@ -104,8 +103,7 @@ def _compared(plan: ComparisonPlan, base: SweepCell, cell: SweepCell) -> Compare
     if not ours or not theirs:
         missing = cell.name if not ours else base.name
         return Compared(cell=cell.name, same_work=f"same work: unknown ({missing} has no result)", comparable=False)
-    every = [*theirs.values(), *ours.values()]
-    verdict = judge([Worked(f"{turn.cell}, repeat {turn.repeat}", turn.work or {}) for turn in every])
+    verdict = judge_turns((turn.cell, turn) for turn in (*theirs.values(), *ours.values()))
     shared = [repeat for repeat in theirs if repeat in ours]
     if not comparable(verdict, plan.kind):
         return Compared(cell=cell.name, same_work=verdict.line(), comparable=False)

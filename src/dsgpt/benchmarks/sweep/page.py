@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from dsgpt.benchmarks.harness.pages import Record, table
-from dsgpt.benchmarks.sweep.cells import LABELS
+from dsgpt.benchmarks.sweep.cells import EQUAL, LABELS
 from dsgpt.common.json_files import parse_as
 from dsgpt.reports.sweeps import Compared, Comparison, Spread, Sweep, SweepCell
 from dsgpt.telemetry.console import duration
@@ -89,22 +89,23 @@ def _legend(sweep: Sweep) -> str:
 
 
 def _comparison(sweep: Sweep, comparison: Comparison) -> str:
-    base = sweep.cell(comparison.baseline)
+    """The table of a comparison; losses are only compared between equal trainings."""
+    base, with_loss = sweep.cell(comparison.baseline), comparison.kind == "same training"
     rows = [[_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN, _EMPTY, _EMPTY, _EMPTY]]
-    rows += [_compared(sweep, one) for one in comparison.cells]
-    header = ["cell", "devices", "speed-up", "efficiency", "loss minus baseline", "work"]
-    return "\n\n".join([LABELS[comparison.kind], table(header, rows)])
+    rows += [_compared(sweep, comparison, one) for one in comparison.cells]
+    header = ["cell", "devices", "speed-up", "efficiency", "work", "loss minus baseline"]
+    columns = len(header) if with_loss else len(header) - 1
+    return "\n\n".join([LABELS[comparison.kind], table(header[:columns], [row[:columns] for row in rows])])
 
 
-def _compared(sweep: Sweep, one: Compared) -> list[str]:
-    work = "comparable" if one.comparable else f"NOT COMPARED: {_text(one.same_work)}"
+def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
     return [
         _text(one.cell),
         str(sweep.cell(one.cell).devices),
         _spread(one.speed_up, lambda value: f"{value:.2f}x"),
         _value(one.efficiency, lambda value: f"{value:.0%}"),
+        EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
         _value(one.loss_difference, lambda value: f"{value:+.2g}"),
-        work,
     ]
 
 
