@@ -17,7 +17,7 @@ from dsgpt.benchmarks.sweep.difference import block_length, speed_difference
 from dsgpt.benchmarks.sweep.figures import cell_of
 from dsgpt.common.errors import UserError
 from dsgpt.main import train
-from dsgpt.reports.sweeps import Sweep
+from dsgpt.reports.sweeps import State, Sweep
 
 SPEEDS = [1000.0, 1010.0, 990.0, 1005.0]
 
@@ -68,6 +68,8 @@ def test_blocks_widen_the_interval_of_steps_that_depend_on_their_neighbours():
     a, b = [1.0] * 300, np.exp(slow).tolist()
     alone, in_blocks = speed_difference(a, b), speed_difference(a, b, block=10)
     assert in_blocks.high - in_blocks.low > 2 * (alone.high - alone.low)
+    in_turn = speed_difference([1.0] * 100, [1.1, 1 / 1.1] * 50, block=2)  # neighbours cancel
+    assert (in_turn.low, in_turn.high) == pytest.approx((0, 0))
     assert [block_length(steps) for steps in (1, 27, 1000)] == [1, 3, 10]
 
 
@@ -77,12 +79,18 @@ def test_fewer_than_two_pairs_are_refused(a, b):
         speed_difference(a, b)
 
 
+FAILED = {"state": State.FAILED, "message": "exit code 1: KeyError"}
+
+
 def write_sweep(file: Path, speeds: dict[str, list[float | None]], *, cpu: str = "a CPU", **more) -> Path:
-    """A record of cells with these speeds by repeat."""
+    """A record of cells with these speeds by repeat; None is a turn that failed."""
     cells = [
         cell_of(
             Cell(name=name, devices=1, launcher="python", flags=()),
-            [made_up(name, repeat, speed=speed, **more) for repeat, speed in enumerate(values, start=1)],
+            [
+                made_up(name, repeat, speed=speed, **(FAILED if speed is None else {}), **more)
+                for repeat, speed in enumerate(values, start=1)
+            ],
             price=None,
         )
         for name, values in speeds.items()
@@ -136,9 +144,10 @@ def test_cells_of_sweeps_are_named_behind_the_path(a, capsys):
     assert compare(f"{a}#one", f"{a}#two", allow_unequal=False) == 0
 
 
-def test_repeats_without_a_speed_are_left_out(a, tmp_path):
+def test_repeats_that_failed_in_one_are_left_out(a, tmp_path):
     b = write_sweep(tmp_path / "b.json", {"one": [900, None, 720, 630]})
     assert compare(f"{a}#one", f"{b}#one", allow_unequal=False) == 1
+    assert compare(f"{b}#one", f"{a}#one", allow_unequal=False) == 0
     b = write_sweep(tmp_path / "b.json", {"one": [900, None, None, None]})
     with pytest.raises(
         UserError, match=r"1 repeats have a speed in both, and a comparison needs 2: run more --repeats"

@@ -38,7 +38,7 @@ def test_mistakes(arguments, tmp_path, snapshot):
 
 def test_all_mistakes_of_a_description_are_reported_together(tmp_path, snapshot):
     wrong = [
-        {"name": "a", "devices": 0, "flags": ["--run_typ", "x"], "flag": []},
+        {"name": "a", "devices": 0, "flags": ["--run_typ", "x", "--seed", "many"], "flag": []},
         cell("b", "--resume", run_type="ddp", launcher="mpi"),
         cell("c d", run_type="ddp"),
         cell("c-d", devices=2, launcher="torchrun"),

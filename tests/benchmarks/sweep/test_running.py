@@ -1,7 +1,10 @@
 """A sweep runs, is interrupted, continues, and records what failed."""
 
 import json
+import os
+import signal
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -160,7 +163,21 @@ def test_a_training_beyond_its_limit_is_ended_with_all_its_processes(tmp_path):
     child = int(log.read_text())
     assert ending.state == State.TIMED_OUT
     assert ending.message == f"did not end within 1.5 s; its last line: {child}"
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert has_ended(child)
+
+
+def test_a_sweep_that_is_terminated_ends_its_training_first(tmp_path):
+    log = tmp_path / "log.txt"
+    stop = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    stop.start()
+    with pytest.raises(KeyboardInterrupt):
+        train([sys.executable, "-c", GROUPS], log=log, limit_sec=60, cwd=tmp_path, device="cpu")
+    assert has_ended(int(log.read_text()))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def has_ended(process: int) -> bool:
+    return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
@@ -194,6 +211,15 @@ def test_figures_of_a_comparison_are_paired_by_repeat_and_unknown_stays_unknown(
     (compared,) = comparison_of(plan, [base, other]).cells
     assert compared.speed_up.values == [1.5, 2.0]
     assert (compared.speed_up.median, compared.efficiency) == (1.75, 0.875)
+
+
+def test_a_repeat_in_which_one_failed_has_no_speed_up():
+    base = cell_of(planned("one", 1), [made_up("one", 1, speed=100), made_up("one", 2, speed=50)], price=None)
+    broken = made_up("two", 1, speed=None, state=State.FAILED, message="exit code 1: KeyError")
+    other = cell_of(planned("two", 2), [broken, made_up("two", 2, speed=100)], price=None)
+    plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
+    (compared,) = comparison_of(plan, [base, other]).cells
+    assert compared.speed_up.values == [2.0]
 
 
 def test_cells_whose_records_show_other_work_have_no_speed_up():

@@ -51,7 +51,7 @@ def speed_difference(a: Sequence[float], b: Sequence[float], *, block: int = 1, 
     places = (starts[:, :, None] + np.arange(block)) % pairs  # (R, D, block)
     means = logs[places.reshape(RESAMPLES, -1)[:, :pairs]].mean(axis=1)  # (R,)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail], method="inverted_cdf")
+    low, high = np.quantile(means, [tail, 1 - tail])
     return SpeedDifference(
         change=math.expm1(float(logs.mean())), low=math.expm1(float(low)), high=math.expm1(float(high)), pairs=pairs
     )
