@@ -123,11 +123,17 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
     ] * 2
 
 
-def test_turns_of_another_suite_or_of_other_sources_are_refused(three, tmp_path, monkeypatch):
+def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
     run_sweep(options(tmp_path, three), repository=REPOSITORY)
     with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
         run_sweep(options(tmp_path, three, steps=7), repository=REPOSITORY)
+    recipe = tmp_path / "recipe.json"
+    before = recipe.read_text()
+    recipe.write_text(before.replace('"stage": 1', '"stage": 2'))
+    with pytest.raises(UserError, match=r"with other recipes, which"):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    recipe.write_text(before)
     monkeypatch.setattr(command, "source_hashes", lambda *_: {"src/gpt2.py": "edited"})
     with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)

@@ -22,6 +22,7 @@ from dsgpt.benchmarks.sweep.equal import planned_work, require_equal_work
 from dsgpt.benchmarks.sweep.page import summary_lines, sweep_page
 from dsgpt.benchmarks.sweep.suites import SUITES, built_in
 from dsgpt.benchmarks.sweep.turns import PlannedTurn, TurnStore, ordered_turns
+from dsgpt.common.files import sha256_of
 from dsgpt.reports.sweeps import SCHEMA_VERSION, SWEEP_FILE, State, Turn
 from dsgpt.runtime.launcher import launcher_command
 from dsgpt.telemetry.console import Console
@@ -29,7 +30,7 @@ from dsgpt.telemetry.console import Console
 PAGE = SuitePage(name="sweep", of="sweeps", text=sweep_page, summary=summary_lines)
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
-TRAIN_DATA = "--train_data_path"
+TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
 RUN = "run"
 """The run folder of a turn, below the turn's."""
 
@@ -152,7 +153,7 @@ class _SweepCommand(SuiteCommand[Turn]):
         )
         turn = turn_of(planned, ending, run_dir)
         for checkpoint in run_dir.glob("step-*"):
-            shutil.rmtree(checkpoint)  # sixteen bytes per parameter, which nothing here reads
+            shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
         return turn
 
     def _flags(self, cell: Cell, run_dir: Path) -> list[str]:
@@ -181,10 +182,17 @@ class _SweepCommand(SuiteCommand[Turn]):
             "settings": [options.model_size, options.steps, options.seq_length, options.device],
             "seed": options.seed,
             "limit": options.limit,
+            "recipes": self._recipes(),
             "sources": hashlib.sha256(hashes.encode()).hexdigest(),
             "software": head["env"],
             "machine": head["hardware"],
         }
+
+    def _recipes(self) -> dict[str, str]:
+        """The sha256 of every recipe that a cell names; empty for one that is missing."""
+        named = {value_of(cell.flags, RECIPE) for cell in self._suite.cells} - {None}
+        files = {str(name): self._repository / str(name) for name in named}
+        return {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(files.items())}
 
     def line(self, result: Turn, *, count: str, left: str) -> str:
         speed = "" if result.tokens_per_sec is None else f", {result.tokens_per_sec:,.0f} tokens per second"
