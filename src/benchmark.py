@@ -3,11 +3,14 @@
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
 ``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
 waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``recipes`` searches the
-settings of small models. Every measurement is a command with its own flags, and writes a JSON record and a page of it.
+settings of small models. ``run`` trains under many settings and writes what each costs. Every measurement is a command
+with its own flags, and writes a JSON record and a page of it. ``compare`` says whether one run or sweep is slower than
+another.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,6 +19,7 @@ from dsgpt.benchmarks.faults import command as faults
 from dsgpt.benchmarks.faults.plan import KILLS
 from dsgpt.benchmarks.faults.plan import SEED as FAULT_SEED
 from dsgpt.benchmarks.harness.command import SuiteOptions
+from dsgpt.benchmarks.harness.flags import SuiteFlags
 from dsgpt.benchmarks.harness.pages import SuitePage, make_page
 from dsgpt.benchmarks.harness.records import RECORDS, check_lines, remake_records
 from dsgpt.benchmarks.harness.tested import STRATEGIES
@@ -26,6 +30,7 @@ from dsgpt.benchmarks.resume import command as resume
 from dsgpt.benchmarks.resume.matrix import PAIRS, SEED
 from dsgpt.benchmarks.saving import command as saving
 from dsgpt.benchmarks.speed import command as speed
+from dsgpt.benchmarks.sweep import flags as sweep
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.script import run_script
@@ -58,7 +63,11 @@ SUITES: dict[str, Suite[Any]] = {
     "speed": Suite(speed.SpeedOptions, speed.run_speed, speed.PAGE),
     "recipes": Suite(recipes.RecipesOptions, recipes.run_recipes, recipes.PAGE),
 }
-COMMANDS = (*SUITES, "records")
+SWEEPS: dict[str, tuple[Callable[[SuiteFlags], None], Callable[..., int]]] = {
+    "run": (sweep.add_run_flags, sweep.run),
+    "compare": (sweep.add_compare_flags, sweep.compare),
+}
+COMMANDS = (*SUITES, *SWEEPS, "records")
 REPOSITORY = Path(__file__).resolve().parent.parent
 DESCRIPTIONS = {
     "parity": """\
@@ -83,6 +92,7 @@ one; measure peak memory, start-up, and what this machine can do. Exit code 0: e
     "recipes": """\
 recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
 most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended.""",
+    **sweep.DESCRIPTIONS,
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
@@ -124,6 +134,7 @@ examples:
   python src/benchmark.py recipes --size demo
 
 sizes: {", ".join(SEARCHES)}""",
+    **sweep.EXAMPLES,
     "records": f"""\
 examples:
   python src/benchmark.py records --check
@@ -141,6 +152,9 @@ def main() -> int:
     reader = Reader()
     flags = read_words(_parser(what, reader), reader, words, elsewhere={})
     reader.problems.raise_if_any()
+    if what in SWEEPS:
+        _, act = SWEEPS[what]
+        return act(flags, repository=REPOSITORY)
     return _remake(flags) if what == "records" else _measure(SUITES[what], flags)
 
 
@@ -170,7 +184,7 @@ def _parser(what: str, reader: Reader) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=COMMANDS, help="what to measure, or records")
+    parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
     if what:
         _Flags(parser, reader).add(what)
     return parser
@@ -181,6 +195,7 @@ class _Flags:
 
     def __init__(self, parser: Parser, reader: Reader) -> None:
         self._parser, self._reader = parser, reader
+        self._shared = SuiteFlags(parser, reader)
 
     def add(self, what: str) -> None:
         """Add the flags of the command ``what``."""
@@ -193,9 +208,15 @@ class _Flags:
             "recipes": self._of_recipes,
             "records": self._of_records,
         }
+        if what in SWEEPS:
+            add_flags, _ = SWEEPS[what]
+            add_flags(self._shared)
+            return
         add_own[what]()
         if what in SUITES:
-            self._output(what)
+            record = Path("checkpoint") / what / f"{what}.json"
+            self._shared.output(record, shown=record.as_posix())
+            self._shared.keep()
 
     def _of_parity(self) -> None:
         self._parser.add_argument(
@@ -206,27 +227,29 @@ class _Flags:
             metavar="N",
             help="only these numbers of ranks (default: 1, 2, 4 and 8)",
         )
-        self._only("STRATEGY", "strategies")
-        self._core("only what `make test` runs: each strategy in a few trainings")
-        self._device("cpu, where every machine can run everything, or cuda with a GPU for each rank")
+        self._shared.only("STRATEGY", "strategies")
+        self._shared.core("only what `make test` runs: each strategy in a few trainings")
+        self._shared.device("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
     def _of_resume(self) -> None:
-        self._number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
-        self._number("--seed", default=SEED, text=f"seed that draws the pairs (default: {SEED}, as in docs/resume.md)")
-        self._core("only what `make test` runs")
+        self._shared.number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
+        self._shared.number(
+            "--seed", default=SEED, text=f"seed that draws the pairs (default: {SEED}, as in docs/resume.md)"
+        )
+        self._shared.core("only what `make test` runs")
 
     def _of_faults(self) -> None:
-        self._number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
+        self._shared.number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
         drawn = f"seed that draws victims and instants (default: {FAULT_SEED}, as in docs/faults.md)"
-        self._number("--seed", default=FAULT_SEED, text=drawn)
-        self._core("only what `make test` runs")
+        self._shared.number("--seed", default=FAULT_SEED, text=drawn)
+        self._shared.core("only what `make test` runs")
 
     def _of_saving(self) -> None:
-        self._number("--rounds", default=5, low=1, text="runs of each save mode (default: 5)")
-        self._device("cpu or cuda")
+        self._shared.number("--rounds", default=5, low=1, text="runs of each save mode (default: 5)")
+        self._shared.device("cpu or cuda")
 
     def _of_speed(self) -> None:
-        self._number("--rounds", default=5, low=1, text="turns of every trainer in a row (default: 5)")
+        self._shared.number("--rounds", default=5, low=1, text="turns of every trainer in a row (default: 5)")
         self._parser.add_argument(
             "--peer",
             nargs="+",
@@ -234,8 +257,8 @@ class _Flags:
             metavar="NAME=FOLDER",
             help="checkouts to compare with: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
         )
-        self._only("KEY", "rows, by the beginnings of their keys")
-        self._device("cpu or cuda")
+        self._shared.only("KEY", "rows, by the beginnings of their keys")
+        self._shared.device("cpu or cuda")
 
     def _of_recipes(self) -> None:
         self._parser.add_argument(
@@ -246,37 +269,11 @@ class _Flags:
             metavar="SIZE",
             help="only these model sizes (default: all)",
         )
-        self._device("cpu, one training per core, or cuda, one at a time")
+        self._shared.device("cpu, one training per core, or cuda, one at a time")
 
     def _of_records(self) -> None:
         self._parser.add_argument("--check", action="store_true", help="remake nothing; list which records are old")
-        self._only("NAME", "records")
-
-    def _number(self, flag: str, *, default: int, text: str, low: int = 0) -> None:
-        read = self._reader.whole(flag, low=low)
-        self._parser.add_argument(flag, type=read, default=default, metavar="N", help=text)
-
-    def _only(self, metavar: str, what: str) -> None:
-        self._parser.add_argument(
-            "--only", nargs="+", default=(), metavar=metavar, help=f"only these {what} (default: all)"
-        )
-
-    def _core(self, text: str) -> None:
-        self._parser.add_argument("--core", action="store_true", help=text)
-
-    def _device(self, text: str) -> None:
-        read = self._reader.choice("--device", ("cpu", "cuda"), "cpu")
-        self._parser.add_argument("--device", type=read, default="cpu", metavar="KIND", help=f"{text} (default: cpu)")
-
-    def _output(self, what: str) -> None:
-        record = Path("checkpoint") / what / f"{what}.json"
-        for flag, default, metavar, text in (
-            ("--output", record, "RECORD", f"the record to write (default: {record.as_posix()})"),
-            ("--page", None, "MD", "the page to write (default: beside the record)"),
-            ("--table-from", None, "RECORD", "run nothing; make the page from an earlier record"),
-            ("--keep", None, "DIR", "leave recipes, logs and measurements of every training there"),
-        ):
-            self._parser.add_argument(flag, type=Path, default=default, metavar=metavar, help=text)
+        self._shared.only("NAME", "records")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
     "benchmarks.recipes": _SUITE,
+    "benchmarks.sweep": (*_SUITE, "reports"),
 }
 """The rooms that each room of the package may import from, besides itself. A cycle is impossible, because a room only
 names rooms above it."""

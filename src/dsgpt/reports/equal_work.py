@@ -1,8 +1,8 @@
 """Whether runs did the same work and reached the same losses: what differs, what is unknown, and the verdict."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from dsgpt.config.same_work import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.runs import Run
@@ -13,6 +13,22 @@ LOSS_TOLERANCE = {"fp32": 0.02}
 """Largest difference at which fp32 losses count as equal, nats per token: rounding differences grow over many steps."""
 LOSS_TOLERANCE_OTHERWISE = 0.05
 """The same in 16-bit precisions, or if the precision is unknown."""
+
+
+class HasWork(Protocol):
+    """A run, as far as its work is judged."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def work(self) -> Mapping[str, Any]:
+        """What was computed, by fact."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it was resumed."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
 
 
-def compared_facts(runs: Sequence[Run]) -> list[str]:
+def compared_facts(runs: Sequence[HasWork]) -> list[str]:
     """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
 
     If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: a missing fact may have changed.
@@ -100,7 +116,7 @@ def compared_facts(runs: Sequence[Run]) -> list[str]:
     return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]
 
 
-def judge(runs: Sequence[Run]) -> Verdict:
+def judge(runs: Sequence[HasWork]) -> Verdict:
     """Compare every fact over all ``runs``; a value that was not recorded is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}

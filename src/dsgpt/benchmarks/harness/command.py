@@ -57,6 +57,14 @@ class SuiteCommand(ABC, Generic[R]):
             UserError: there is nothing to run.
         """
 
+    def work_folder(self, options: SuiteOptions, held: ExitStack) -> Path:
+        """Where to work: as ``options.keep`` says.
+
+        Raises:
+            UserError: the folder to keep exists.
+        """
+        return work_folder(options.keep, held, prefix=f"dsgpt-{self.page.name}-")
+
     @abstractmethod
     def begin(self, folder: Path, console: Console) -> None:
         """Prepare the work in ``folder``, which exists.
@@ -97,7 +105,7 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
     require_sources_file(options.output.parent)
     before, total, started = source_hashes(repository, name), suite.plan(console), time.perf_counter()
     with ExitStack() as held:
-        suite.begin(work_folder(options.keep, held, prefix=f"dsgpt-{name}-"), console)
+        suite.begin(suite.work_folder(options, held), console)
         results = _shown(suite, console, total=total, held=held)
         record: Record = finite(suite.record(results, seconds=time.perf_counter() - started))
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""What a setting costs: the same training under many, in turns."""

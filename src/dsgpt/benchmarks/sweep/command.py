@@ -1,0 +1,227 @@
+"""``python src/benchmark.py run``: sweeps over strategies, devices and settings.
+
+Every turn is a training of its own under the launcher that users use. Its result is on disk before the next turn
+starts, so the same command continues an interrupted sweep.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite
+from dsgpt.benchmarks.harness.pages import Record, SuitePage
+from dsgpt.benchmarks.harness.sources import source_hashes
+from dsgpt.benchmarks.sweep.cells import Cell, Suite, value_of
+from dsgpt.benchmarks.sweep.description import read_description
+from dsgpt.benchmarks.sweep.equal import planned_work, require_equal_work
+from dsgpt.benchmarks.sweep.page import summary_lines, sweep_page
+from dsgpt.benchmarks.sweep.suites import SUITES, built_in
+from dsgpt.benchmarks.sweep.turns import PlannedTurn, TurnStore, ordered_turns
+from dsgpt.common.files import sha256_of
+from dsgpt.reports.sweeps import SCHEMA_VERSION, SWEEP_FILE, State, Turn
+from dsgpt.runtime.launcher import launcher_command
+from dsgpt.telemetry.console import Console
+
+PAGE = SuitePage(name="sweep", of="sweeps", text=sweep_page, summary=summary_lines)
+DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
+MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
+TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
+RUN = "run"
+"""The run folder of a turn, below the turn's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(SuiteOptions):
+    """The options of the command line."""
+
+    suite: str
+    """One of ``SUITES``, or the path of a description."""
+    devices: Sequence[int] | None
+    """None for ``DEVICES``, or for all cells of a description."""
+    repeats: int
+    limit: float
+    """Seconds of a turn."""
+    seed: int
+    """Draws the order of the turns."""
+    device: str
+    model_size: str
+    steps: int
+    seq_length: int
+    target_loss: float | None
+    price: float | None
+    """Of a device hour."""
+
+
+def default_output(suite: str) -> Path:
+    """The record of a suite, if no other is named."""
+    return Path("checkpoint") / "sweep" / Path(suite).stem / SWEEP_FILE
+
+
+def read_suite(suite: str, devices: Sequence[int] | None) -> Suite:
+    """The suite of that name or in that file.
+
+    Raises:
+        UserError: the file or something in it is wrong, or the numbers of devices do not fit.
+    """
+    if suite in SUITES:
+        return built_in(suite, devices=devices or DEVICES)
+    return read_description(Path(suite), devices=devices)
+
+
+def run_sweep(options: SweepOptions, *, repository: Path) -> int:
+    """Run what is left of the sweep, and write its record and page; return 0 when every turn has a result.
+
+    Raises:
+        UserError: the suite has mistakes or compares different work, or the folder holds another sweep.
+    """
+    return run_suite(_SweepCommand(options, repository), options, repository=repository)
+
+
+class _SweepCommand(SuiteCommand[Turn]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "training"
+
+    def __init__(self, options: SweepOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._suite = read_suite(options.suite, options.devices)
+        self._turns = ordered_turns(self._suite.cells, repeats=options.repeats, seed=options.seed)
+        self._store = TurnStore(options.output.parent.resolve() / "work")
+        self._data: Path | None = None
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
+        return len(self._turns)
+
+    def work_folder(self, options: SuiteOptions, held: ExitStack) -> Path:  # noqa: ARG002
+        """Beside the record, so that the next command finds the turns of this one."""
+        return self._store.folder
+
+    def begin(self, folder: Path, console: Console) -> None:
+        plan = self._fingerprint()
+        self._store.require(plan)
+        if any(value_of(cell.flags, TRAIN_DATA) is None for cell in self._suite.cells):
+            from dsgpt.benchmarks.harness.corpus import prepare_demo  # noqa: PLC0415 - numpy takes its time
+
+            self._data = prepare_demo(self._repository, folder / "data")
+        flags = {cell.name: self._flags(cell, folder / "planned") for cell in self._suite.cells}
+        works = {
+            cell.name: planned_work(cell, flags[cell.name], repository=self._repository) for cell in self._suite.cells
+        }
+        require_equal_work(self._suite, works)
+        self._store.begin(plan)
+        left = len(list(self._store.left(self._turns)))
+        if left < len(self._turns):
+            console.say(f"{len(self._turns) - left} of {len(self._turns)} turns have results from before; {left} left")
+
+    def results(self) -> Iterator[Turn]:
+        for planned in self._turns:
+            turn = self._store.result(planned)
+            if turn is None:
+                turn = self._train(planned)
+                self._store.keep(planned, turn)
+            yield self._with_time_to_target(turn, planned)
+
+    def _with_time_to_target(self, turn: Turn, planned: PlannedTurn) -> Turn:
+        """The turn with a figure that is read again, because the target is not a setting of the training."""
+        from dsgpt.benchmarks.sweep.figures import time_to_loss  # noqa: PLC0415
+
+        target = self._options.target_loss
+        if target is None or turn.state != State.DONE:
+            return turn
+        run_dir = self._store.folder / planned.folder / RUN
+        return replace(turn, time_to_target_sec=time_to_loss(run_dir, target))
+
+    def _train(self, planned: PlannedTurn) -> Turn:
+        from dsgpt.benchmarks.sweep.figures import turn_of  # noqa: PLC0415 - imports more than --help needs
+        from dsgpt.benchmarks.sweep.training import train  # noqa: PLC0415
+
+        folder, cell = self._store.folder / planned.folder, planned.cell
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
+        run_dir = folder / RUN
+        folder.mkdir(parents=True)
+        script = str(self._repository / "src" / "gpt2.py")
+        ending = train(
+            [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)],
+            log=folder / "log.txt",
+            limit_sec=self._options.limit,
+            cwd=self._repository,
+            device=self._options.device,
+        )
+        turn = turn_of(planned, ending, run_dir)
+        for checkpoint in run_dir.glob("step-*"):
+            shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
+        return turn
+
+    def _flags(self, cell: Cell, run_dir: Path) -> list[str]:
+        """All flags of a cell's training; those of the cell come last, and count."""
+        options = self._options
+        values: dict[str, Any] = {
+            "model_size": options.model_size,
+            "seq_length": options.seq_length,
+            "max_train_steps": options.steps,
+            "max_val_steps": VAL_STEPS,
+            "save_every": 0,
+            "device": options.device,
+        }
+        if self._data is not None:
+            values |= {"train_data_path": self._data / "train.bin", "val_data_path": self._data / "val.bin"}
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        return [*words, "--no_inference", *cell.flags, "--checkpoint_path", str(run_dir)]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be equal for turns of two commands to be one sweep. More repeats may be added."""
+        options = self._options
+        hashes = json.dumps(source_hashes(self._repository, PAGE.name), sort_keys=True)
+        head = record_head(SCHEMA_VERSION, device=options.device)
+        return {
+            "suite": self._suite.as_dict(),
+            "settings": [options.model_size, options.steps, options.seq_length, options.device],
+            "seed": options.seed,
+            "limit": options.limit,
+            "recipes": self._recipes(),
+            "sources": hashlib.sha256(hashes.encode()).hexdigest(),
+            "software": head["env"],
+            "machine": head["hardware"],
+        }
+
+    def _recipes(self) -> dict[str, str]:
+        """The sha256 of every recipe that a cell names; empty for one that is missing."""
+        named = {value_of(cell.flags, RECIPE) for cell in self._suite.cells} - {None}
+        files = {str(name): self._repository / str(name) for name in named}
+        return {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(files.items())}
+
+    def line(self, result: Turn, *, count: str, left: str) -> str:
+        speed = "" if result.tokens_per_sec is None else f", {result.tokens_per_sec:,.0f} tokens per second"
+        why = "" if result.message is None else f" ({result.message})"
+        return f"{count} repeat {result.repeat}, {result.cell}: {result.state}{why}{speed}{left}"
+
+    def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - of this command alone
+        from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of  # noqa: PLC0415
+
+        options = self._options
+        turns: Mapping[str, list[Turn]] = {
+            cell.name: [turn for turn in results if turn.cell == cell.name] for cell in self._suite.cells
+        }
+        cells = [cell_of(cell, turns[cell.name], price=options.price) for cell in self._suite.cells]
+        return record_head(SCHEMA_VERSION, device=options.device) | {
+            "suite": self._suite.name,
+            "seed": options.seed,
+            "repeats": options.repeats,
+            "limit_sec": options.limit,
+            "target_loss": options.target_loss,
+            "price_per_device_hour": options.price,
+            "seconds": round(sum(turn.seconds for turn in results), 1),
+            "cells": [asdict(cell) for cell in cells],
+            "comparisons": [asdict(comparison_of(plan, cells)) for plan in self._suite.comparisons],
+        }
+
+    def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002
+        """Nothing: a turn that failed is a result of the sweep."""
+        return []
+
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002
+        return [f"turns and logs: {self._store.folder}"]

@@ -1,0 +1,171 @@
+"""Makes the page of a sweep from its record. Every figure on the page comes from the record."""
+
+import json
+from collections.abc import Callable
+
+from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.benchmarks.sweep.cells import EQUAL, LABELS
+from dsgpt.common.json_files import parse_as
+from dsgpt.reports.sweeps import Compared, Comparison, Spread, Sweep, SweepCell
+from dsgpt.telemetry.console import duration
+
+UNKNOWN = "unknown"
+_EMPTY = ""
+
+
+def sweep_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.sweep.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    sweep = _read(record)
+    parts = [_head(sweep, source), "## Cells", _cells(sweep), _legend(sweep)]
+    for comparison in sweep.comparisons:
+        parts += [f"## {_text(comparison.name)}", _comparison(sweep, comparison)]
+    parts += ["## Turns that are not done", _failures(sweep)]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """A line for each cell, for a console."""
+    lines = []
+    for cell in _read(record).cells:
+        speed = f"{_spread(cell.tokens_per_sec, _whole)} tokens per second"
+        lines.append(f"{cell.name}: {speed if cell.tokens_per_sec else _states(cell)}")
+    return lines
+
+
+def _read(record: Record) -> Sweep:
+    """The record with its types checked; raises ``JsonError``, a ``ValueError``."""
+    return parse_as(json.dumps(record).encode(), Sweep, unknown_keys=True)
+
+
+def _head(sweep: Sweep, source: str) -> str:
+    hardware = sweep.hardware
+    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
+    return f"""# Sweep: {_text(sweep.suite)}
+
+Generated from `{source}` by `python src/benchmark.py run --table-from {source}`.
+
+Every cell was trained {sweep.repeats} times. The turns of a repeat ran one after another in an order drawn with seed
+{sweep.seed}, then came the next repeat. A figure is the median over the repeats, with the smallest and largest value
+behind it. All turns together took {duration(sweep.seconds)}. Unknown is what was not recorded; it is never 0.
+
+Machine: {machine}; {hardware["device"]}. Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
+
+
+def _cells(sweep: Sweep) -> str:
+    header = ["cell", "done", "tokens/s", "per device", "peak memory, rank 0 (MiB)", "model state per rank (MB)"]
+    header += ["sent per step (MB)", "final loss"]
+    columns: list[tuple[str, Callable[[SweepCell], str]]] = [
+        ("joules", lambda cell: _spread(cell.joules, _whole)),
+        ("time to target (s)", lambda cell: _spread(cell.time_to_target_sec, _two)),
+        ("cost", lambda cell: _spread(cell.cost, _six)),
+    ]
+    optional = [(name, form) for name, form in columns if any(form(cell) != UNKNOWN for cell in sweep.cells)]
+    rows = []
+    for cell in sweep.cells:
+        row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, _whole)]
+        row += [_spread(cell.tokens_per_sec_per_device, _whole), _spread(cell.peak_memory_bytes_rank0, _mebibytes)]
+        row += [_state(cell), _value(cell.sent_bytes_per_step, _megabytes), _value(cell.final_loss, _four)]
+        rows.append([*row, *(form(cell) for _, form in optional)])
+    return table([*header, *(name for name, _ in optional)], rows)
+
+
+def _legend(sweep: Sweep) -> str:
+    lines = [
+        "Tokens per second count training steps after the warm-up. Peak memory is what PyTorch allocated on a GPU, and "
+        "the resident set of the process on a CPU. Model state is weights, gradients and optimizer, measured in a step."
+    ]
+    if sweep.target_loss is not None:
+        lines.append(f"Time to target is the seconds of training until a step had a loss of {sweep.target_loss:g}.")
+    if sweep.price_per_device_hour is not None:
+        price = f"{sweep.price_per_device_hour:g}"
+        lines.append(f"Cost is of the training time of all devices, at {price} for a device hour.")
+    return " ".join(lines)
+
+
+def _comparison(sweep: Sweep, comparison: Comparison) -> str:
+    """The table of a comparison; losses are only compared between equal trainings."""
+    base, with_loss = sweep.cell(comparison.baseline), comparison.kind == "same training"
+    rows = [[_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN, _EMPTY, _EMPTY, _EMPTY]]
+    rows += [_compared(sweep, comparison, one) for one in comparison.cells]
+    header = ["cell", "devices", "speed-up", "efficiency", "work", "loss minus baseline"]
+    columns = len(header) if with_loss else len(header) - 1
+    return "\n\n".join([LABELS[comparison.kind], table(header[:columns], [row[:columns] for row in rows])])
+
+
+def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
+    return [
+        _text(one.cell),
+        str(sweep.cell(one.cell).devices),
+        _spread(one.speed_up, lambda value: f"{value:.2f}x"),
+        _value(one.efficiency, lambda value: f"{value:.0%}"),
+        EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
+        _value(one.loss_difference, lambda value: f"{value:+.2g}"),
+    ]
+
+
+def _failures(sweep: Sweep) -> str:
+    rows = [
+        [_text(cell.name), str(turn.repeat), turn.state, _text(turn.message or "")]
+        for cell in sweep.cells
+        for turn in cell.failures
+    ]
+    return table(["cell", "repeat", "state", "why"], rows) if rows else "None: every turn trained to its end."
+
+
+def _states(cell: SweepCell) -> str:
+    return ", ".join(dict.fromkeys(turn.state for turn in cell.turns)) or "not run"
+
+
+def _state(cell: SweepCell) -> str:
+    state = cell.model_state_bytes_by_rank
+    if not state:
+        return UNKNOWN
+    least, most = min(state), max(state)
+    return _megabytes(most) if least == most else f"{_megabytes(least)} to {_megabytes(most)}"
+
+
+def _spread(value: Spread | None, form: Callable[[float], str]) -> str:
+    if value is None:
+        return UNKNOWN
+    text = form(value.median)
+    return text if len(value.values) < 2 else f"{text} ({form(value.smallest)} to {form(value.largest)})"
+
+
+def _value(value: float | None, form: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else form(value)
+
+
+def _text(text: str) -> str:
+    """Text for a cell of a table."""
+    for character in "\\|*_`<":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _two(value: float) -> str:
+    return f"{value:,.2f}"
+
+
+def _four(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _six(value: float) -> str:
+    return f"{value:.6f}"
+
+
+def _mebibytes(value: float) -> str:
+    return f"{value / 2**20:,.0f}"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:,.1f}"

@@ -1,0 +1,194 @@
+"""``sweep.json``, the record of a sweep: its schema, and how it is read. Imports no torch.
+
+Readers ignore unknown keys. Unknown values are null, never 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import JsonError, parse_as, read_bytes
+from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
+
+SCHEMA_VERSION = "1.0"
+SWEEP_FILE = "sweep.json"
+MAX_BYTES = 64 << 20
+Kind = Literal["same training", "weak scaling", "precisions"]
+"""What the cells of a comparison share. Only ``same training`` is equal work."""
+
+
+class State(StrEnum):
+    """How a turn ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """By a check of this program, before training."""
+    OUT_OF_MEMORY = "out of memory"
+    TIMED_OUT = "timed out"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A figure of several turns."""
+
+    median: float
+    smallest: float
+    largest: float
+    values: list[float]
+    """By repeat, without the turns that do not have the figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One training of a cell. Figures that its record does not have are None."""
+
+    cell: str
+    repeat: int
+    """From 1; turns of one repeat ran near each other."""
+    place: int
+    """In the order in which all turns ran, from 1."""
+    state: State
+    message: str | None
+    """Why it is not ``done``: the last line of its log that names an error."""
+    seconds: float
+    """From the start of the launcher to its end."""
+    train_time_sec: float | None = None
+    tokens_per_sec: float | None = None
+    """Over all devices; training steps after the warm-up."""
+    peak_memory_bytes_rank0: float | None = None
+    """Allocated on the GPU of rank 0; on a CPU the resident set of its process."""
+    model_state_bytes_by_rank: list[float] | None = None
+    """Weights, gradients and optimizer of every rank."""
+    sent_bytes_per_step: float | None = None
+    """By the rank that sends most, as rings."""
+    joules: float | None = None
+    """Of all GPUs while the run trained."""
+    final_loss: float | None = None
+    """Training loss of the last step, nats per token."""
+    final_val_loss: float | None = None
+    time_to_target_sec: float | None = None
+    """Seconds of training steps until a step had the target loss or less."""
+    work: dict[str, Any] | None = None
+    """What was computed, by the facts of ``dsgpt.config.same_work``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepCell:
+    """A setting and its turns; every figure is of the turns that are done."""
+
+    name: str
+    devices: int
+    launcher: str
+    flags: list[str]
+    """Of ``src/gpt2.py``, as the suite has them."""
+    turns: list[Turn]
+    """By repeat."""
+    tokens_per_sec: Spread | None = None
+    tokens_per_sec_per_device: Spread | None = None
+    peak_memory_bytes_rank0: Spread | None = None
+    model_state_bytes_by_rank: list[float] | None = None
+    sent_bytes_per_step: float | None = None
+    joules: Spread | None = None
+    final_loss: float | None = None
+    """Of the first turn that is done: all turns compute the same."""
+    time_to_target_sec: Spread | None = None
+    cost: Spread | None = None
+    """Of the training time of all devices, in the unit of the price."""
+
+    @property
+    def failures(self) -> list[Turn]:
+        """The turns that are not done."""
+        return [turn for turn in self.turns if turn.state != State.DONE]
+
+    def done(self) -> dict[int, Turn]:
+        """The turns that are done, by repeat."""
+        return {turn.repeat: turn for turn in self.turns if turn.state == State.DONE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A cell beside the baseline of a comparison."""
+
+    cell: str
+    same_work: str
+    """The verdict of ``dsgpt.reports.equal_work`` on their records, one line."""
+    comparable: bool
+    """Whether only facts differ in which the comparison allows it; otherwise the figures below are None."""
+    speed_up: Spread | None = None
+    """Tokens per second, divided by those of the baseline in the same repeat."""
+    efficiency: float | None = None
+    """Median speed-up, divided by the devices per device of the baseline."""
+    loss_difference: float | None = None
+    """Final loss minus the baseline's; None unless they are the same training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Cells that are compared with one of them."""
+
+    name: str
+    kind: Kind
+    baseline: str
+    cells: list[Compared]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The record."""
+
+    schema_version: str
+    timestamp_utc: str
+    git_commit: str | None
+    env: dict[str, Any]
+    hardware: dict[str, Any]
+    suite: str
+    seed: int
+    """Draws the order of the turns."""
+    repeats: int
+    limit_sec: float
+    """Of a turn."""
+    target_loss: float | None
+    price_per_device_hour: float | None
+    seconds: float
+    """Of all turns."""
+    cells: list[SweepCell]
+    comparisons: list[Comparison]
+
+    def cell(self, name: str) -> SweepCell:
+        """The cell of that name."""
+        return next(cell for cell in self.cells if cell.name == name)
+
+
+@dataclass(frozen=True)
+class Worked:
+    """The work of a turn, or that which is planned, as ``equal_work.judge`` takes it."""
+
+    name: str
+    work: Mapping[str, Any]
+    resumed: bool = False
+
+
+def worked(turn: Turn, *, name: str) -> Worked:
+    """The work of ``turn`` under a name for messages; facts that it lacks are None."""
+    found = turn.work or {}
+    return Worked(name, {fact: found.get(fact) for fact in (*WORK_FACTS, *TRAINING_FACTS)})
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a record from its file, or from the folder that it is in.
+
+    Raises:
+        UserError: it is missing, or not a record of a sweep of this schema; one line.
+    """
+    file = path / SWEEP_FILE if path.is_dir() else path
+    try:
+        sweep = parse_as(read_bytes(file, max_bytes=MAX_BYTES), Sweep, unknown_keys=True)
+    except JsonError as error:
+        raise UserError(f"{file}: cannot be read as the record of a sweep: {error}") from error
+    if sweep.schema_version.split(".")[0] != SCHEMA_VERSION.split(".", maxsplit=1)[0]:
+        raise UserError(f"{file}: has schema {sweep.schema_version}, but this program reads {SCHEMA_VERSION}")
+    return sweep

@@ -1,0 +1,213 @@
+"""``python src/benchmark.py compare``: the interval on made-up numbers with known answers, and the exit codes."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_run import command_line, write_inputs
+from suite_commands import benchmark
+from sweep_files import WORK, made_up
+
+from dsgpt.benchmarks.sweep.cells import Cell
+from dsgpt.benchmarks.sweep.compare import compare
+from dsgpt.benchmarks.sweep.difference import block_length, speed_difference
+from dsgpt.benchmarks.sweep.figures import cell_of
+from dsgpt.common.errors import UserError
+from dsgpt.main import train
+from dsgpt.reports.sweeps import State, Sweep
+
+SPEEDS = [1000.0, 1010.0, 990.0, 1005.0]
+
+
+def test_a_constant_ratio_has_no_spread():
+    found = speed_difference(SPEEDS, [0.9 * speed for speed in SPEEDS])
+    assert (found.change, found.low, found.high) == pytest.approx((-0.1, -0.1, -0.1))
+    assert (found.verdict, found.pairs) == ("slower", 4)
+
+
+def test_pairing_removes_the_noise_that_both_share():
+    """Speeds differ twofold between repeats, and B is 2% faster in each: only pairs can show it."""
+    noise = [1.0, 0.5, 0.8, 0.6, 0.9]
+    a, b = [1000 * share for share in noise], [1020 * share for share in noise]
+    assert speed_difference(a, b).verdict == "faster"
+    assert speed_difference(a, sorted(b)).verdict == "the same within noise"
+
+
+def test_the_interval_of_three_pairs_is_the_range_of_their_ratios():
+    found = speed_difference([100, 100, 100], [90, 99, 102])
+    assert (found.low, found.high) == pytest.approx((-0.1, 0.02))
+    assert found.change == pytest.approx(math.prod([0.9, 0.99, 1.02]) ** (1 / 3) - 1)
+    assert found.verdict == "the same within noise"
+
+
+def test_the_interval_of_many_pairs_is_that_of_the_normal_distribution():
+    random = np.random.default_rng(0)
+    logs = random.normal(0.05, 0.2, size=400)
+    found = speed_difference([1.0] * 400, np.exp(logs).tolist())
+    mean, half = logs.mean(), 1.96 * logs.std() / 20
+    assert math.log1p(found.low) == pytest.approx(mean - half, abs=0.002)
+    assert math.log1p(found.high) == pytest.approx(mean + half, abs=0.002)
+
+
+def test_equal_programs_are_rarely_called_different():
+    """Over 200 comparisons of 12 equal pairs, about 5% fall outside; the percentile interval has about 8%."""
+    random = np.random.default_rng(1)
+    wrong = 0
+    for seed in range(200):
+        a, b = np.exp(random.normal(0, 0.1, size=(2, 12))).tolist()
+        wrong += speed_difference(a, b, seed=seed).verdict != "the same within noise"
+    assert 4 <= wrong <= 30
+
+
+def test_blocks_widen_the_interval_of_steps_that_depend_on_their_neighbours():
+    random = np.random.default_rng(2)
+    slow = np.repeat(random.normal(0, 0.1, size=30), 10)  # load that lasts ten steps
+    a, b = [1.0] * 300, np.exp(slow).tolist()
+    alone, in_blocks = speed_difference(a, b), speed_difference(a, b, block=10)
+    assert in_blocks.high - in_blocks.low > 2 * (alone.high - alone.low)
+    in_turn = speed_difference([1.0] * 100, [1.1, 1 / 1.1] * 50, block=2)  # neighbours cancel
+    assert (in_turn.low, in_turn.high) == pytest.approx((0, 0))
+    assert [block_length(steps) for steps in (1, 27, 1000)] == [1, 3, 10]
+
+
+@pytest.mark.parametrize(("a", "b"), [([1.0], [1.0]), ([1.0, 2.0], [1.0])])
+def test_fewer_than_two_pairs_are_refused(a, b):
+    with pytest.raises(ValueError, match="are not two pairs or more"):
+        speed_difference(a, b)
+
+
+FAILED = {"state": State.FAILED, "message": "exit code 1: KeyError"}
+
+
+def write_sweep(file: Path, speeds: dict[str, list[float | None]], *, cpu: str = "a CPU", **more) -> Path:
+    """A record of cells with these speeds by repeat; None is a turn that failed."""
+    cells = [
+        cell_of(
+            Cell(name=name, devices=1, launcher="python", flags=()),
+            [
+                made_up(name, repeat, speed=speed, **(FAILED if speed is None else {}), **more)
+                for repeat, speed in enumerate(values, start=1)
+            ],
+            price=None,
+        )
+        for name, values in speeds.items()
+    ]
+    sweep = Sweep(
+        schema_version="1.0",
+        timestamp_utc="2026-11-22T10:00:00+00:00",
+        git_commit="abc",
+        env={},
+        hardware={"gpu_name": None, "cpu_name": cpu, "cpu_count": 2},
+        suite="mine",
+        seed=1,
+        repeats=4,
+        limit_sec=9,
+        target_loss=None,
+        price_per_device_hour=None,
+        seconds=9,
+        cells=cells,
+        comparisons=[],
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(sweep)))
+    return file
+
+
+def works(speed: float) -> list[float | None]:
+    return [speed * share for share in (1.0, 0.5, 0.8, 0.7)]
+
+
+@pytest.fixture
+def a(tmp_path):
+    return write_sweep(tmp_path / "a" / "sweep.json", {"one": works(1000), "two": works(2000)})
+
+
+def test_sweeps_are_compared_cell_by_cell_and_one_slower_cell_gives_the_exit_code(a, tmp_path, snapshot):
+    same = write_sweep(tmp_path / "same" / "sweep.json", {"two": works(2000), "one": works(1100), "new": works(9)})
+    slower = write_sweep(tmp_path / "b" / "sweep.json", {"one": works(1100), "two": works(1800)})
+    done = benchmark("compare", "a", "same", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, snapshot(name="not slower"))
+    done = benchmark("compare", "a/sweep.json", "b/sweep.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, snapshot(name="slower"))
+    assert (a.exists(), same.exists(), slower.exists()) == (True, True, True)
+
+
+def test_cells_of_sweeps_are_named_behind_the_path(a, capsys):
+    assert compare(f"{a}#two", f"{a}#one", allow_unequal=False) == 1
+    assert capsys.readouterr().out == (
+        "A = two, B = one: B is 50.0% slower than A, 95% interval -50.0% to -50.0% of its speed, 4 repeats: "
+        "slower beyond noise\n"
+    )
+    assert compare(f"{a}#one", f"{a}#two", allow_unequal=False) == 0
+
+
+def test_repeats_that_failed_in_one_are_left_out(a, tmp_path):
+    b = write_sweep(tmp_path / "b.json", {"one": [900, None, 720, 630]})
+    assert compare(f"{a}#one", f"{b}#one", allow_unequal=False) == 1
+    assert compare(f"{b}#one", f"{a}#one", allow_unequal=False) == 0
+    b = write_sweep(tmp_path / "b.json", {"one": [900, None, None, None]})
+    with pytest.raises(
+        UserError, match=r"1 repeats have a speed in both, and a comparison needs 2: run more --repeats"
+    ):
+        compare(f"{a}#one", f"{b}#one", allow_unequal=False)
+
+
+def test_other_work_is_said_first_and_must_be_allowed(a, tmp_path, capsys):
+    larger = {"work": WORK | {"global batch": 16.0}}
+    b = write_sweep(tmp_path / "b.json", {"one": works(1000), "two": works(2000)}, cpu="another", **larger)
+    with pytest.raises(UserError) as refused:
+        compare(str(a), str(b), allow_unequal=False)
+    assert [line.split(":")[0] for line in refused.value.problems] == ["one", "two"]
+    assert all("give --allow_unequal" in line for line in refused.value.problems)
+    assert compare(f"{a}#one", f"{b}#one", allow_unequal=True) == 0
+    unknown = write_sweep(tmp_path / "unknown.json", {"one": works(1000)}, work=None)
+    with pytest.raises(UserError, match=r"same work: unknown \(B did not record its work\)"):
+        compare(f"{a}#one", f"{unknown}#one", allow_unequal=False)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("one: NOT EQUAL WORK: same work: no (global batch 8 vs 16)")
+    assert second == "one: other machines: A ran on a CPU, 2 cores, B on another, 2 cores"
+    assert third.endswith("the same within noise")
+
+
+def test_what_cannot_be_paired_is_refused(a, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "training_metrics.json").write_text('{"schema_version": "2.1"}')
+    other = write_sweep(tmp_path / "other.json", {"three": works(1)})
+    for one, two, why in (
+        (a, run, r"is a run and .* a sweep: compare two of a kind"),
+        (f"{a}#on", f"{a}#one", r"has no cell 'on' \(did you mean one\?\)"),
+        (f"{a}#one", a, r"name a cell of it too"),
+        (a, other, r"have no cell of the same name"),
+        (f"{run}#one", a, r"is a run, which has no cells: leave out #one"),
+        (run, run, r"metrics.jsonl: cannot be read"),
+    ):
+        with pytest.raises(UserError, match=why):
+            compare(str(one), str(two), allow_unequal=False)
+
+
+def test_runs_are_paired_by_step_after_the_warm_up(tmp_path, capsys):
+    write_inputs(tmp_path)
+    assert train([*command_line(tmp_path, max_train_steps=40), "--no_inference"]) == 0
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "loss" in line:
+            line["tokens_per_sec"] *= 50 if line["warm_up"] else 0.9
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    (other / "training_metrics.json").write_text((run / "training_metrics.json").read_text())
+    capsys.readouterr()
+    assert compare(str(run), str(other), allow_unequal=False) == 1
+    counted = sum("loss" in line and not line["warm_up"] for line in lines[:-1])
+    assert f"B is 10.0% slower than A, 95% interval -10.0% to -10.0% of its speed, {counted} steps: slower beyond" in (
+        capsys.readouterr().out
+    )
+    record = json.loads((run / "training_metrics.json").read_text())
+    record["training_config"]["seed"] = 7
+    (other / "training_metrics.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"same work: no \(seed 1337 vs 7\): give --allow_unequal"):
+        compare(str(run), str(other), allow_unequal=False)

@@ -1,0 +1,248 @@
+"""A sweep runs, is interrupted, continues, and records what failed."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from small_run import REPOSITORY
+from suite_commands import benchmark
+from sweep_files import WORK, cell, made_up, options, write_description
+
+from dsgpt.benchmarks.sweep import command, training
+from dsgpt.benchmarks.sweep.cells import Cell as SweepedCell
+from dsgpt.benchmarks.sweep.cells import ComparisonPlan
+from dsgpt.benchmarks.sweep.command import run_sweep
+from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of
+from dsgpt.benchmarks.sweep.training import Ending, error_line, state_of, train
+from dsgpt.common.errors import UserError
+from dsgpt.reports.sweeps import SCHEMA_VERSION, State, read_sweep
+
+TORCHRUN = """\
+error: global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+[1]:
+  exitcode  : -15 (pid: 21192)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  exitcode  : 2 (pid: 21190)
+"""
+GROUPS = ["bash", "-c", "setsid sleep 60 & echo $!; wait"]
+"""A launcher whose worker has a session of its own, as those of ``torchrun``."""
+
+
+def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypatch, capsys):
+    """Two cells, one of them under ``torchrun``. The second sweep has a repeat more, and finds the earlier turns."""
+    file = write_description(tmp_path, [cell("one"), cell("two", run_type="ddp", devices=2)])
+    words = ["run", "--suite", file.name, "--steps", "6", "--seq_length", "16", "--output", "out/sweep.json"]
+    assert benchmark(*words, "--repeats", "1", cwd=tmp_path).returncode == 0
+    first = read_sweep(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    chosen = options(Path(), file.name, target_loss=9.0, price=3600.0)
+    assert run_sweep(chosen, repository=REPOSITORY) == 0
+    assert "2 of 4 turns have results from before; 2 left" in capsys.readouterr().out
+    sweep = read_sweep(tmp_path / "out")
+    one, two = sweep.cells
+    assert [replace(cell.turns[0], time_to_target_sec=None) for cell in (one, two)] == [
+        cell.turns[0] for cell in first.cells
+    ]
+    assert {turn.state for cell in sweep.cells for turn in cell.turns} == {State.DONE}
+    assert sorted(turn.place for cell in sweep.cells for turn in cell.turns) == [1, 2, 3, 4]
+    assert one.sent_bytes_per_step == 0 < two.sent_bytes_per_step
+    assert len(two.model_state_bytes_by_rank) == 2
+    assert one.joules is None
+    assert one.cost.values == pytest.approx([turn.train_time_sec for turn in one.turns])
+    assert two.cost.values == pytest.approx([2 * turn.train_time_sec for turn in two.turns])
+    assert all(
+        0 < seconds < turn.train_time_sec
+        for seconds, turn in zip(one.time_to_target_sec.values, one.turns, strict=True)
+    )
+    (compared,) = sweep.comparisons[0].cells
+    assert compared.same_work == "same work: yes"
+    ratios = [ours.tokens_per_sec / theirs.tokens_per_sec for ours, theirs in zip(two.turns, one.turns, strict=True)]
+    assert compared.speed_up.values == pytest.approx(ratios)
+    assert compared.efficiency == pytest.approx(compared.speed_up.median / 2)
+    assert abs(compared.loss_difference) < 2e-4
+    page = (tmp_path / "out" / "sweep.md").read_text()
+    assert f"| {one.final_loss:.4f} |" in page
+    assert "None: every turn trained to its end." in page
+    assert not list(tmp_path.glob("out/work/turns/*/*/run/step-*"))
+    assert benchmark("run", "--table-from", "out/sweep.json", "--page", "again.md", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "again.md").read_text() == page
+
+
+class Trainings:
+    """Stands for the launched trainings: endings by cell, and an interruption before the n-th."""
+
+    def __init__(self, endings: dict[str, Ending], *, interrupt_at: int | None = None) -> None:
+        self._endings, self._interrupt_at = endings, interrupt_at
+        self.begun: list[str] = []
+
+    def __call__(self, words, *, log: Path, **more):
+        self.begun.append(log.parent.name)
+        if len(self.begun) == self._interrupt_at:
+            raise KeyboardInterrupt
+        return self._endings[log.parent.name]
+
+
+def failed(state: State, message: str) -> Ending:
+    return Ending(state=state, message=message, seconds=1.0)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return write_description(tmp_path, [cell("a"), cell("b"), cell("c")])
+
+
+ENDINGS = {
+    "a": failed(State.OUT_OF_MEMORY, "exit code 1: MemoryError"),
+    "b": failed(State.TIMED_OUT, "did not end within 3 s; its last line: step 2 | loss"),
+    "c": failed(State.REFUSED, "global batch 8 is not divisible by 3 ranks"),
+}
+
+
+def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, tmp_path, monkeypatch):
+    whole, cut, rest = Trainings(ENDINGS), Trainings(ENDINGS, interrupt_at=5), Trainings(ENDINGS)
+    monkeypatch.setattr(training, "train", whole)
+    assert run_sweep(options(tmp_path / "whole", three), repository=REPOSITORY) == 0
+    monkeypatch.setattr(training, "train", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    assert not (tmp_path / "out" / "sweep.json").exists()
+    monkeypatch.setattr(training, "train", rest)
+    assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
+    assert cut.begun[:4] + rest.begun == whole.begun
+    assert [read_sweep(folder / "out").cells for folder in (tmp_path, tmp_path / "whole")] == [
+        read_sweep(tmp_path / "out").cells
+    ] * 2
+
+
+def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "train", Trainings(ENDINGS))
+    run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
+        run_sweep(options(tmp_path, three, steps=7), repository=REPOSITORY)
+    recipe = tmp_path / "recipe.json"
+    before = recipe.read_text()
+    recipe.write_text(before.replace('"stage": 1', '"stage": 2'))
+    with pytest.raises(UserError, match=r"with other recipes, which"):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    recipe.write_text(before)
+    monkeypatch.setattr(command, "source_hashes", lambda *_: {"src/gpt2.py": "edited"})
+    with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+
+
+def test_failures_are_results_with_the_reason_on_the_page(three, tmp_path, monkeypatch, snapshot, capsys):
+    monkeypatch.setattr(training, "train", Trainings(ENDINGS))
+    assert run_sweep(options(tmp_path, three, repeats=1), repository=REPOSITORY) == 0
+    sweep = read_sweep(tmp_path / "out")
+    assert {cell.name: (cell.turns[0].state, cell.tokens_per_sec) for cell in sweep.cells} == {
+        "a": (State.OUT_OF_MEMORY, None),
+        "b": (State.TIMED_OUT, None),
+        "c": (State.REFUSED, None),
+    }
+    page = (tmp_path / "out" / "sweep.md").read_text()
+    assert page.split("## Cells")[1] == snapshot
+    assert "a: out of memory" in capsys.readouterr().out
+
+
+def test_a_training_without_memory_says_so(tmp_path):
+    code = "print('step 1'); bytearray(1 << 60)"
+    ending = train([sys.executable, "-c", code], log=tmp_path / "log.txt", limit_sec=60, cwd=tmp_path, device="cpu")
+    assert (ending.state, ending.message) == (State.OUT_OF_MEMORY, "exit code 1: MemoryError")
+
+
+def test_a_training_beyond_its_limit_is_ended_with_all_its_processes(tmp_path):
+    log = tmp_path / "log.txt"
+    ending = train(GROUPS, log=log, limit_sec=1, cwd=tmp_path, device="cpu")
+    child = int(log.read_text())
+    assert ending.state == State.TIMED_OUT
+    assert ending.message == f"did not end within 1 s; its last line: {child}"
+    assert has_ended(child)
+
+
+def test_a_sweep_that_is_terminated_ends_its_training_first(tmp_path):
+    log = tmp_path / "log.txt"
+    stop = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    stop.start()
+    with pytest.raises(KeyboardInterrupt):
+        train(GROUPS, log=log, limit_sec=60, cwd=tmp_path, device="cpu")
+    assert has_ended(int(log.read_text()))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def has_ended(process: int) -> bool:
+    return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "state", "message"),
+    [
+        (2, "error: --steps must be whole\n", State.REFUSED, "--steps must be whole"),
+        (1, TORCHRUN, State.REFUSED, TORCHRUN.splitlines()[0].removeprefix("error: ")),
+        (3, "error: the loss is nan at step 3\n", State.FAILED, "the loss is nan at step 3"),
+        (1, "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried\n[rank0]: more\n", State.OUT_OF_MEMORY, None),
+        (1, "Traceback\nKeyError: 'x'\nsome warning\n", State.FAILED, "exit code 1: KeyError: 'x'"),
+        (-9, "step 3\n", State.FAILED, "was killed with SIGKILL, as the system does when memory runs out"),
+        (1, "", State.FAILED, "exit code 1: it printed nothing"),
+    ],
+)
+def test_the_state_and_the_reason_come_from_exit_code_and_output(code, text, state, message):
+    assert state_of(code, text) == state
+    found = error_line(code, text)
+    assert found == (message or "exit code 1: [rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried")
+
+
+def planned(name: str, devices: int) -> SweepedCell:
+    return SweepedCell(name=name, devices=devices, launcher="torchrun", flags=())
+
+
+def test_figures_of_a_comparison_are_paired_by_repeat_and_unknown_stays_unknown():
+    base = cell_of(planned("one", 1), [made_up("one", 1, speed=100), made_up("one", 2, speed=50)], price=None)
+    turns = [made_up("two", 1, speed=150), made_up("two", 2, speed=100, final_loss=None)]
+    other = cell_of(planned("two", 2), turns, price=None)
+    assert (other.cost, other.joules, other.peak_memory_bytes_rank0) == (None, None, None)
+    plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
+    (compared,) = comparison_of(plan, [base, other]).cells
+    assert compared.speed_up.values == [1.5, 2.0]
+    assert (compared.speed_up.median, compared.efficiency) == (1.75, 0.875)
+
+
+def test_a_repeat_in_which_one_failed_has_no_speed_up():
+    base = cell_of(planned("one", 1), [made_up("one", 1, speed=100), made_up("one", 2, speed=50)], price=None)
+    broken = made_up("two", 1, speed=None, state=State.FAILED, message="exit code 1: KeyError")
+    other = cell_of(planned("two", 2), [broken, made_up("two", 2, speed=100)], price=None)
+    plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
+    (compared,) = comparison_of(plan, [base, other]).cells
+    assert compared.speed_up.values == [2.0]
+
+
+def test_cells_whose_records_show_other_work_have_no_speed_up():
+    base = cell_of(planned("one", 1), [made_up("one", 1, speed=100)], price=None)
+    other = cell_of(planned("two", 2), [made_up("two", 1, speed=150, work=WORK | {"global batch": 16.0})], price=None)
+    plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
+    (compared,) = comparison_of(plan, [base, other]).cells
+    assert (compared.comparable, compared.speed_up, compared.loss_difference) == (False, None, None)
+    assert "global batch" in compared.same_work
+    (weak,) = comparison_of(replace(plan, kind="weak scaling"), [base, other]).cells
+    assert (weak.comparable, weak.speed_up.median, weak.loss_difference) == (True, 1.5, None)
+
+
+def test_a_record_of_another_schema_is_refused(three, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "train", Trainings(ENDINGS))
+    run_sweep(options(tmp_path, three, repeats=1), repository=REPOSITORY)
+    file = tmp_path / "out" / "sweep.json"
+    sweep = read_sweep(file)
+    file.write_text(json.dumps(asdict(replace(sweep, schema_version="2.0"))))
+    with pytest.raises(UserError, match=rf"has schema 2.0, but this program reads {SCHEMA_VERSION}"):
+        read_sweep(file)
+    file.write_text(json.dumps(asdict(sweep) | {"seed": "x"}))
+    with pytest.raises(UserError, match=r"cannot be read as the record of a sweep: seed"):
+        read_sweep(file)
