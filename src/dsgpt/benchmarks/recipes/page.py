@@ -21,14 +21,14 @@ def recipes_page(record: Record, *, source: str) -> str:
 
 Generated from `{source}` by
 `python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
-`python src/benchmark.py recipes` repeats it in about {record["seconds"] / 60:.0f} minutes on this machine.
+`python src/benchmark.py recipes` repeats it.
 
 The field's published settings are for models of 100 million parameters and more, and for batches of half a million
 tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
 higher rate. Every training here sees the same number of tokens of the demo's text, whatever its batch. The choice is
-made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate is no worse, so that it is not the last
-rate before training becomes unstable; then single changes of it. Three other seeds, which change the initial weights
-and the order of the text, show what the choice is worth.
+made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate is no worse, so that it is not the
+last rate before training becomes unstable; then single changes of it, if any. Three other
+seeds, which change the initial weights and the order of the text, show what the choice is worth.
 
 Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     return "\n".join([head, *(_section(size, record) for size in record["searches"]), ""])

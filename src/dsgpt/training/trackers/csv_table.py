@@ -5,6 +5,7 @@ import io
 import os
 
 from dsgpt.common.files import append_to, write_atomic
+from dsgpt.telemetry.interval import IntervalFigures
 from dsgpt.telemetry.record import STEPS_FILE, read_steps
 from dsgpt.training.trackers.base import Row, TrackedRun, row_of
 
@@ -12,8 +13,9 @@ CSV_FILE = "metrics.csv"
 COLUMNS = (
     *("step", "epoch", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "step_time_sec"),
     *("dataload_time_sec", "warm_up", "val_tokens", "train_time_sec", "wall_time_sec"),
+    *(f"interval/{name}" for name in (*IntervalFigures.__annotations__, "mfu")),
 )
-"""Every key of a line of ``metrics.jsonl``."""
+"""Every metric of a line of ``metrics.jsonl``."""
 
 
 class CsvTracker:
