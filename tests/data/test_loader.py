@@ -9,6 +9,7 @@ from messages import without_paths
 from small_run import random_ids, write_tokens
 from torch.utils.data import DataLoader
 
+from dsgpt.data import loader
 from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFileError, open_token_file
@@ -62,8 +63,10 @@ def test_windows_and_shifted_targets_are_exact(dataset):
         assert targets[row].tolist() == IDS[start + 1 : start + LENGTH + 1].tolist()
 
 
-def test_resuming_at_a_step_gives_exactly_the_rest(dataset):
+@pytest.mark.parametrize("at_once", [1, 2, 64])
+def test_resuming_at_a_step_gives_exactly_the_rest(dataset, at_once, monkeypatch):
     whole = list(training(dataset, 0, 14))
+    monkeypatch.setattr(loader, "STEPS_AT_ONCE", at_once)
     for done in (1, 6, 13):
         assert same(list(training(dataset, done, 14)), whole[2 * done :])
     assert list(training(dataset, 14, 14)) == []

@@ -77,6 +77,12 @@ def test_epochs_and_seeds_have_their_own_order():
     assert tuple(range(64)) not in orders
 
 
+def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
+    order = SampleOrder(windows=23, global_batch_size=4, seed=1)  # 5 steps an epoch
+    epochs = [shuffled(np.arange(20), size=23, key=f"dsgpt order 1 {epoch}").reshape(5, 4) for epoch in range(4)]
+    assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
+
+
 def test_neighbours_are_spread():
     """A network that mixes badly would keep neighbouring windows, and so neighbouring text, together."""
     found = shuffled(np.arange(10_000), size=10_000, key="k")

@@ -20,6 +20,9 @@ PADDING_WINDOW = -1
 IGNORED_TARGET = -100
 """A target that counts neither in the loss nor in the tokens: torch's cross-entropy ignores it by default."""
 
+STEPS_AT_ONCE = 64
+"""Optimizer steps whose windows are computed in one call."""
+
 WORKER_SEC = 600
 """Seconds without a micro batch after which a data worker counts as stuck, and the rank fails."""
 
@@ -91,8 +94,9 @@ class _TrainingBatches:
         return len(self._steps) * self._share.gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in self._steps:
-            yield from self._share.of(self._order.batch(step)).tolist()
+        for first in self._steps[::STEPS_AT_ONCE]:
+            for batch in self._order.batches(first, min(first + STEPS_AT_ONCE, self._steps.stop)):
+                yield from self._share.of(batch).tolist()
 
 
 class _ValidationBatches:

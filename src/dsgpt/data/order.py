@@ -64,7 +64,20 @@ class SampleOrder:
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """The windows of optimizer step ``step`` (from 0 over the whole run), shape (global_batch_size,), int64."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        first = index * self.global_batch_size
-        positions = np.arange(first, first + self.global_batch_size)
-        return shuffled(positions, size=self.windows, key=f"dsgpt order {self.seed} {epoch}")
+        windows: NDArray[np.int64] = self.batches(step, step + 1)[0]
+        return windows
+
+    def batches(self, first: int, end: int) -> NDArray[np.int64]:
+        """The windows of the steps from ``first`` up to but not including ``end``, (steps, global_batch_size), int64.
+
+        Many steps take little longer than one: most of the time is that of calling numpy.
+        """
+        found = []
+        while first < end:
+            epoch, index = divmod(first, self.steps_per_epoch)
+            steps = min(end - first, self.steps_per_epoch - index)
+            positions = np.arange(index * self.global_batch_size, (index + steps) * self.global_batch_size)
+            windows = shuffled(positions, size=self.windows, key=f"dsgpt order {self.seed} {epoch}")
+            found.append(windows.reshape(steps, self.global_batch_size))
+            first += steps
+        return np.concatenate(found)

@@ -13,7 +13,7 @@ from suite_commands import benchmark, refusal
 from dsgpt.benchmarks.speed import command, measure
 from dsgpt.benchmarks.speed.command import SpeedOptions, run_speed
 from dsgpt.benchmarks.speed.measure import measure_memory, measure_row, span
-from dsgpt.benchmarks.speed.page import reached, verdict
+from dsgpt.benchmarks.speed.page import reached, speed_page, verdict
 from dsgpt.benchmarks.speed.trainers import open_loop
 from dsgpt.benchmarks.speed.worker import synchronisations
 from dsgpt.benchmarks.speed.workloads import (
@@ -31,6 +31,7 @@ from dsgpt.benchmarks.speed.workloads import (
     work_from,
 )
 from dsgpt.common.errors import UserError
+from dsgpt.telemetry.sources import without_sources
 
 SMALL = Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
 WORK = Work(shape=SMALL, batch=2, precision="fp32", threads=1)
@@ -197,3 +198,10 @@ def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys
     assert measured["key"] == "help"
     assert "| memory | no memory left | **no** |" in page.read_text()
     assert "memory: FAILED: no memory left" in capsys.readouterr().out
+
+
+def test_the_committed_page_is_made_from_the_committed_record():
+    source = "checkpoint/reference/cpu-2-cores/speed.json"
+    record = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
+    committed = (REPOSITORY / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert without_sources(committed) == speed_page(record, source=source)
