@@ -25,6 +25,11 @@ def gathered(setup: Setup) -> list[ParameterSize]:
     return _Walk(setup, _order(setup)).gathered
 
 
+def most_gathered(setup: Setup) -> int:
+    """The most elements of gathered parameters that are whole at a time, those that persist left out."""
+    return _Walk(setup, _order(setup)).most_live
+
+
 def _order(setup: Setup) -> list[Layer]:
     """The modules of a forward and a backward pass, in the order in which they begin; the head is the embedding again.
 
@@ -69,7 +74,7 @@ class _Walk:
         self._seen: dict[str, int] = {}
         """The last use of each parameter that prefetching has passed."""
         self._available = set(self._persistent)
-        self._live = 0
+        self._live = self.most_live = 0
         self.gathered: list[ParameterSize] = []
         for step, layer in enumerate(order):
             self._use(step, layer)
@@ -89,6 +94,7 @@ class _Walk:
         if part.name not in self._available:
             self._available.add(part.name)
             self._live += part.numel
+            self.most_live = max(self.most_live, self._live)
             self.gathered.append(part)
 
     def _look_ahead(self) -> None:

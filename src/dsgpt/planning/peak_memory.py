@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dsgpt.planning import activations as acts
 from dsgpt.planning.flat_groups import flat_groups
+from dsgpt.planning.gathering import most_gathered
 from dsgpt.planning.model_state import model_state
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.setup import FULL, Setup
@@ -124,6 +125,5 @@ def _gathered(setup: Setup) -> int:
         block = [part for part in whole if part.name.startswith("blocks.0.")]
         return setup.low * setup.world_size * (fsdp_elements(root, setup.world_size) + fsdp_elements(block, setup.world_size))
     if setup.run_type == "optimized" and setup.recipe.zero_stage == 3:
-        bucket = _bucket(setup)
-        return bucket
+        return setup.low * most_gathered(setup) + _bucket(setup)
     return 0
