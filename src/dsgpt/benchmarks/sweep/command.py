@@ -101,6 +101,7 @@ class _SweepCommand(SuiteCommand[Turn]):
         return self._store.folder
 
     def begin(self, folder: Path, console: Console) -> None:
+        """Prepare the text, and refuse a suite whose cells do not do the same work; see ``SuiteCommand``."""
         plan = self._fingerprint()
         self._store.require(plan)
         if any(value_of(cell.flags, TRAIN_DATA) is None for cell in self._suite.cells):
@@ -200,6 +201,7 @@ class _SweepCommand(SuiteCommand[Turn]):
         return f"{count} repeat {result.repeat}, {result.cell}: {result.state}{why}{speed}{left}"
 
     def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - of this command alone
+        """The sweep as ``reports.sweeps`` reads it."""
         from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of  # noqa: PLC0415
 
         options = self._options
