@@ -14,8 +14,9 @@ from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import StepResult
+from dsgpt.telemetry.clocks import Mark
 from dsgpt.telemetry.memory import TrainingPeaks
-from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, timing_figures
+from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, timing_figures
 from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
@@ -284,4 +285,5 @@ class Journal:
 
     def close(self) -> None:
         """Close the sinks."""
+        self._meter.close()
         self._sinks.send(lambda sink: sink.close())

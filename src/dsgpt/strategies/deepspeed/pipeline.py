@@ -97,11 +97,11 @@ class PipelineParallel(DeepSpeedStrategy):
         for weight, group in self._module.get_tied_weights_and_groups():
             dist.all_reduce(weight.grad_accum, group=group)
 
-    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DeepSpeedStrategy``; ``own_factor`` is 1, because fp16 is refused at stage 0."""
         loss = self._engine.train_batch(iter(self._draw(batches)))
         self._engine.timers(TRAIN_BATCH_TIMER).reset()  # else it keeps two events per step for a report that is off
-        return loss, self._gradient_norm(self._own_norm) / own_factor
+        return loss, self._engine.dp_group_loss, self._gradient_norm(self._own_norm) / own_factor
 
     def _draw(self, batches: Iterator[Batch]) -> list[Batch]:
         """The micro batches of one step. Stages between the first and the last draw them too, but use none."""

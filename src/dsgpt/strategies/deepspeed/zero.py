@@ -31,6 +31,7 @@ class Zero(DeepSpeedStrategy):
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
+        self._slices = config.topology.sizes.sequence  # ranks that each add their positions to the same loss
         self._loss_factor: float = 1  # multiplies a rank's loss if DeepSpeed averages over more than the data ranks
         self._precision = config.precision
         ds_config = self._engine_config(config)
@@ -75,7 +76,7 @@ class Zero(DeepSpeedStrategy):
             self._gradient_sum = GradientSum(self._parameters.values())
             self._engine.enable_backward_allreduce = False
 
-    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DeepSpeedStrategy``."""
         self._engine.train()
         loss_sum, own_norm = torch.zeros((), device=self._device), None
@@ -92,7 +93,8 @@ class Zero(DeepSpeedStrategy):
                 own_norm = self._before_step()
             self._engine.step()
         norm = self._gradient_norm(own_norm) / own_factor
-        return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), norm
+        own_loss = loss_sum * (self._slices / self._accumulation)
+        return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), own_loss, norm
 
     def _reduce_gradient_sum(self, gradient_sum: "GradientSum", *, last: bool) -> None:
         gradient_sum.add()

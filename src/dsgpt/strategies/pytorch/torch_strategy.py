@@ -73,8 +73,9 @@ class TorchStrategy(Strategy):
             self._optimizer_steps += 1
             self._weights.publish()
         self._scale.update(overflow=overflow)
+        own_loss = loss_sum.clone()  # the sum is taken in place
         loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
-        return StepResult(loss=loss_mean, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+        return StepResult(loss=loss_mean, own_loss=own_loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
         """A context for one forward and backward pass; gradients are reduced over ranks in the ``last`` one only."""
