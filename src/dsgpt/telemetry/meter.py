@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.data.loader import Batch
+from dsgpt.runtime.ranges import named_range
 from dsgpt.telemetry.clocks import DeviceClock, Mark, ThreadClock
 from dsgpt.telemetry.record import mean, percentile
 
@@ -47,20 +48,22 @@ class TimedBatches:
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = iter(batches)
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Seconds waited since the last ``take_seconds``."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        batch = next(self._batches)
-        self._seconds += time.perf_counter() - started
+        with named_range("data"):
+            batch = next(self._batches)
+        self.seconds += time.perf_counter() - started
         return batch
 
     def take_seconds(self) -> float:
         """Seconds waited since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 

@@ -14,6 +14,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.optimizer import global_norm
 from dsgpt.runtime.process_group import sum_over_ranks
+from dsgpt.runtime.ranges import named_range
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.bf16_gradients import spare_passes
 from dsgpt.strategies.deepspeed.compiled_ops import load_ops
@@ -82,16 +83,19 @@ class Zero(DeepSpeedStrategy):
         loss_sum, own_norm = torch.zeros((), device=self._device), None
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
-            loss = self._micro_batch_loss(batch)
-            # Divides by the accumulation steps; in the last micro batch, also reduces over ranks.
-            self._engine.backward(loss * self._loss_factor * own_factor)
+            with named_range("forward"):
+                loss = self._micro_batch_loss(batch)
+            with named_range("backward"):
+                # Divides by the accumulation steps; in the last micro batch, also reduces over ranks.
+                self._engine.backward(loss * self._loss_factor * own_factor)
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
             if self._gradient_sum is not None:
                 self._reduce_gradient_sum(self._gradient_sum, last=last)
-            if last:
-                own_norm = self._before_step()
-            self._engine.step()
+            with named_range("optimizer"):
+                if last:
+                    own_norm = self._before_step()
+                self._engine.step()
         norm = self._gradient_norm(own_norm) / own_factor
         own_loss = loss_sum * (self._slices / self._accumulation)
         return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), own_loss, norm
