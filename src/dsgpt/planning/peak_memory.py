@@ -1,6 +1,7 @@
 """Predicts the most tensor memory that a rank needs in a training step, and what it is made of."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dsgpt.planning import activations as acts
 from dsgpt.planning.flat_groups import flat_groups
@@ -11,6 +12,21 @@ from dsgpt.planning.setup import FULL, Setup
 from dsgpt.planning.sharded import fsdp_elements
 
 
+PARTS = (
+    "weights",
+    "master",
+    "optimizer",
+    "gradients",
+    "new_gradients",
+    "gathered",
+    "buckets",
+    "activations",
+    "logits",
+    "other",
+)
+"""What a peak is made of; ``docs/records.md`` describes each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peak:
     """The moment of a step with the most memory."""
@@ -18,12 +34,16 @@ class Peak:
     moment: str
     """``loss``, ``backward`` or ``step``."""
     parts: dict[str, int]
-    """Bytes by what they are."""
+    """Bytes of each of ``PARTS``."""
 
     @property
     def total(self) -> int:
         """All parts."""
         return sum(self.parts.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """As records hold it."""
+        return {"moment": self.moment, "parts": self.parts, "total": self.total}
 
 
 def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
@@ -32,32 +52,40 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
     return max(moments, key=lambda moment: moment.total)
 
 
+def worst_peak(setup: Setup, *, device: str = "cpu") -> tuple[int, Peak]:
+    """The rank that needs the most memory, and its peak."""
+    ranks = range(0, setup.world_size, setup.sizes.tensor)
+    peaks = {rank: peak_memory(setup, rank=rank, device=device) for rank in ranks}
+    worst = max(peaks, key=lambda rank: peaks[rank].total)
+    return worst, peaks[worst]
+
+
+def _peak(moment: str, **parts: int) -> Peak:
+    return Peak(moment=moment, parts=dict.fromkeys(PARTS, 0) | parts)
+
+
 def _loss(setup: Setup, rank: int, device: str) -> Peak:
     stream = acts.stream_bytes(setup)
-    return Peak(
-        moment="loss",
-        parts={
-            **_held(setup, rank),
-            "gathered weights": _gathered(setup),
-            "activations": acts.kept_bytes(setup, setup.blocks(rank)) + 2 * stream,
-            "logits": acts.logits_bytes(setup, device=device),
-            "gradient of the head": acts.head_gradient_bytes(setup, device=device),
-        },
+    return _peak(
+        "loss",
+        **_held(setup, rank),
+        gathered=_gathered(setup),
+        activations=acts.kept_bytes(setup, setup.blocks(rank)) + 2 * stream,
+        logits=acts.logits_bytes(setup, device=device),
+        new_gradients=acts.head_gradient_bytes(setup, device=device),
     )
 
 
 def _backward(setup: Setup, rank: int, device: str) -> Peak:
     stream = acts.stream_bytes(setup)
     kept = acts.kept_bytes(setup, setup.blocks(rank)) + stream
-    return Peak(
-        moment="backward",
-        parts={
-            **_held(setup, rank),
-            "gathered weights": _gathered(setup),
-            "buckets": _bucket(setup),
-            "activations": kept + acts.recomputed_bytes(setup) + acts.block_gradient_bytes(setup),
-            "gradient of the head": acts.head_gradient_bytes(setup, device=device),
-        },
+    return _peak(
+        "backward",
+        **_held(setup, rank),
+        gathered=_gathered(setup),
+        buckets=_bucket(setup),
+        activations=kept + acts.recomputed_bytes(setup) + acts.block_gradient_bytes(setup),
+        new_gradients=acts.head_gradient_bytes(setup, device=device),
     )
 
 
@@ -65,14 +93,18 @@ def _step(setup: Setup, rank: int, device: str) -> Peak:
     """At the end of the backward pass: all gradients, and the embedding's from its lookup."""
     held, low = _held(setup, rank), setup.low
     lookup = low * setup.model.padded_vocab_size * setup.model.n_embd
-    return Peak(moment="step", parts={**held, "gradients": _final_gradients(setup, rank), "buckets": _bucket(setup), "gradient of the lookup": lookup})
+    held["gradients"] = _final_gradients(setup, rank)
+    return _peak("step", **held, buckets=_bucket(setup), new_gradients=lookup)
 
 
 def _held(setup: Setup, rank: int) -> dict[str, int]:
     """Model state during forward and backward pass; gradients only where earlier micro batches or steps left some."""
     state = model_state(setup, rank=rank)
     found = {"weights": state.parameters, "optimizer": state.optimizer, "master": state.master}
-    found = {name: 0 if key in state.off_device else size for (name, size), key in zip(found.items(), ("parameters", "optimizer", "master"), strict=True)}
+    found = {
+        name: 0 if key in state.off_device else size
+        for (name, size), key in zip(found.items(), ("parameters", "optimizer", "master"), strict=True)
+    }
     return {**found, "gradients": _earlier_gradients(setup, rank)}
 
 
@@ -123,7 +155,11 @@ def _gathered(setup: Setup) -> int:
         whole = model_parameters(setup.model)
         root = [part for part in whole if not part.name.startswith("blocks.")]
         block = [part for part in whole if part.name.startswith("blocks.0.")]
-        return setup.low * setup.world_size * (fsdp_elements(root, setup.world_size) + fsdp_elements(block, setup.world_size))
+        return (
+            setup.low
+            * setup.world_size
+            * (fsdp_elements(root, setup.world_size) + fsdp_elements(block, setup.world_size))
+        )
     if setup.run_type == "optimized" and setup.recipe.zero_stage == 3:
         return setup.low * most_gathered(setup) + _bucket(setup)
     return 0

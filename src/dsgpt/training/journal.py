@@ -19,7 +19,7 @@ from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, timi
 from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
-from dsgpt.training.run_description import CHANGES_KEY
+from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
 from dsgpt.training.segments import Segments
 from dsgpt.training.sinks import Sinks
 from dsgpt.training.speed import Speed
@@ -58,6 +58,7 @@ class Journal:
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
         self._gpu_use: dict[str, Any] | None = None
+        self._predicted = predicted_peak_memory(config)
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
@@ -265,6 +266,7 @@ class Journal:
             **self._speed.of_run(self._meter, self.record.description),
             "gpu_use": self._gpu_use,
             **self._segments.peaks(),
+            "predicted_peak_memory": self._predicted,
         }
 
     def _note_segment(self, *, peaks: bool = True) -> None:
