@@ -5,7 +5,14 @@ from pathlib import Path
 
 from dsgpt.advising.options import CALIBRATION, PlanOptions
 from dsgpt.advising.plan import Plan, plan_of
+from dsgpt.advising.recommendation import (
+    best_of,
+    recommendation_json,
+    recommendation_lines,
+    write_recommendation,
+)
 from dsgpt.advising.request import PlanRequest, fixed_batch, read_request
+from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.problems import Problems
@@ -26,6 +33,8 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     if options.calibrate:
         return _calibrate(options, problems)
     request = read_request(options, problems, repository=repository)
+    if options.recommend:
+        return _recommend(request, repository=repository)
     plan = _fixed(request, problems)
     _print(plan_json(plan) if options.json else plan_lines(plan))
     return EXIT_DONE
@@ -49,6 +58,17 @@ def _fixed(request: PlanRequest, problems: Problems) -> Plan:
     checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
     setup = request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
     return plan_of(setup, request.machine, request.options, read_prices(request.options.prices or TABLE))
+
+
+def _recommend(request: PlanRequest, *, repository: Path) -> int:
+    found = search(request, read_prices(request.options.prices or TABLE), repository=repository)
+    best = best_of(found, request)
+    written = write_recommendation(best, request)
+    if request.options.json:
+        _print(recommendation_json(found, best, written))
+    else:
+        _print(recommendation_lines(found, best, written))
+    return EXIT_DONE
 
 
 def _print(found: object) -> None:

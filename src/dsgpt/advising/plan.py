@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from dsgpt.advising.options import PlanOptions
 from dsgpt.planning.hardware import gpus
-from dsgpt.planning.peak_memory import Peak, peak_memory
+from dsgpt.planning.model_state import model_state
+from dsgpt.planning.peak_memory import Peak, peak_memory, worst_peak
 from dsgpt.planning.prices import Cost, PriceTable, costs, own_cost
 from dsgpt.planning.rates import Machine
 from dsgpt.planning.run_time import Length, RunTime, run_time
@@ -28,6 +29,8 @@ class Plan:
     peak: Peak
     usable_bytes: int
     """Of a device, for tensors."""
+    host_bytes: int
+    """Of model state that all ranks of a machine keep in the memory of their host."""
     step: StepTime
     run: RunTime
     costs: list[Cost]
@@ -68,7 +71,12 @@ def usable_bytes(machine: Machine) -> int:
 
 
 def fullest_rank(setup: Setup, kind: str) -> tuple[int, Peak]:
-    """The rank that needs most memory of its device, among the first of every pipeline stage, and its peak."""
+    """The rank that needs the most memory of its device, and its peak.
+
+    Only ZeRO 1 and 2 in fp32 deal parameters unevenly to the ranks of a pipeline stage.
+    """
+    if setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2} and setup.precision == "fp32":
+        return worst_peak(setup, device=kind)
     peaks = [(rank, peak_memory(setup, rank=rank, device=kind)) for rank in setup.first_ranks]
     return max(peaks, key=lambda each: each[1].total)
 
@@ -94,10 +102,16 @@ def plan_of(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceT
         rank=rank,
         peak=peak,
         usable_bytes=usable_bytes(machine),
+        host_bytes=_host_bytes(setup, machine, rank),
         step=step,
         run=run,
         costs=_costs(setup, machine, options, prices, run),
     )
+
+
+def _host_bytes(setup: Setup, machine: Machine, rank: int) -> int:
+    state = model_state(setup, rank=rank)
+    return (state.total - state.on_device) * min(setup.world_size, machine.devices)
 
 
 def _costs(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable, run: RunTime) -> list[Cost]:

@@ -33,6 +33,7 @@ def _memory(plan: Plan) -> list[str]:
         f"memory of rank {plan.rank}, which needs most ({plan.peak.moment}): {size(plan.peak.total)} of "
         f"{size(plan.usable_bytes)} that tensors can fill, {used:.0%}: {verdict}",
         *_rows(plan.peak.parts, size, least=1.0),
+        *([f"  and {size(plan.host_bytes)} in the memory of each host"] if plan.host_bytes else []),
     ]
 
 
@@ -78,7 +79,10 @@ def _basis(plan: Plan) -> list[str]:
 def _rows(parts: Mapping[str, float], form: Any, *, least: float = 0.0) -> list[str]:
     shown = {name: value for name, value in parts.items() if value > least}
     width, whole = max(map(len, shown), default=0), sum(shown.values())
-    return [f"  {name:<{width}}  {form(value):>10}  {value / whole:>4.0%}" for name, value in shown.items()]
+    return [
+        f"  {name.replace('_', ' '):<{width}}  {form(value):>10}  {value / whole:>4.0%}"
+        for name, value in shown.items()
+    ]
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -104,6 +108,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "bytes": plan.peak.total,
             "usable_bytes": plan.usable_bytes,
             "parts": plan.peak.parts,
+            "host_bytes": plan.host_bytes,
         },
         "step": {
             "seconds": step.seconds,

@@ -131,7 +131,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
     def pieces(parameters: list[ParameterSize]) -> int:
         return ranks * sum(zero_piece(part, ranks) for part in parameters)
 
-    after_step = pieces(persistent(setup, held))
+    after_step = pieces(persistent(setup.recipe.zero_optimization, held))
     weights = setup.low * (micro_batches * pieces(gathered(setup)) + after_step)
     width = micro_batches * _gradient_width(setup)
     bucketed = [part for part in held if _is_all_reduced(setup, part)]
