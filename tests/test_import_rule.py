@@ -39,6 +39,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
     "prepare": ("common", "data", "formats"),
     "reports": ("common", "config", "telemetry"),
+    "calibration": ("common", "runtime", "model", "telemetry", "planning"),
+    "advising": ("common", "runtime", "model", "config", "telemetry", "planning", "reports", "calibration"),
     "benchmarks.harness": _SUITE,
     "benchmarks.parity": (*_SUITE, "strategies.pytorch", "strategies.deepspeed"),
     "benchmarks.resume": _SUITE,
@@ -170,7 +172,7 @@ LIGHT = {
     "data": ["order", "token_file"],
     "formats": ["tokenizer_files"],
     "model": ["config"],
-    "planning": ["hardware"],
+    "planning": ["calibrations", "hardware", "peak_memory", "prices", "run_time"],
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
     "telemetry": ["record", "sources"],
 }
@@ -185,7 +187,7 @@ def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
 
 
 SCRIPTS = [
-    *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py"),
+    *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py", "src/plan.py"),
     *("charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
     "data_prep/download_data.py",
 ]

@@ -14,8 +14,9 @@ from dsgpt.reports import command
 from dsgpt.telemetry.sources import PARAGRAPH, hash_files, note_sources
 
 SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
-BARS = {"training_time.png", "throughput.png", "inference_latency.png", "inference_throughput.png", "peak_memory.png"}
-PICTURES = BARS | {"loss_vs_step.png", "loss_vs_time.png", "overview.png"}
+CHARTS = {"training_time", "throughput", "inference_latency", "inference_throughput", "peak_memory", "overview"}
+CHARTS |= {"loss_vs_step", "loss_vs_time", "loss_vs_tokens", "latency_vs_throughput"}
+PICTURES = {f"{name}.{form}" for name in CHARTS for form in ("png", "svg")}
 
 
 def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:

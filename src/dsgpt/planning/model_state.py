@@ -203,7 +203,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
     ranks = setup.zero_ranks
     whole = 0  # a single rank's pieces are the parameters
     if ranks > 1:
-        whole = sum(ranks * zero_piece(part, ranks) for part in persistent(setup, held))
+        whole = sum(ranks * zero_piece(part, ranks) for part in persistent(setup.recipe.zero_optimization, held))
     offloaded = setup.recipe.offload_optimizer != "none"
     second = shards.own if offloaded else max(shards.sub_groups)
     moved = ("gradients", "optimizer", "master") if offloaded else ()
