@@ -27,7 +27,7 @@ def stream_bytes(setup: Setup) -> int:
 def block_bytes(setup: Setup) -> int:
     """What the forward pass of a block keeps, its output included."""
     stream, tensor = stream_bytes(setup), setup.sizes.tensor
-    split = 12 + (4 if setup.sizes.sequence > 1 else 0)  # all-to-all copies queries, keys, values and output
+    split = 12 + (1 if setup.sizes.sequence > 1 else 0)  # the output before all-to-all; other copies replace theirs
     statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
     return 4 * stream + split * stream // tensor + statistics
 

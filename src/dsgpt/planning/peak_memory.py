@@ -69,7 +69,7 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
     """
     held = _held(setup, rank, device)
     peaks = [
-        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, device))
+        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, rank, device))
         for moment in _reached(setup, rank, device)
     ]
     return max(peaks, key=lambda peak: peak.total)
@@ -130,9 +130,10 @@ def _reached(setup: Setup, rank: int, device: str) -> Iterator[Moment]:
             yield moment
 
 
-def _transient(setup: Setup, moment: Moment, device: str) -> dict[str, int]:
+def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
-    stream, kept = stream_bytes(setup), kept_bytes(setup, moment.blocks)
+    stream = stream_bytes(setup)
+    kept = kept_bytes(setup, moment.blocks) * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
     parts = dict(moment.parts)
     if moment.name == "forward":
         parts["activations"] = kept + block_gradient_bytes(setup)

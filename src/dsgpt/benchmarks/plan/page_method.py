@@ -21,7 +21,8 @@ for two dropout masks, which do not exist without dropout. The quadratic term is
 softmax and its mask, of which the fused attention keeps only one number per token and head.
 
 With T tensor ranks the inner parts of attention and MLP, 12 of the 16, are divided by T. With sequence ranks the tokens
-are divided, and the all-to-all keeps copies of queries, keys, values and output, 4u more. With activation checkpointing
+are divided, and the attention's output is kept before and after the all-to-all, 1u more. A pipeline stage keeps the
+activations of as many micro batches as stages follow it, and its own. With activation checkpointing
 a block keeps 1u, and one block at a time is computed again.
 
 DeepSpeed allocates its reduce bucket at its full size, `reduce_bucket_size`, for a small model too: 2 GB in fp32 if a
