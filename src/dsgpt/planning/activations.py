@@ -59,11 +59,15 @@ def head_gradient_bytes(setup: Setup, *, device: str) -> int:
 
 
 def logits_bytes(setup: Setup, *, device: str) -> int:
-    """The logits of a chunk and the steps of its softmax; without chunks those of all tokens, and their gradient."""
+    """The logits of a chunk and the steps of its softmax.
+
+    Without chunks: the softmax of all tokens, its gradient and that of the loss, in fp32; and in a pipeline, which
+    keeps what its last stage put out, the logits of two micro batches.
+    """
     vocabulary = setup.model.vocab_size
     if _plain_loss(setup):
-        casts = 0 if setup.low == FULL else setup.low
-        return (2 * FULL + casts) * setup.tokens * vocabulary
+        kept = 2 * setup.low if setup.sizes.pipeline > 1 else 0
+        return (3 * FULL + kept) * setup.tokens * vocabulary
     rows = _rows(setup, device)
     chunk = setup.low * rows * vocabulary
     if device == "cuda":

@@ -1,6 +1,6 @@
 """The moments of a step under ZeRO-0, 1 and 2. See ``dsgpt.planning.moments`` for the letters."""
 
-from dsgpt.planning.flat_groups import flat_groups
+from dsgpt.planning.flat_groups import flat_groups, parts
 from dsgpt.planning.model_state import model_state
 from dsgpt.planning.moments import Moment, bucket_bytes, bucket_fills, embedding_bytes
 from dsgpt.planning.parameters import EMBEDDING, ParameterSize, total
@@ -69,24 +69,21 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
 
 
 def zero2(setup: Setup, rank: int, *, device: str) -> list[Moment]:
-    """A full bucket is reduced at once, from a flat copy, into the sums of this rank's part.
-
-    In fp32 the sums are of whole parameters that the part touches, in bf16 and fp16 of the part alone, in fp32.
-    """
+    """A full bucket is reduced at once, from a flat copy, into the sums of this rank's part."""
     held, embedding = setup.held(rank), _embedding(setup, setup.held(rank))
-    state = model_state(setup, rank=rank)
-    sums, stepped = _sums(setup, rank), state.gradients
-    if device == "cuda" and state.off_device:
-        sums = stepped = 0
-    bucket, base = bucket_bytes(setup, setup.low), _offload_buffers(setup, held, device)
+    stepped = model_state(setup, rank=rank).gradients
+    if device == "cuda" and setup.recipe.offload_optimizer != "none":
+        stepped = 0
+    first, later = _sums(setup, rank, stepped)
     several = setup.gradient_accumulation_steps > 1
-    earlier = {"gradients": sums if several else 0}
-    found = [*_before(setup, rank, earlier, bucket=bucket)]
+    bucket, base = bucket_bytes(setup, setup.low), _offload_buffers(setup, held, device)
+    found = [*_before(setup, rank, {"gradients": later if several else first}, bucket=bucket)]
     for number, fill in enumerate(bucket_fills(setup, held)):
-        begun = sums if several or number or setup.low != FULL else 0
+        begun = later if several or number or setup.low != FULL else first
         waits = 0 if fill.has_embedding else embedding
-        parts = {"gradients": begun, "new_gradients": waits, "buckets": bucket + setup.low * fill.elements}
-        found.append(Moment(name="reduction", blocks=fill.blocks, parts=parts))
+        moved = bucket + setup.low * fill.elements
+        now = {"gradients": begun, "new_gradients": waits, "buckets": moved}
+        found.append(Moment(name="reduction", blocks=fill.blocks, parts=now))
     found.append(Moment(name="step", parts={"gradients": stepped}))
     return [_with(moment, base) for moment in found]
 
@@ -115,17 +112,26 @@ def _embedding(setup: Setup, held: list[ParameterSize]) -> int:
     return embedding_bytes(setup) if any(part.name == EMBEDDING for part in held) else 0
 
 
-def _sums(setup: Setup, rank: int) -> int:
-    """Bytes of reduced gradients that ZeRO-2 keeps during the backward pass."""
+def _sums(setup: Setup, rank: int, stepped: int) -> tuple[int, int]:
+    """Bytes of reduced gradients that ZeRO-2 keeps, before and after a backward pass has reduced the first bucket.
+
+    In fp32 they are of whole parameters that the rank's part touches, in bf16 and fp16 of the part alone, in fp32. With
+    offload the host has memory for them all the time: that of the step.
+    """
     groups = flat_groups(setup.held(rank), setup.zero_ranks)
     part = rank // setup.sizes.tensor % setup.zero_ranks
+    if setup.recipe.offload_optimizer != "none":
+        return min(stepped, FULL * parts(groups)), stepped
     if setup.precision != "fp32":
-        return FULL * sum(group.part for group in groups)
-    return FULL * sum(group.touched(part) for group in groups)
+        return 0, FULL * parts(groups)
+    return 0, FULL * sum(group.touched(part) for group in groups)
 
 
 def _offload_buffers(setup: Setup, held: list[ParameterSize], device: str) -> dict[str, int]:
-    """With offload, buffers as large as the largest parameter on both sides."""
+    """With offload, a buffer as large as the largest parameter; in the host one more, and one for the new weights."""
     if setup.recipe.offload_optimizer == "none":
         return {}
-    return {"other": setup.low * max(part.numel for part in held) * (2 if device == "cpu" else 1)}
+    largest = setup.low * max(part.numel for part in held)
+    if device == "cuda":
+        return {"other": largest}
+    return {"other": 2 * largest + setup.low * parts(flat_groups(held, setup.zero_ranks))}

@@ -132,15 +132,20 @@ def _reached(setup: Setup, rank: int, device: str) -> Iterator[Moment]:
 
 def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
-    stream = stream_bytes(setup)
-    kept = kept_bytes(setup, moment.blocks) * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
-    parts = dict(moment.parts)
+    parts, stream = dict(moment.parts), stream_bytes(setup)
+    if moment.name == "step":
+        return parts
+    kept = kept_bytes(setup, moment.blocks)
+    if moment.blocks:
+        kept *= setup.micro_batches_in_flight(rank)
+    if setup.sizes.pipeline > 1:
+        kept += stream * (3 if setup.stage(rank) else 1)  # received activations, and gradients
     if moment.name == "forward":
         parts["activations"] = kept + block_gradient_bytes(setup)
     elif moment.name == "loss":
         parts["activations"] = kept + 2 * stream  # the last LayerNorm's output and its gradient
         parts["logits"] = logits_bytes(setup, device=device)
         parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
-    elif moment.name in {"backward", "reduction"}:
+    else:
         parts["activations"] = kept + stream + recomputed_bytes(setup) + block_gradient_bytes(setup)
     return parts
