@@ -71,10 +71,24 @@ def logits_bytes(setup: Setup, *, device: str) -> int:
     rows = _rows(setup, device)
     chunk = setup.low * rows * vocabulary
     if device == "cuda":
-        return chunk + FULL * rows * vocabulary
-    copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
-    cached = CACHED // vocabulary * vocabulary
-    return chunk + FULL * min(copies * cached, 2 * rows * vocabulary)
+        softmax = FULL * rows * vocabulary
+    else:
+        copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
+        softmax = FULL * min(copies * (CACHED // vocabulary * vocabulary), 2 * rows * vocabulary)
+    return max(chunk + softmax, _product_bytes(setup, device))
+
+
+def _product_bytes(setup: Setup, device: str) -> int:
+    """A chunk's logits and its part of the head's gradient, in the low precision, which is added to the sum in fp32.
+
+    On a CPU the part is cast to fp32 first, except the first one, which is copied.
+    """
+    rows, head = _rows(setup, device), setup.model.vocab_size * setup.model.n_embd
+    if setup.low == FULL or rows == setup.tokens:
+        return 0
+    later = min(rows, setup.tokens - rows)
+    vocabulary, cast = setup.model.vocab_size, FULL * head if device == "cpu" else 0
+    return setup.low * head + max(setup.low * rows * vocabulary, setup.low * later * vocabulary + cast)
 
 
 def _plain_loss(setup: Setup) -> bool:
