@@ -80,7 +80,7 @@ def test_the_page_is_that_of_the_record(finished, record):
     _, folder = finished
     page = (folder / "plan.md").read_text()
     assert without_sources(page) == without_sources(plan_page(record, source="plan.json"))
-    assert page.count("zero2 on 2 ranks, 4 x 256") == 5  # memory, parts, DeepSpeed's estimate, traffic, time
+    assert page.count("| zero2 on 2 ranks, 4 x 256") == 5  # memory, parts, DeepSpeed's estimate, traffic, time
     assert "No cell of this record has a predicted time" in page
     times = copy.deepcopy(record)
     for cell in times["cells"]:
