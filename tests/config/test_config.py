@@ -144,7 +144,7 @@ def test_the_plan_shows_what_a_rank_holds_and_sends(here, capsys):
     assert f"state       {16 * elements / 1e6:,.1f} MB of weights, gradients and optimizer per rank" in printed
     assert "each step a rank sends 0.0 MB" in printed
     peak = float(re.search(r"([\d.]+) MB at the peak of a step, with activations and buffers", printed)[1])
-    assert 16 * elements / 1e6 < peak < 32 * elements / 1e6
+    assert 16 * elements / 1e6 < peak < 4  # 128 tokens need more than the model
 
 
 def test_any_seed_works(here):

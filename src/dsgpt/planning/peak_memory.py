@@ -78,7 +78,8 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
 
 def worst_peak(setup: Setup, *, device: str = "cpu") -> tuple[int, Peak]:
     """The rank that needs the most memory, and its peak."""
-    ranks = range(0, setup.world_size, setup.sizes.tensor)
+    deals_unevenly = setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2}
+    ranks = range(0, setup.world_size, setup.sizes.tensor) if deals_unevenly else setup.first_ranks
     peaks = {rank: peak_memory(setup, rank=rank, device=device) for rank in ranks}
     worst = max(peaks, key=lambda rank: peaks[rank].total)
     return worst, peaks[worst]
