@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dsgpt.advising.options import CALIBRATION, PlanOptions
 from dsgpt.advising.plan import Plan, plan_of
+from dsgpt.advising.published import published_page
 from dsgpt.advising.recommendation import (
     best_of,
     recommendation_json,
@@ -17,6 +18,7 @@ from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.common.divisors import divisors
 from dsgpt.common.errors import EXIT_DONE
+from dsgpt.common.files import write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.planning.prices import TABLE, PriceTable, read_prices
 
@@ -34,11 +36,17 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     """
     if options.calibrate:
         return _calibrate(options, problems)
+    if options.published is not None:
+        problems.raise_if_any()
+        write_atomic(options.published, published_page(repository=repository).encode())
+        print(options.published)
+        return EXIT_DONE
     request = read_request(options, problems, repository=repository)
     if options.recommend:
         return _recommend(request, repository=repository)
     prices = read_prices(options.prices or TABLE)
     plan = _fixed(request, prices, problems)
+    _draw(plan, options)
     _print(plan_json(plan) if options.json else [*plan_lines(plan), *_what_would_fit(request, plan, prices)])
     return EXIT_DONE
 
@@ -86,11 +94,20 @@ def _recommend(request: PlanRequest, *, repository: Path) -> int:
     found = search(request, read_prices(request.options.prices or TABLE), repository=repository)
     best = best_of(found, request)
     written = write_recommendation(best, request)
+    assert best.plan is not None
+    _draw(best.plan, request.options)
     if request.options.json:
         _print(recommendation_json(found, best, written))
     else:
         _print(recommendation_lines(found, best, written))
     return EXIT_DONE
+
+
+def _draw(plan: Plan, options: PlanOptions) -> None:
+    if options.picture is not None:
+        from dsgpt.advising.picture import draw_plan  # noqa: PLC0415 - matplotlib takes a second
+
+        draw_plan(plan, options.picture)
 
 
 def _print(found: object) -> None:
