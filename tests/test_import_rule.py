@@ -39,12 +39,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
     "prepare": ("common", "data", "formats"),
     "reports": ("common", "config", "telemetry"),
+    "calibration": ("common", "runtime", "model", "telemetry", "planning"),
+    "advising": ("common", "runtime", "model", "config", "telemetry", "planning", "reports", "calibration"),
     "benchmarks.harness": _SUITE,
     "benchmarks.parity": (*_SUITE, "strategies.pytorch", "strategies.deepspeed"),
     "benchmarks.resume": _SUITE,
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
+    "benchmarks.plan": (*_SUITE, "planning", "strategies.deepspeed"),
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
 }
@@ -165,11 +168,11 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 
 LIGHT = {
     "common": sorted(path.stem for path in (PACKAGE / "common").glob("[a-z]*.py")),
-    "config": ["batch", "flags", "options", "recipe", "same_work"],
-    "data": ["token_file"],
+    "config": ["batch", "flags", "options", "recipe", "run_config", "same_work"],
+    "data": ["order", "token_file"],
     "formats": ["tokenizer_files"],
     "model": ["config"],
-    "planning": ["hardware"],
+    "planning": ["calibrations", "hardware", "peak_memory", "prices", "run_time"],
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
     "telemetry": ["record", "sources"],
 }
@@ -177,14 +180,14 @@ LIGHT = {
 
 
 @pytest.mark.parametrize("room", LIGHT)
-def test_light_modules_import_no_torch(room, tmp_path):
+def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
     found = imported_by("-c", "import " + ", ".join(f"dsgpt.{room}.{name}" for name in LIGHT[room]), cwd=tmp_path)
     assert "dsgpt" in found
-    assert not found & {"torch", "deepspeed", "transformers"}
+    assert not found & {"torch", "deepspeed", "transformers", "numpy"}
 
 
 SCRIPTS = [
-    *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py"),
+    *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py", "src/plan.py"),
     *("charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
     "data_prep/download_data.py",
 ]

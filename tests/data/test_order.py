@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dsgpt.data.loader import RankShare
-from dsgpt.data.order import SampleOrder, shuffled, window_count
+from dsgpt.data.order import SampleOrder, window_count
+from dsgpt.data.permutation import shuffled
 
 SIZES = sorted(
     {1, 2, 3, 5, 7, 97, 1009, *(2**k for k in range(1, 13)), *(4**k + d for k in range(1, 7) for d in (-1, 1))}

@@ -1,12 +1,7 @@
 """The formulas against figures worked out by hand; ``benchmarks/parity/test_traffic.py`` holds real trainings."""
 
-import json
-
 import pytest
-from small_run import REPOSITORY
 
-from dsgpt.common.problems import Problems
-from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planning.communication import most_sent_bytes, sent_bytes, step_traffic
 from dsgpt.planning.gathering import gathered
@@ -19,31 +14,6 @@ P = 64 * 8 + 16 * 8 + 2 * (12 * 64 + 13 * 8) + 16
 EMBEDDING, DECAYED = 64 * 8, 64 * 8 + 16 * 8 + 2 * 12 * 64
 RESIDUAL = 2 * 4 * 8
 """Elements of the residual stream of a micro batch: 2 sequences of 4 tokens, width 8."""
-
-
-@pytest.fixture
-def setup(tmp_path):
-    """From a shipped recipe, what changes in it, and fields of ``Setup``, to one of 2 ranks and 3 micro batches."""
-
-    def make(name: str = "zero1", *, zero: dict | None = None, top: dict | None = None, **fields) -> Setup:
-        recipe = json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
-        recipe["zero_optimization"] |= zero or {}
-        path, problems = tmp_path / "recipe.json", Problems()
-        path.write_text(json.dumps(recipe | (top or {})))
-        known = {
-            "run_type": "optimized",
-            "model": TINY,
-            "recipe": read_recipe(path, problems),
-            "world_size": 2,
-            "precision": "fp32",
-            "micro_batch_size": 2,
-            "gradient_accumulation_steps": 3,
-            "seq_length": 4,
-        }
-        problems.raise_if_any()
-        return Setup(**(known | fields))
-
-    return make
 
 
 def state(setup: Setup) -> tuple[int, int, int, int]:

@@ -20,7 +20,7 @@ from dsgpt.training.run_description import CHANGEABLE
 from dsgpt.training.segments import NEVER_CHANGES
 
 RSS = "peak_rss_bytes_rank0"
-WIDE = ("--vocab_size", "12000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "4",
+WIDE = ("--vocab_size", "40000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "4",
         "--max_val_steps", "1", "--save_every", "2")  # fmt: skip
 LARGE = ("--micro_batch_size_per_gpu", "16", "--threads_per_device", "2")
 SMALL = ("--micro_batch_size_per_gpu", "1", "--threads_per_device", "1", "--activation_checkpointing")

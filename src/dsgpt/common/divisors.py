@@ -27,6 +27,6 @@ def multiples_around(number: int, unit: int) -> str:
     return in_words([below, below + unit] if below else [unit])
 
 
-def in_words(numbers: Iterable[int]) -> str:
-    """The numbers joined by "or": ``2 or 4``."""
+def in_words(numbers: Iterable[object]) -> str:
+    """The numbers, or words, joined by "or": ``2 or 4``."""
     return " or ".join(map(str, numbers))

@@ -46,16 +46,23 @@ class Request(Inputs):
 
 def check_compatibility(request: Request, problems: Problems) -> None:
     """Add a line to ``problems`` for everything in ``request`` that makes training impossible or incorrect."""
-    _check_ranks(request, problems)
+    check_split(request, problems)
     if request.options.run_type == "optimized":
-        _check_strategies(request, problems)
-        _check_shape(request, problems)
         _check_offload(request, problems)
         _check_zero_plus_plus(request, problems)
     _check_compile(request, problems)
     for flag, steps in (("--profile_comm", request.options.profile_comm), ("--profile", request.options.profile)):
         if steps > MOST_PROFILED_STEPS:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
+
+
+def check_split(request: Request, problems: Problems) -> None:
+    """Add a line for everything that no machine could train: ranks, strategies and shape that contradict each other."""
+    _check_ranks(request, problems)
+    if request.options.run_type == "optimized":
+        _check_strategies(request, problems)
+        _check_shape(request, problems)
+        _check_offload_alone(request, problems)
 
 
 def check_accumulation(request: Request, accumulation: int, problems: Problems) -> None:
@@ -168,16 +175,20 @@ def _check_shape(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_offload(request: Request, problems: Problems) -> None:
-    recipe, sizes = request.recipe, request.sizes
-    devices = (recipe.offload_optimizer, recipe.offload_param)
-    if devices == ("none", "none"):
-        return
-    if sizes.ranks_per_copy > 1:
+def _check_offload_alone(request: Request, problems: Problems) -> None:
+    recipe = request.recipe
+    if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none") and request.sizes.ranks_per_copy > 1:
         problems.add(
             f"{recipe.path}: offload works only with data parallelism here: take ds_configs/zero2_offload.json "
             "or ds_configs/zero3_offload.json, or leave the offload out"
         )
+
+
+def _check_offload(request: Request, problems: Problems) -> None:
+    """Refuse a machine that cannot offload."""
+    recipe = request.recipe
+    if (recipe.offload_optimizer, recipe.offload_param) == ("none", "none"):
+        return
     if request.is_doubtful("zero_optimization", "optimizer"):
         return
     if recipe.nvme_blocks:

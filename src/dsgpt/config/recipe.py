@@ -5,6 +5,7 @@ laptop and for DeepSpeed on a cluster. Imports neither torch nor DeepSpeed.
 """
 
 import hashlib
+import json
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -238,6 +239,18 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     if settings is None:
         return None
     return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
+
+
+def recipe_from(raw: dict[str, Any], path: Path) -> Recipe:
+    """The recipe that ``raw``, which this program made, would be in the file ``path``."""
+    data = recipe_text(raw).encode()
+    settings = _SETTINGS.validate_python(raw, context=IN_A_FILE)
+    return Recipe(path=path, sha256=hashlib.sha256(data).hexdigest(), raw=raw, **vars(settings))
+
+
+def recipe_text(raw: dict[str, Any]) -> str:
+    """The text of a recipe file."""
+    return json.dumps(raw, indent=2) + "\n"
 
 
 def _mistakes_in(raw: dict[str, Any]) -> list[Mistake]:

@@ -118,7 +118,7 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     if request is not None:
         check_compatibility(request, problems)
         notices += compatibility_notices(request)
-        batch = _plan_batch(request, problems, notices)
+        batch = split_batch(request, problems, notices)
     length = plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
     assert request is not None  # each of these is None only if a problem says why
@@ -168,8 +168,8 @@ def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices:
     )
 
 
-def _plan_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
-    """The global batch over the ranks.
+def split_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
+    """The global batch over the ranks; ``problems`` and ``notices`` receive lines about it.
 
     None if it cannot be split, if the model cannot be split over the ranks, or if a size in the recipe is wrong.
     """

@@ -1,4 +1,7 @@
-"""The sidecar, NAME.json beside NAME.bin: describes the token file, and shows whether it changed. Imports no torch."""
+"""The sidecar, NAME.json beside NAME.bin: describes the token file, and shows whether it changed.
+
+Imports neither torch nor numpy.
+"""
 
 import contextlib
 import os
@@ -7,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import numpy as np
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
@@ -15,7 +17,10 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, Positive, Sha256, read_as, read_object
 
 DtypeName = Literal["uint16", "uint32"]
-DTYPES: dict[DtypeName, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[DtypeName, str] = {"uint16": "<u2", "uint32": "<u4"}
+"""What numpy calls the little-endian types."""
+WIDTHS: dict[DtypeName, int] = {"uint16": 2, "uint32": 4}
+"""Bytes of an id."""
 Nanoseconds = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -101,7 +106,7 @@ def read_sidecar(path: Path) -> Sidecar:
         raise TokenFileError(f"{path}: is not the sidecar of a token file ({error}); make the data again") from error
     if sidecar.vocab_size is None:
         raise TokenFileError(f"{path}: vocab_size is null, not a positive whole number; make the data again")
-    if sidecar.vocab_size > 1 << (8 * DTYPES[sidecar.dtype].itemsize):
+    if sidecar.vocab_size > 1 << (8 * WIDTHS[sidecar.dtype]):
         raise TokenFileError(f"{path}: vocab_size {sidecar.vocab_size:,} does not fit dtype {sidecar.dtype}")
     return sidecar
 

@@ -70,6 +70,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if differentiate:
                 torch.mm(logits, head, out=of_x[part])
                 _add_product(of_weight[:vocab_size], logits.T, x[part], first=first == 0)
+            del logits  # before the next chunk takes as much
         if differentiate:
             ctx.gradients = of_x, of_weight
         return loss

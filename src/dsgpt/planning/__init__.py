@@ -1,1 +1,1 @@
-"""What is predicted before a run starts: bytes of model state and bytes sent, by formula."""
+"""What is predicted before a run starts, by formula: memory, bytes sent, time and cost."""

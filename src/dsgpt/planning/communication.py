@@ -28,6 +28,8 @@ class Traffic:
     group_size: int
     """Ranks that take part."""
     payload_bytes: int
+    axis: str = "data"
+    """Which ranks take part: those of ``data``, or of a ``tensor``, ``sequence`` or ``pipeline`` group."""
 
     @property
     def ring_bytes(self) -> int:
@@ -129,7 +131,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
     def pieces(parameters: list[ParameterSize]) -> int:
         return ranks * sum(zero_piece(part, ranks) for part in parameters)
 
-    after_step = pieces(persistent(setup, held))
+    after_step = pieces(persistent(setup.recipe.zero_optimization, held))
     weights = setup.low * (micro_batches * pieces(gathered(setup)) + after_step)
     width = micro_batches * _gradient_width(setup)
     bucketed = [part for part in held if _is_all_reduced(setup, part)]
@@ -172,14 +174,18 @@ def _tensor(setup: Setup, rank: int) -> Traffic:
     """
     sums = 5 if setup.activation_checkpointing else 4
     size = sums * setup.blocks(rank) * _activations(setup)
-    return Traffic(what="activations", operation="all_reduce", group_size=setup.sizes.tensor, payload_bytes=size)
+    return Traffic(
+        what="activations", operation="all_reduce", group_size=setup.sizes.tensor, payload_bytes=size, axis="tensor"
+    )
 
 
 def _sequence(setup: Setup) -> Traffic:
     """Per block one all-to-all each of queries, keys, values and the result, and the same for their gradients."""
     passes = 3 if setup.activation_checkpointing else 2
     size = 4 * passes * setup.model.n_layer * _activations(setup)
-    return Traffic(what="activations", operation="all_to_all", group_size=setup.sizes.sequence, payload_bytes=size)
+    return Traffic(
+        what="activations", operation="all_to_all", group_size=setup.sizes.sequence, payload_bytes=size, axis="sequence"
+    )
 
 
 def _pipeline(setup: Setup, rank: int) -> list[Traffic]:
@@ -194,12 +200,20 @@ def _pipeline(setup: Setup, rank: int) -> list[Traffic]:
     sent = (has_next + has_previous) * stream // sizes.tensor
     gathered_again = (2 * has_next + has_previous) * stream
     found = [
-        Traffic(what="activations", operation="send", group_size=2, payload_bytes=sent),
-        Traffic(what="activations", operation="all_gather", group_size=sizes.tensor, payload_bytes=gathered_again),
+        Traffic(what="activations", operation="send", group_size=2, payload_bytes=sent, axis="pipeline"),
+        Traffic(
+            what="activations",
+            operation="all_gather",
+            group_size=sizes.tensor,
+            payload_bytes=gathered_again,
+            axis="tensor",
+        ),
     ]
     embedding = next((part for part in dealt[stage] if part.name == EMBEDDING), None)
     if embedding is not None:
         ranks = stages_with_embedding(dealt)
         size = FULL * embedding.numel
-        found.append(Traffic(what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size))
+        found.append(
+            Traffic(what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size, axis="pipeline")
+        )
     return found

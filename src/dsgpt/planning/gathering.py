@@ -8,7 +8,10 @@ within ``stage3_max_reuse_distance`` elements, or was seen while it looked ahead
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
+from dsgpt.config.recipe_zero import ZeroRecipe
+from dsgpt.model.config import GPT2Config
 from dsgpt.planning.parameters import EMBEDDING, ParameterSize, model_parameters
 from dsgpt.planning.setup import Setup
 from dsgpt.planning.sharded import persistent
@@ -22,23 +25,34 @@ _NOTHING: Layer = ()
 
 def gathered(setup: Setup) -> list[ParameterSize]:
     """The parameters that one micro batch gathers, each as often as it is gathered."""
-    return _Walk(setup, _order(setup)).gathered
+    return list(_walk(setup.model, setup.recipe.zero_optimization, setup.activation_checkpointing).gathered)
 
 
-def _order(setup: Setup) -> list[Layer]:
+def most_gathered(setup: Setup) -> int:
+    """The most elements of gathered parameters that are whole at a time, those that persist left out."""
+    return _walk(setup.model, setup.recipe.zero_optimization, setup.activation_checkpointing).most_live
+
+
+@lru_cache(maxsize=16)
+def _walk(model: GPT2Config, zero: ZeroRecipe, recompute: bool) -> "_Walk":
+    """The walk, which is the same for every micro batch size and number of ranks."""
+    return _Walk(model, zero, _order(model, recompute=recompute))
+
+
+def _order(model: GPT2Config, *, recompute: bool) -> list[Layer]:
     """The modules of a forward and a backward pass, in the order in which they begin; the head is the embedding again.
 
     With activation checkpointing a block runs forward once more in its backward pass.
     """
-    parts = {part.name: part for part in model_parameters(setup.model)}
+    parts = {part.name: part for part in model_parameters(model)}
     head: Layer = (parts[EMBEDDING],)
     tail: Layer = (parts["ln_f.weight"], parts["ln_f.bias"])
     positions: Layer = (parts["wpe.weight"],)
     forward, backward = [_NOTHING, head, positions, _NOTHING], [_NOTHING, head, tail]
-    for layer in range(setup.model.n_layer):
+    for layer in range(model.n_layer):
         forward += _block(parts, layer)
-    for layer in reversed(range(setup.model.n_layer)):
-        backward += _block_backward(parts, layer, recompute=setup.activation_checkpointing)
+    for layer in reversed(range(model.n_layer)):
+        backward += _block_backward(parts, layer, recompute=recompute)
     return [*forward, tail, head, *backward, _NOTHING, positions, head]
 
 
@@ -61,15 +75,15 @@ def _block_layers(parts: dict[str, ParameterSize], layer: int) -> list[Layer]:
 class _Walk:
     """One forward and backward pass."""
 
-    def __init__(self, setup: Setup, order: Sequence[Layer]) -> None:
+    def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer]) -> None:
         self._order = order
-        self._persistent = {part.name for part in persistent(setup, model_parameters(setup.model))}
-        self._zero = setup.recipe.zero_optimization
+        self._persistent = {part.name for part in persistent(zero, model_parameters(model))}
+        self._zero = zero
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
         self._seen: dict[str, int] = {}
         """The last use of each parameter that prefetching has passed."""
         self._available = set(self._persistent)
-        self._live = 0
+        self._live = self.most_live = 0
         self.gathered: list[ParameterSize] = []
         for step, layer in enumerate(order):
             self._use(step, layer)
@@ -89,6 +103,7 @@ class _Walk:
         if part.name not in self._available:
             self._available.add(part.name)
             self._live += part.numel
+            self.most_live = max(self.most_live, self._live)
             self.gathered.append(part)
 
     def _look_ahead(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from dsgpt.common.divisors import in_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import Positive, read_as
 from dsgpt.common.problems import did_you_mean
@@ -91,7 +92,9 @@ def find_gpu(name: str) -> Gpu:
     """
     known = gpus()
     if name not in known:
-        raise UserError(f"no GPU {name} in the table{did_you_mean(name, known)}: known are {', '.join(known)}")
+        longer = [key for key in known if name and key.startswith(name.lower())]
+        near = f" (did you mean {in_words(longer)}?)" if longer else did_you_mean(name, known)
+        raise UserError(f"no GPU {name} in the table{near}: known are {', '.join(known)}")
     return known[name]
 
 

@@ -138,7 +138,10 @@ def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]
 
 
 def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
-    """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments, 4P/N of master weights, in fp32 too."""
+    """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments; 4P/N of master weights unless in fp32.
+
+    With offload there are master weights in fp32, too (``step_on_weights``).
+    """
     own, offloaded = parts(groups), setup.recipe.offload_optimizer != "none"
     gradients = _offloaded_gradients(setup, groups, rank) if offloaded else _own_gradients(setup, groups, rank)
     moved: tuple[str, ...] = ("optimizer", "master") if offloaded else ()
@@ -148,7 +151,7 @@ def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
         parameters=setup.low * sum(group.padded for group in groups),
         gradients=gradients,
         optimizer=_optimizer(setup, own, tensors=len(groups)),
-        master=FULL * own,
+        master=FULL * own if offloaded or setup.precision != "fp32" else 0,
         off_device=moved,
     )
 
@@ -200,7 +203,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
     ranks = setup.zero_ranks
     whole = 0  # a single rank's pieces are the parameters
     if ranks > 1:
-        whole = sum(ranks * zero_piece(part, ranks) for part in persistent(setup, held))
+        whole = sum(ranks * zero_piece(part, ranks) for part in persistent(setup.recipe.zero_optimization, held))
     offloaded = setup.recipe.offload_optimizer != "none"
     second = shards.own if offloaded else max(shards.sub_groups)
     moved = ("gradients", "optimizer", "master") if offloaded else ()

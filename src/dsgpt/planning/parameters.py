@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from dsgpt.model.config import GPT2Config
 
@@ -21,7 +22,7 @@ class ParameterSize:
     splits: bool = False
     """Whether tensor ranks hold equal parts of it instead of all of it."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements."""
         product = 1
@@ -32,6 +33,11 @@ class ParameterSize:
 
 def model_parameters(model: GPT2Config) -> list[ParameterSize]:
     """Every parameter, in the model's order; the embedding with its padded rows, and once although it is used twice."""
+    return list(_parameters(model))
+
+
+@lru_cache(maxsize=16)
+def _parameters(model: GPT2Config) -> tuple[ParameterSize, ...]:
     width = model.n_embd
     found = [
         ParameterSize(name=EMBEDDING, shape=(model.padded_vocab_size, width), decays=True),
@@ -39,7 +45,7 @@ def model_parameters(model: GPT2Config) -> list[ParameterSize]:
     ]
     for layer in range(model.n_layer):
         found += [replace(part, name=f"blocks.{layer}.{part.name}") for part in _block(width)]
-    return [*found, *_layer_norm("ln_f", width)]
+    return (*found, *_layer_norm("ln_f", width))
 
 
 def _block(width: int) -> list[ParameterSize]:

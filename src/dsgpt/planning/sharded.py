@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.planning.parameters import ParameterSize, optimizer_groups
 from dsgpt.planning.setup import Setup
 
@@ -22,9 +23,8 @@ def zero_piece(part: ParameterSize, ranks: int) -> int:
     return -(-part.numel // ranks)
 
 
-def persistent(setup: Setup, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
+def persistent(zero: ZeroRecipe, parameters: Iterable[ParameterSize]) -> list[ParameterSize]:
     """Those of ``parameters`` that ZeRO-3 keeps whole on every rank, because they are small."""
-    zero = setup.recipe.zero_optimization
     each, together = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
     found: list[ParameterSize] = []
     elements = 0
@@ -50,11 +50,11 @@ class Shards:
     @classmethod
     def of(cls, setup: Setup, parameters: Sequence[ParameterSize]) -> "Shards":
         """The pieces of ``parameters``. A sub-group ends as soon as it has ``sub_group_size`` elements."""
-        limit, found = setup.recipe.zero_optimization.sub_group_size, list[int]()
+        limit, ranks, found = setup.recipe.zero_optimization.sub_group_size, setup.zero_ranks, list[int]()
         for group in filter(None, optimizer_groups(parameters)):
             elements = 0
             for part in group:
-                elements += zero_piece(part, setup.zero_ranks)
+                elements += zero_piece(part, ranks)
                 if elements >= limit:
                     found.append(elements)
                     elements = 0

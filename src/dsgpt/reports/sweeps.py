@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, parse_as, read_bytes
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
+from dsgpt.reports.footprint import Footprint
 
 SCHEMA_VERSION = "1.0"
 SWEEP_FILE = "sweep.json"
@@ -74,6 +75,7 @@ class Turn:
     final_val_loss: float | None = None
     time_to_target_sec: float | None = None
     """Seconds of training steps until a step had the target loss or less."""
+    footprint: Footprint | None = None
     work: dict[str, Any] | None = None
     """What was computed, by the facts of ``dsgpt.config.same_work``."""
 

@@ -20,7 +20,7 @@ from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, timing_fig
 from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
-from dsgpt.training.run_description import CHANGES_KEY
+from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
 from dsgpt.training.segments import Segments
 from dsgpt.training.sinks import Sinks
 from dsgpt.training.speed import Speed
@@ -60,6 +60,7 @@ class Journal:
         self._failed_saves = 0
         self._communication_share: float | None = None
         self._gpu_use: dict[str, Any] | None = None
+        self._predicted = predicted_peak_memory(config)
         self.record = RunRecord(description=description)
         self.last_val_loss: float | None = None
         self.last_val_step: int | None = None
@@ -273,6 +274,7 @@ class Journal:
             "communication_share": self._communication_share,
             "gpu_use": self._gpu_use,
             **self._segments.peaks(),
+            "predicted_peak_memory": self._predicted,
         }
 
     def _note_segment(self, *, peaks: bool = True) -> None:

@@ -12,6 +12,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.model_state import largest_model_state
+from dsgpt.planning.peak_memory import peak_memory, worst_peak
 from dsgpt.planning.setup import Setup
 from dsgpt.runtime.device import describe_hardware
 from dsgpt.strategies.deepspeed.setup import engine_config
@@ -79,15 +80,30 @@ def setup_of(config: RunConfig) -> Setup:
     )
 
 
+def predicted_peak_memory(config: RunConfig) -> dict[str, Any] | None:
+    """The predicted peak of tensor memory in a step, of rank 0 and of the rank that needs most; None for Zero++."""
+    if _has_no_formula(config):
+        return None
+    setup = setup_of(config)
+    first, (rank, worst) = peak_memory(setup, device=config.device), worst_peak(setup, device=config.device)
+    return {"rank0": first.as_dict(), "worst": {"rank": rank, **worst.as_dict()}}
+
+
+def _has_no_formula(config: RunConfig) -> bool:
+    return config.run_type == "optimized" and config.recipe.zero_plus_plus
+
+
 def _state_line(config: RunConfig) -> str:
     """Bytes that a rank will hold and send, by the formulas."""
-    if config.run_type == "optimized" and config.recipe.zero_plus_plus:
+    if _has_no_formula(config):
         return "not known for Zero++"
     setup = setup_of(config)
     state, sent = largest_model_state(setup), most_sent_bytes(setup)
+    _, peak = worst_peak(setup, device=config.device)
     elsewhere = f", {state.on_device / 1e6:,.1f} MB of it on the device" if state.off_device else ""
     return (
-        f"{state.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}, besides activations; "
+        f"{state.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}; "
+        f"{peak.total / 1e6:,.1f} MB at the peak of a step, with activations and buffers; "
         f"each step a rank sends {sent / 1e6:,.1f} MB"
     )
 

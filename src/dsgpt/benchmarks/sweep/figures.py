@@ -48,6 +48,7 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
         joules=_number(_at(record, "summary", "gpu_use", "energy_joules")),
         final_loss=run.final_train_loss,
         final_val_loss=run.final_val_loss,
+        footprint=run.footprint,
         work=dict(run.work),
     )
 

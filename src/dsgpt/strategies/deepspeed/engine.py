@@ -24,6 +24,7 @@ from dsgpt.strategies.deepspeed.gradient_norm import take_norms_of_blocks
 from dsgpt.strategies.deepspeed.protocols import Engine
 from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.sharded_state import ShardedState
+from dsgpt.strategies.deepspeed.shared_weights import step_on_weights
 from dsgpt.strategies.deepspeed.state_tensors import engine_tensors
 from dsgpt.strategies.deepspeed.tensor_layout import is_split, join_parts, take_part
 from dsgpt.strategies.loss_scale import LossScale
@@ -68,6 +69,7 @@ class DeepSpeedStrategy(Strategy):
             model=model, optimizer=optimizer, config=ds_config, mpu=groups
         )
         take_norms_of_blocks(self._optimizer)
+        step_on_weights(self._optimizer)
         kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 

@@ -1,0 +1,130 @@
+"""The plan of one setup: its memory, the time of a step and of the training, and what that costs."""
+
+from dataclasses import dataclass
+
+from dsgpt.advising.options import PlanOptions
+from dsgpt.planning.hardware import gpus
+from dsgpt.planning.model_state import model_state
+from dsgpt.planning.peak_memory import Peak, peak_memory, worst_peak
+from dsgpt.planning.prices import Cost, PriceTable, costs, own_cost
+from dsgpt.planning.rates import Machine
+from dsgpt.planning.run_time import Length, RunTime, run_time
+from dsgpt.planning.setup import Setup
+from dsgpt.planning.step_time import StepTime, predict_step
+
+GPU_SHARE, GPU_CONTEXT_BYTES = 0.94, 600_000_000
+"""Of a GPU's memory, tensors can fill this share, after the driver's and NCCL's part: an allocator leaves gaps."""
+CPU_SHARE, CPU_PROCESS_BYTES = 0.9, 700_000_000
+"""The same of a CPU device's share of its machine's memory, after the process without tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is predicted of one setup."""
+
+    setup: Setup
+    machine: Machine
+    rank: int
+    """The rank that needs most memory."""
+    peak: Peak
+    usable_bytes: int
+    """Of a device, for tensors."""
+    host_bytes: int
+    """Of model state that all ranks of a machine keep in the memory of their host."""
+    step: StepTime
+    run: RunTime
+    costs: list[Cost]
+    """The cheapest first; empty if no price is known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that needs most has the memory."""
+        return self.peak.total <= self.usable_bytes
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        setup = self.setup
+        sequences = setup.micro_batch_size * setup.gradient_accumulation_steps * setup.data_parallel_size
+        return sequences * setup.seq_length
+
+    def tokens_per_sec(self, seconds: float) -> float:
+        """Over all ranks, if a step takes ``seconds``."""
+        return self.tokens_per_step / seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation at the likely time; None without a datasheet's peak."""
+        gpu = gpus().get(self.machine.name)
+        peak = gpu.peak(self.setup.precision) if gpu else None
+        if peak is None:
+            return None
+        flops = self.setup.model.flops_per_token(self.setup.seq_length)
+        return self.tokens_per_sec(self.step.seconds) / self.setup.world_size * flops / peak
+
+
+def usable_bytes(machine: Machine) -> int:
+    """Bytes of a device that tensors can fill."""
+    if machine.kind == "cpu":
+        return max(0, int(CPU_SHARE * machine.memory_bytes) - CPU_PROCESS_BYTES)
+    return int(GPU_SHARE * machine.memory_bytes) - GPU_CONTEXT_BYTES
+
+
+def fullest_rank(setup: Setup, kind: str) -> tuple[int, Peak]:
+    """The rank that needs the most memory of its device, and its peak.
+
+    Only ZeRO 1 and 2 in fp32 deal parameters unevenly to the ranks of a pipeline stage.
+    """
+    if setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2} and setup.precision == "fp32":
+        return worst_peak(setup, device=kind)
+    peaks = [(rank, peak_memory(setup, rank=rank, device=kind)) for rank in setup.first_ranks]
+    return max(peaks, key=lambda each: each[1].total)
+
+
+def length_of(options: PlanOptions) -> Length:
+    """The length of the training that the flags name."""
+    return Length(
+        tokens=options.tokens or 0.0,
+        eval_every=options.eval_every,
+        val_tokens=options.val_tokens,
+        save_every=options.save_every,
+    )
+
+
+def plan_of(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable) -> Plan:
+    """The plan of ``setup``."""
+    rank, peak = fullest_rank(setup, machine.kind)
+    step = predict_step(setup, machine)
+    run = run_time(setup, machine, step, length_of(options))
+    return Plan(
+        setup=setup,
+        machine=machine,
+        rank=rank,
+        peak=peak,
+        usable_bytes=usable_bytes(machine),
+        host_bytes=_host_bytes(setup, machine, rank),
+        step=step,
+        run=run,
+        costs=_costs(setup, machine, options, prices, run),
+    )
+
+
+def _host_bytes(setup: Setup, machine: Machine, rank: int) -> int:
+    state = model_state(setup, rank=rank)
+    return (state.total - state.on_device) * min(setup.world_size, machine.devices)
+
+
+def _costs(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable, run: RunTime) -> list[Cost]:
+    if options.price_per_gpu_hour is not None:
+        times = {"seconds": run.seconds, "least": run.least, "most": run.most}
+        return [own_cost(options.price_per_gpu_hour, gpus=setup.world_size, **times)]
+    return costs(
+        prices,
+        gpu=machine.name,
+        gpus=setup.world_size,
+        together=min(setup.world_size, machine.devices),
+        spot=options.spot,
+        seconds=run.seconds,
+        least=run.least,
+        most=run.most,
+    )

@@ -1,0 +1,200 @@
+"""From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsgpt.advising.options import CALIBRATION, PlanOptions
+from dsgpt.common.errors import UserError
+from dsgpt.common.problems import Problems
+from dsgpt.config.batch import BatchPlan
+from dsgpt.config.compatibility import Request, check_accumulation, check_split
+from dsgpt.config.options import Options
+from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.run_config import split_batch
+from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
+from dsgpt.planning.calibrations import calibrated_machine, read_calibration
+from dsgpt.planning.datasheet_rates import DEVICES_PER_MACHINE, NETWORK_BYTES_PER_SEC, datasheet_machine
+from dsgpt.planning.hardware import find_gpu
+from dsgpt.planning.rates import Machine
+from dsgpt.planning.setup import Setup
+from dsgpt.runtime.topology import Topology
+
+SIZES = Path("ds_configs") / "sizes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned, checked as far as it does not depend on the batch's split."""
+
+    options: PlanOptions
+    model: GPT2Config
+    recipe: Recipe
+    machine: Machine
+    devices: int
+    precision: str
+    seq_length: int
+
+    @property
+    def run_type(self) -> str:
+        """As given, or ``optimized``."""
+        return self.options.run_type or "optimized"
+
+    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
+        """The request as training's own checks take it."""
+        options = Options(
+            run_type=run_type,
+            global_batch_size=self.options.global_batch_size,
+            micro_batch_size_per_gpu=self.options.micro_batch_size_per_gpu,
+            grad_accum_steps=self.options.grad_accum_steps,
+        )
+        return Request(
+            options=options,
+            topology=Topology(
+                rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
+            ),
+            run_dir=Path(),
+            recipe=recipe,
+            train=None,
+            val=None,
+            init_from=None,
+            model=self.model,
+            seq_length=self.seq_length,
+            device=self.machine.kind,
+            precision=self.precision,
+            mistakes=problems.copy(),
+        )
+
+    def setup(self, recipe: Recipe, run_type: str, batch: BatchPlan, *, activation_checkpointing: bool) -> Setup:
+        """The training that formulas take.
+
+        Raises:
+            UserError: the recipe has no formula.
+        """
+        try:
+            return Setup(
+                run_type=run_type,
+                model=self.model,
+                recipe=recipe,
+                world_size=self.devices,
+                precision=self.precision,
+                micro_batch_size=batch.micro_batch_size,
+                gradient_accumulation_steps=batch.gradient_accumulation_steps,
+                seq_length=self.seq_length,
+                activation_checkpointing=activation_checkpointing,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def read_request(options: PlanOptions, problems: Problems, *, repository: Path) -> PlanRequest:
+    """Read what the flags name.
+
+    Args:
+        options: the flags.
+        problems: the mistakes found so far.
+        repository: has the recipes of the sizes.
+
+    Raises:
+        UserError: with every mistake, a line each.
+    """
+    model = _model(options, problems)
+    machine = _machine(options, problems)
+    recipe = _recipe(options, problems, repository=repository)
+    seq_length = _seq_length(options, model, problems)
+    _check_lengths(options, problems)
+    precision = _precision(options, recipe, machine, problems) if recipe and machine else None
+    problems.raise_if_any()
+    assert model is not None
+    assert machine is not None
+    assert recipe is not None
+    assert seq_length is not None
+    assert precision is not None
+    devices = options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices)
+    return PlanRequest(
+        options=options,
+        model=model,
+        recipe=recipe,
+        machine=machine,
+        devices=devices,
+        precision=precision,
+        seq_length=seq_length,
+    )
+
+
+def fixed_batch(request: PlanRequest, problems: Problems) -> BatchPlan | None:
+    """The split of the global batch, after the checks of training; None if ``problems`` says why there is none."""
+    training = request.training(request.recipe, request.run_type, problems=problems)
+    check_split(training, problems)
+    batch = split_batch(training, problems, [])
+    if batch is not None:
+        check_accumulation(training, batch.gradient_accumulation_steps, problems)
+    return batch
+
+
+def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
+    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | options.shape_overrides()
+    found = shape_problems(shape)
+    problems.add(*found)
+    return None if found else GPT2Config(**shape)
+
+
+def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Recipe | None:
+    if options.deepspeed_config is not None:
+        return read_recipe(options.deepspeed_config, problems)
+    path = repository / SIZES / f"{options.model_size}.json"
+    recipe = read_recipe(path, problems)
+    return replace(recipe, path=SIZES / path.name) if recipe else None
+
+
+def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
+    if options.gpu is not None and options.machine is not None:
+        problems.add("--gpu and --machine are two machines: give one of them")
+    try:
+        if options.gpu is not None:
+            return datasheet_machine(
+                find_gpu(options.gpu),
+                devices=options.gpus_per_machine or DEVICES_PER_MACHINE,
+                network=NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8,
+            )
+        path = options.machine or CALIBRATION
+        if options.machine is None and not path.exists():
+            problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
+            return None
+        return calibrated_machine(read_calibration(path), devices=options.gpus)
+    except UserError as error:
+        problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
+        return None
+
+
+def _seq_length(options: PlanOptions, model: GPT2Config | None, problems: Problems) -> int | None:
+    if model is None:
+        return options.seq_length
+    length = options.seq_length or model.block_size
+    if length > model.block_size:
+        problems.add(
+            f"--seq_length {length} is longer than the model's {model.block_size} positions: lower it, or add "
+            f"--max_position_embeddings {length}"
+        )
+    return length
+
+
+def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems: Problems) -> str:
+    asked = options.precision if options.precision != "auto" else recipe.precision
+    precision = asked or machine.default_precision
+    if precision not in machine.precisions:
+        where = "--precision" if options.precision != "auto" else f"{recipe.path}:"
+        problems.add(f"{where} {precision}: {machine.name} has no units for it: take {' or '.join(machine.precisions)}")
+    return precision
+
+
+def _check_lengths(options: PlanOptions, problems: Problems) -> None:
+    if options.tokens is None and not problems.mention("--tokens"):
+        problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
+    if options.eval_every and not options.val_tokens:
+        problems.add("--eval_every needs --val_tokens, the tokens of a validation")
+    if not options.recommend:
+        for flag, value in (("--budget", options.budget), ("--deadline", options.deadline)):
+            if value is not None:
+                problems.add(f"{flag} is a limit for --recommend: add it, or leave {flag} out")
+    if options.picture is not None and options.picture.suffix not in {".svg", ".png"}:
+        problems.add(f"--picture {options.picture} must end in .svg or .png")

@@ -1,0 +1,182 @@
+"""``--recommend``: plans every way to train, and ranks those that fit into memory, budget and deadline."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.advising.plan import Plan, plan_of
+from dsgpt.advising.request import PlanRequest
+from dsgpt.advising.ways import Way, ways
+from dsgpt.advising.words import dollars, duration, size
+from dsgpt.common.divisors import divisors
+from dsgpt.common.problems import Problems
+from dsgpt.config.batch import BatchPlan
+from dsgpt.config.compatibility import check_accumulation, check_split
+from dsgpt.config.recipe import Recipe
+from dsgpt.planning.prices import PriceTable
+
+_SHARE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A way with or without activation checkpointing, and its fastest micro batch that fits."""
+
+    way: Way
+    activation_checkpointing: bool
+    recipe: Recipe | None
+    """With the batch; None if it was refused."""
+    plan: Plan | None
+    """If it does not fit into memory, the plan with the smallest micro batch."""
+    reason: str
+    """Why it is not recommended; empty if it is within all limits."""
+
+    @property
+    def name(self) -> str:
+        """The way's, with a remark about checkpointing."""
+        return f"{self.way.name}, checkpointing" if self.activation_checkpointing else self.way.name
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within memory, budget and deadline."""
+        return not self.reason
+
+
+def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> list[Judged]:
+    """Every way to train, judged: first those within all limits, the fastest first, then the others.
+
+    Micro batches grow until one does not fit: a larger one needs more memory.
+    """
+    found = [
+        _judge(request, prices, way, activation_checkpointing=checkpointing)
+        for way in ways(request.devices, together=request.machine.devices, repository=repository)
+        for checkpointing in (False, True)
+    ]
+    ranked = sorted((each for each in found if each.fits), key=_seconds)
+    return [*ranked, *(each for each in found if not each.fits)]
+
+
+def _seconds(judged: Judged) -> float:
+    """Of the training, for ranking; equal ones stay in order, the simpler first."""
+    assert judged.plan is not None
+    return judged.plan.run.seconds
+
+
+def _judge(request: PlanRequest, prices: PriceTable, way: Way, *, activation_checkpointing: bool) -> Judged:
+    best: Plan | None = None
+    chosen: Recipe | None = None
+    smallest: Plan | None = None
+    try:
+        for recipe, plan in _plans(request, prices, way, activation_checkpointing=activation_checkpointing):
+            smallest = smallest or plan
+            if not plan.fits:
+                break
+            if best is None or plan.run.seconds < best.run.seconds * (1 - _SHARE):
+                best, chosen = plan, recipe
+    except _Refused as refusal:
+        return Judged(
+            way=way,
+            activation_checkpointing=activation_checkpointing,
+            recipe=None,
+            plan=None,
+            reason=str(refusal),
+        )
+    return Judged(
+        way=way,
+        activation_checkpointing=activation_checkpointing,
+        recipe=chosen,
+        plan=best or smallest,
+        reason=_reason(request, best, smallest),
+    )
+
+
+class _Refused(ValueError):
+    """Training would refuse the way, whatever the micro batch is."""
+
+
+def _plans(
+    request: PlanRequest, prices: PriceTable, way: Way, *, activation_checkpointing: bool
+) -> Iterator[tuple[Recipe, Plan]]:
+    """The plans of all micro batches, the smallest first."""
+    for recipe, batch in _batches(request, way, activation_checkpointing=activation_checkpointing):
+        setup = request.setup(recipe, way.run_type, batch, activation_checkpointing=activation_checkpointing)
+        yield recipe, plan_of(setup, request.machine, request.options, prices)
+
+
+def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) -> Iterator[tuple[Recipe, BatchPlan]]:
+    """Every split of the global batch that the flags allow.
+
+    Raises:
+        _Refused: there is none, or training refuses the way.
+    """
+    options = request.options
+    total = options.global_batch_size or request.recipe.train_batch_size
+    path = options.into / "recipe.json"
+    more: dict[str, Any] = {"activation_checkpointing": {}} if activation_checkpointing else {}
+    problems = Problems()
+    plain = way.recipe(request.recipe, path, train_batch_size=total, **more)
+    training = request.training(plain, way.run_type, problems=problems)
+    check_split(training, problems)
+    ranks = request.devices // plain.parallel_of(way.run_type).ranks_per_copy
+    if total is not None and not problems and total % ranks:
+        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
+    if total is None:
+        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
+    if problems:
+        raise _Refused(_first_line(problems, path))
+    assert total is not None
+    share, count = total // ranks, 0
+    for micro in divisors(share):
+        batch = BatchPlan(
+            global_batch_size=total,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=share // micro,
+            data_parallel_size=ranks,
+        )
+        wanted = (options.micro_batch_size_per_gpu, options.grad_accum_steps)
+        sizes = (micro, batch.gradient_accumulation_steps)
+        if any(want is not None and want != have for want, have in zip(wanted, sizes, strict=True)):
+            continue
+        recipe = way.recipe(
+            request.recipe,
+            path,
+            train_batch_size=total,
+            train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=batch.gradient_accumulation_steps,
+            **more,
+        )
+        check_accumulation(training, batch.gradient_accumulation_steps, problems)
+        if not problems:
+            count += 1
+            yield recipe, batch
+    if not count:
+        raise _Refused(f"no micro batch as asked for divides the {share} sequences of a rank")
+
+
+def _first_line(problems: Problems, path: Path) -> str:
+    """The first mistake, without the name of the file that is not written yet."""
+    try:
+        problems.raise_if_any()
+    except ValueError as error:
+        return str(error).splitlines()[0].removeprefix(f"{path}: ")
+    return ""
+
+
+def _reason(request: PlanRequest, best: Plan | None, smallest: Plan | None) -> str:
+    """Why a way is not within the limits; empty if it is."""
+    options = request.options
+    if best is None:
+        assert smallest is not None
+        part = max(smallest.peak.parts, key=lambda name: smallest.peak.parts[name])
+        return (
+            f"does not fit: needs {size(smallest.peak.total)} of {size(smallest.usable_bytes)} with micro batch "
+            f"{smallest.setup.micro_batch_size}; most of it is {part} ({size(smallest.peak.parts[part])})"
+        )
+    if options.deadline is not None and best.run.seconds > options.deadline:
+        return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
+    if options.budget is not None and not best.costs:
+        return "has no known price: give --price_per_gpu_hour"
+    if options.budget is not None and best.costs[0].usd > options.budget:
+        return f"costs {dollars(best.costs[0].usd)}, more than the budget of {dollars(options.budget)}"
+    return ""

@@ -1,0 +1,82 @@
+"""Predicts the bytes of activations: what a forward pass keeps, what the loss needs, what a backward pass adds.
+
+For a block without dropout, in units of the residual stream (B, T, C) of a rank, with T tensor peers: the outputs of
+both LayerNorms, of the attention's residual sum and of the block are 1 each; queries, keys and values are 3/T, the
+attention's output 1/T, the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Those are the 16 numbers of
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two dropout masks.
+Their quadratic term does not exist: fused attention keeps one number per token and head of its scores.
+"""
+
+from dsgpt.planning.setup import FULL, Setup
+
+CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""``model.linear_cross_entropy.CHUNKS``: most logits at a time. A test holds them together."""
+CACHED = 256 << 10
+"""``model.linear_cross_entropy.CACHED``: most logits in a step of the softmax on a CPU."""
+_ID = 8
+"""Bytes of a token id."""
+_MOMENTS = 2
+"""Numbers that a LayerNorm keeps per token: mean and inverse deviation."""
+
+
+def stream_bytes(setup: Setup) -> int:
+    """One residual stream of a micro batch, (B, T, C), in the precision of the activations."""
+    return setup.low * setup.tokens * setup.model.n_embd
+
+
+def block_bytes(setup: Setup) -> int:
+    """What the forward pass of a block keeps, its output included."""
+    stream, tensor = stream_bytes(setup), setup.sizes.tensor
+    split = 12 + (4 if setup.sizes.sequence > 1 else 0)  # all-to-all copies queries, keys, values and output
+    statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
+    return 4 * stream + split * stream // tensor + statistics
+
+
+def kept_bytes(setup: Setup, blocks: int) -> int:
+    """What the forward pass of ``blocks`` blocks keeps for their backward pass, with ids and the embedding's output."""
+    stream = stream_bytes(setup)
+    of_block = stream if setup.activation_checkpointing else block_bytes(setup)
+    return stream + blocks * of_block + 2 * _ID * setup.tokens
+
+
+def recomputed_bytes(setup: Setup) -> int:
+    """What is recomputed of one block for its backward pass; 0 without activation checkpointing."""
+    return block_bytes(setup) if setup.activation_checkpointing else 0
+
+
+def block_gradient_bytes(setup: Setup) -> int:
+    """The most that a block's backward pass adds: the gradient of the MLP's inner layer."""
+    return 4 * stream_bytes(setup) // setup.sizes.tensor
+
+
+def head_gradient_bytes(setup: Setup, *, device: str) -> int:
+    """The gradient of the head's weights, which the loss computes; in fp32 if several chunks are added up."""
+    if _plain_loss(setup):
+        return 0
+    model = setup.model
+    width = FULL if _rows(setup, device) < setup.tokens else setup.low
+    return width * model.padded_vocab_size * model.n_embd
+
+
+def logits_bytes(setup: Setup, *, device: str) -> int:
+    """The logits of a chunk and the steps of its softmax; without chunks those of all tokens, and their gradient."""
+    vocabulary = setup.model.vocab_size
+    if _plain_loss(setup):
+        casts = 0 if setup.low == FULL else setup.low
+        return (2 * FULL + casts) * setup.tokens * vocabulary
+    rows = _rows(setup, device)
+    chunk = setup.low * rows * vocabulary
+    if device == "cuda":
+        return chunk + FULL * rows * vocabulary
+    copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
+    cached = CACHED // vocabulary * vocabulary
+    return chunk + FULL * min(copies * cached, 2 * rows * vocabulary)
+
+
+def _plain_loss(setup: Setup) -> bool:
+    """Whether the loss is PyTorch's cross-entropy of all logits."""
+    return setup.precision == "fp16" or setup.sizes.pipeline > 1
+
+
+def _rows(setup: Setup, device: str) -> int:
+    return min(setup.tokens, max(1, CHUNK[device] // setup.model.vocab_size))

@@ -1,0 +1,144 @@
+"""The price table, ``prices.json``: list prices of cloud instances as known on a date, and what a training costs.
+
+Nothing here asks a provider: users check the prices, or give their own.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import JsonError, Positive, read_as
+
+TABLE = Path(__file__).with_name("prices.json")
+SEC_PER_HOUR = 3600
+Dollars = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """One instance of one provider."""
+
+    provider: str
+    instance: str
+    gpu: str
+    """Its key in ``hardware.json``."""
+    gpus: Positive
+    on_demand_usd_per_hour: Dollars
+    """Of the whole instance."""
+    spot_usd_per_hour: Dollars | None
+    """None where no list price is known."""
+    region: str
+    known_on: str
+    """The date on which this was a list price."""
+    source: str
+    """The provider's page."""
+
+    def per_hour(self, *, spot: bool) -> float | None:
+        """Dollars of the instance; None where its spot price is unknown."""
+        return self.spot_usd_per_hour if spot else self.on_demand_usd_per_hour
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceTable:
+    """The file."""
+
+    notice: str
+    prices: list[Price]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a training costs on one offer."""
+
+    offer: str
+    """Provider and instance, or the user's own price."""
+    instances: int
+    """How many are rented; whole ones, even if not all of their GPUs work."""
+    usd_per_hour: float
+    """Of all of them."""
+    usd: float
+    least: float
+    most: float
+    known_on: str | None
+    """The date of the price; None for the user's own."""
+    source: str | None
+
+
+def read_prices(path: Path = TABLE) -> PriceTable:
+    """Read a price table.
+
+    Raises:
+        UserError: it is missing or not a table; one line.
+    """
+    try:
+        return read_as(path, PriceTable)
+    except JsonError as error:
+        raise UserError(
+            f"--prices {path}: cannot be read as a price table ({error}); src/dsgpt/planning/prices.json is one"
+        ) from error
+
+
+def costs(
+    table: PriceTable, *, gpu: str, gpus: int, together: int, spot: bool, seconds: float, least: float, most: float
+) -> list[Cost]:
+    """What every offer with this GPU costs, the cheapest first. Billed by the second, for whole instances.
+
+    Args:
+        table: the prices.
+        gpu: its key in ``hardware.json``.
+        gpus: how many the training uses.
+        together: how many of them are in one machine; smaller instances are no offer.
+        spot: take spot prices, of the offers that have one.
+        seconds: the likely time of the training.
+        least: its shortest time.
+        most: its longest time.
+    """
+    found = []
+    for price in table.prices:
+        hourly = price.per_hour(spot=spot)
+        if price.gpu != gpu or price.gpus < together or hourly is None:
+            continue
+        instances = math.ceil(gpus / price.gpus)
+        found.append(
+            _cost(
+                f"{price.provider} {price.instance}",
+                hourly * instances,
+                seconds=(seconds, least, most),
+                instances=instances,
+                known_on=price.known_on,
+                source=price.source,
+            )
+        )
+    return sorted(found, key=lambda cost: cost.usd)
+
+
+def own_cost(price_per_gpu_hour: float, *, gpus: int, seconds: float, least: float, most: float) -> Cost:
+    """What the training costs at the user's price."""
+    hourly = price_per_gpu_hour * gpus
+    return _cost("your price", hourly, seconds=(seconds, least, most), instances=1, known_on=None, source=None)
+
+
+def _cost(
+    offer: str,
+    hourly: float,
+    *,
+    seconds: tuple[float, float, float],
+    instances: int,
+    known_on: str | None,
+    source: str | None,
+) -> Cost:
+    usd, least, most = (hourly * each / SEC_PER_HOUR for each in seconds)
+    return Cost(
+        offer=offer,
+        instances=instances,
+        usd_per_hour=hourly,
+        usd=usd,
+        least=least,
+        most=most,
+        known_on=known_on,
+        source=source,
+    )

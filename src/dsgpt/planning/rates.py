@@ -1,0 +1,111 @@
+"""How fast a device computes, reads and sends: the rates of a machine that predictions of time divide by.
+
+They are measured (``dsgpt.planning.calibrations``), or shares of a datasheet's peaks that are assumed
+(``dsgpt.planning.datasheet_rates``).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one device does while every device of its machine works."""
+
+    matrix: Mapping[str, Mapping[int, float]]
+    """FLOP/s of the matrix products of a block, by precision and the model's width."""
+    attention: Mapping[str, float]
+    """FLOP/s of causal attention, by precision; FLOPs of the masked half do not count."""
+    elementwise: Mapping[str, float]
+    """Bytes read and written per second by LayerNorm, GELU and sums, by precision."""
+    logits: Mapping[str, float]
+    """Logits per second through the softmax and its gradient, by precision."""
+    memory: float
+    """Bytes read and written per second by an operation on arrays that fit into no cache."""
+    kernel_sec: float
+    """Seconds that every operation takes in addition, however small it is."""
+    bus: Mapping[int, float]
+    """Bytes that a device sends per second in a ring, by the number of ranks of the ring."""
+    collective_sec: Mapping[int, float]
+    """Seconds of a collective operation without data, by the number of its ranks."""
+    network: float
+    """Bytes per second between two machines, in one direction, all links of a machine together."""
+    host_link: float
+    """Bytes per second between the device and its host, in one direction."""
+    host_memory: float
+    """Bytes read and written per second by a process of the host, while one for each device does so."""
+    disk: float
+    """Bytes written to disk per second by a single process."""
+
+    def matrix_at(self, precision: str, width: int) -> float:
+        """FLOP/s at this width, interpolated between the nearest known ones on a scale of powers."""
+        known = sorted(self.matrix[precision].items())
+        below = [point for point in known if point[0] <= width] or known[:1]
+        above = [point for point in known if point[0] >= width] or known[-1:]
+        (low, slow), (high, fast) = below[-1], above[0]
+        share = 0.0 if low == high else math.log(width / low) / math.log(high / low)
+        found: float = slow * (fast / slow) ** min(1.0, max(0.0, share))
+        return found
+
+    def scaled(self, *, compute: float, communication: float) -> "Rates":
+        """The rates with which computation and communication take these times as long."""
+
+        def slower(rates: Mapping[str, float]) -> dict[str, float]:
+            return {name: rate / compute for name, rate in rates.items()}
+
+        return replace(
+            self,
+            matrix={
+                precision: {width: rate / compute for width, rate in by_width.items()}
+                for precision, by_width in self.matrix.items()
+            },
+            attention=slower(self.attention),
+            elementwise=slower(self.elementwise),
+            logits=slower(self.logits),
+            memory=self.memory / compute,
+            kernel_sec=self.kernel_sec * compute,
+            bus={ranks: rate / communication for ranks, rate in self.bus.items()},
+            collective_sec={ranks: seconds * communication for ranks, seconds in self.collective_sec.items()},
+        )
+
+
+def at_ranks(known: Mapping[int, float], ranks: int) -> float:
+    """The value for the fewest known ranks that are not fewer than ``ranks``, else for the most."""
+    return known[nearest_ranks(known, ranks)]
+
+
+def nearest_ranks(known: Iterable[int], ranks: int) -> int:
+    """The fewest known ranks that are not fewer than ``ranks``, else the most."""
+    numbers = list(known)
+    enough = [number for number in numbers if number >= ranks]
+    return min(enough) if enough else max(numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine, or several that are alike, and what its devices do: likely, at least and at most."""
+
+    name: str
+    kind: str
+    """``cpu`` or ``cuda``."""
+    devices: int
+    """Of one machine."""
+    memory_bytes: int
+    """Of one device."""
+    precisions: tuple[str, ...]
+    """That the devices have units for, and that were measured."""
+    rates: Rates
+    slowest: Rates
+    fastest: Rates
+    assumed: bool
+    """Whether the rates are assumed shares of a datasheet's peaks."""
+    basis: str
+    """Where the rates come from, in a sentence."""
+
+    @property
+    def default_precision(self) -> str:
+        """The one that ``--precision auto`` takes."""
+        if self.kind == "cpu":
+            return "fp32"
+        return "bf16" if "bf16" in self.precisions else "fp16"

@@ -1,0 +1,195 @@
+"""Predicts the seconds of an optimizer step: a roofline of every operation, from the rates of a machine.
+
+Each block, the head with its loss, each collective operation, and the optimizer take the time of their FLOPs and bytes
+at the machine's rates, plus a constant for every operation. ``dsgpt.planning.transfers`` says which communication
+overlaps with computation. In a pipeline of p stages and m micro batches, a step takes m + p - 1 times as long as the
+slowest stage needs for one micro batch: the other p - 1 are the bubble (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2). ``--compile`` is not modelled.
+"""
+
+from dataclasses import dataclass
+
+from dsgpt.planning.flat_groups import flat_groups, parts
+from dsgpt.planning.gathering import gathered
+from dsgpt.planning.parameters import total
+from dsgpt.planning.rates import Machine, Rates
+from dsgpt.planning.setup import FULL, Setup
+from dsgpt.planning.sharded import Shards, fsdp_elements, zero_piece
+from dsgpt.planning.transfers import exposed_communication, overlap_in_words
+from dsgpt.planning.work import Work, block_backward, block_forward, embedding, head_and_loss, validation_forward
+
+_PER_TENSOR = {"baseline": 1, "ddp": 2, "fsdp": 4, "optimized": 8}
+"""Operations for each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of one optimizer step."""
+
+    parts: dict[str, float]
+    """Seconds by what they are; they add up to ``seconds``."""
+    least: float
+    """Seconds at the fastest rates that the machine may have."""
+    most: float
+    """Seconds at the slowest."""
+    hidden: float
+    """Seconds of communication that computation hides; not in ``parts``."""
+    validation_micro_batch: float
+    """Seconds to validate on one micro batch."""
+    overlap: str
+    """What overlaps, in words."""
+    assumed: bool
+    """Whether the rates are assumed, not measured."""
+
+    @property
+    def seconds(self) -> float:
+        """The likely time."""
+        return sum(self.parts.values())
+
+    @property
+    def low(self) -> float:
+        """``least``."""
+        return self.least
+
+    @property
+    def high(self) -> float:
+        """``most``."""
+        return self.most
+
+
+def predict_step(setup: Setup, machine: Machine) -> StepTime:
+    """The time of a step on ``machine``, whose rates must have the setup's precision."""
+    overlaps = machine.kind != "cpu"
+    likely = _slowest_stage(setup, machine.rates, machine)
+    return StepTime(
+        parts=likely.parts,
+        least=sum(_slowest_stage(setup, machine.fastest, machine).parts.values()),
+        most=sum(_slowest_stage(setup, machine.slowest, machine).parts.values()),
+        hidden=likely.hidden,
+        validation_micro_batch=likely.validation,
+        overlap=overlap_in_words(setup, overlaps=overlaps),
+        assumed=machine.assumed,
+    )
+
+
+def bubble_fraction(stages: int, micro_batches: int) -> float:
+    """The share of a step in which a stage waits for the others: (p - 1) / (m + p - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """The step of one rank."""
+
+    parts: dict[str, float]
+    hidden: float
+    validation: float
+
+
+def _slowest_stage(setup: Setup, rates: Rates, machine: Machine) -> _Rank:
+    ranks = [_rank(setup, rates, machine, rank) for rank in setup.first_ranks]
+    return max(ranks, key=lambda rank: sum(rank.parts.values()))
+
+
+def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
+    """The step of ``rank``, as if the other stages of its pipeline were not slower."""
+    micro_batches, stages = setup.gradient_accumulation_steps, setup.sizes.pipeline
+    work = _micro_batch(setup, rank)
+    seconds = {name: each.seconds(rates, setup) for name, each in work.items()}
+    sent = exposed_communication(
+        setup,
+        rates,
+        rank=rank,
+        devices=machine.devices,
+        overlaps=machine.kind != "cpu",
+        forward=seconds["forward"],
+        backward=seconds["backward"] + seconds["recomputation"],
+    )
+    found = {name: micro_batches * each for name, each in seconds.items()}
+    found["gradients"] = _gradient_bytes(setup, rank) / rates.memory
+    found["norm and clipping"] = _norm_bytes(setup, rank) / rates.memory
+    found["optimizer"] = _optimizer(setup, rates, rank)
+    found["offload"] = _offload(setup, rates, machine, rank)
+    found["communication"] = sent.once + micro_batches * sent.per_micro_batch
+    found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
+    validation = validation_forward(setup, setup.blocks(rank)).seconds(rates, setup)
+    return _Rank(
+        parts={name: each for name, each in found.items() if each},
+        hidden=sent.hidden,
+        validation=validation + sent.per_micro_batch / 3,
+    )
+
+
+def _micro_batch(setup: Setup, rank: int) -> dict[str, Work]:
+    """The work of one micro batch."""
+    blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
+    per_tensor = _PER_TENSOR[setup.run_type] * len(setup.held(rank))
+    ends = (stage == 0) + (stage == last)
+    return {
+        "forward": block_forward(setup).times(blocks) + embedding(setup).times(ends / 4),
+        "backward": block_backward(setup).times(blocks) + embedding(setup).times(ends / 4) + Work(kernels=per_tensor),
+        "recomputation": block_forward(setup).times(blocks if setup.activation_checkpointing else 0),
+        "head and loss": head_and_loss(setup) if stage == last else Work(),
+    }
+
+
+def stepped_elements(setup: Setup, rank: int) -> int:
+    """Elements on which the optimizer of ``rank`` steps."""
+    held = setup.held(rank)
+    if setup.run_type == "fsdp":
+        return fsdp_elements(held, setup.world_size)
+    if setup.run_type != "optimized" or setup.recipe.zero_stage == 0:
+        return total(held)
+    if setup.recipe.zero_stage == 3:
+        return Shards.of(setup, held).own
+    return parts(flat_groups(held, setup.zero_ranks))
+
+
+def _gradient_bytes(setup: Setup, rank: int) -> float:
+    """Bytes read and written to add up gradients and to copy them into the buckets of ZeRO.
+
+    In low precision every micro batch's gradients are added to a sum in fp32, w + 8 bytes an element; in fp32 those
+    after the first are, 12 bytes. ZeRO copies what it reduces, 2w bytes.
+    """
+    elements, micro_batches = total(setup.held(rank)), setup.gradient_accumulation_steps
+    adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
+    copies = 0
+    if setup.run_type == "optimized" and setup.recipe.zero_stage:
+        copies = 2 * setup.low * (micro_batches if setup.recipe.zero_stage > 1 else 1)
+    return elements * (adding + copies)
+
+
+def _norm_bytes(setup: Setup, rank: int) -> float:
+    """The norm reads every gradient, 4 bytes; clipping reads and writes it again, 8 bytes."""
+    return stepped_elements(setup, rank) * (FULL + (2 * FULL if setup.recipe.gradient_clipping else 0))
+
+
+def _optimizer(setup: Setup, rates: Rates, rank: int) -> float:
+    """The optimizer reads the gradient, reads and writes the weight and each moment, 28 bytes an element for Adam.
+
+    In low precision it also writes the weight in that precision. With offload the host does all this.
+    """
+    size = FULL * (1 + 2 * (1 + setup.moments)) + (0 if setup.precision == "fp32" else FULL + setup.low)
+    on_host = setup.recipe.dsgpt.fsdp.cpu_offload if setup.run_type == "fsdp" else _offloads(setup)
+    return stepped_elements(setup, rank) * size / (rates.host_memory if on_host else rates.memory)
+
+
+def _offloads(setup: Setup) -> bool:
+    return setup.run_type == "optimized" and setup.recipe.offload_optimizer != "none"
+
+
+def _offload(setup: Setup, rates: Rates, machine: Machine, rank: int) -> float:
+    """Gradients to the host, new weights back, weights of every gather, and moments and weights through files."""
+    own, recipe, micro_batches = stepped_elements(setup, rank), setup.recipe, setup.gradient_accumulation_steps
+    moved = filed = 0.0
+    if setup.run_type == "fsdp" and recipe.dsgpt.fsdp.cpu_offload:
+        moved = FULL * own * (1 + 2 * micro_batches)
+    elif _offloads(setup):
+        moved = setup.low * own * (1 + (micro_batches if recipe.zero_stage > 1 else 1))
+    if setup.run_type == "optimized" and recipe.offload_param != "none":
+        pieces = sum(zero_piece(part, setup.zero_ranks) for part in gathered(setup))
+        moved += setup.low * micro_batches * pieces
+        filed += setup.low * micro_batches * pieces if recipe.offload_param == "nvme" else 0
+    if setup.run_type == "optimized" and recipe.offload_optimizer == "nvme":
+        filed += 2 * FULL * (1 + setup.moments) * own
+    return moved / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk

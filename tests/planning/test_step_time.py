@@ -1,0 +1,155 @@
+"""The time of a step against figures worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+from round_machine import RATES, machine
+
+from dsgpt.model.config import PRESETS
+from dsgpt.planning.communication import step_traffic
+from dsgpt.planning.datasheet_rates import datasheet_machine
+from dsgpt.planning.hardware import find_gpu
+from dsgpt.planning.parameters import model_parameters, total
+from dsgpt.planning.rates import at_ranks
+from dsgpt.planning.step_time import bubble_fraction, predict_step
+from dsgpt.planning.transfers import bus_rate
+from dsgpt.planning.work import block_backward, block_forward, head_and_loss
+
+C, LAYERS, VOCABULARY, TOKENS, LENGTH = 8, 2, 64, 8, 4
+"""Of the tiny model, and of its micro batch of 2 sequences of 4 tokens."""
+STREAM = 4 * TOKENS * C
+
+
+def test_flops_of_a_micro_batch(setup):
+    """Matrices as the PaLM paper counts them, 6 for each weight that multiplies; attention only below the diagonal."""
+    tiny = setup(run_type="baseline", world_size=1)
+    forward, backward, head = block_forward(tiny), block_backward(tiny), head_and_loss(tiny)
+    assert (forward.matrix_flops, backward.matrix_flops) == (24 * TOKENS * C * C, 48 * TOKENS * C * C)
+    assert (forward.attention_flops, backward.attention_flops) == (2 * TOKENS * LENGTH * C, 5 * TOKENS * LENGTH * C)
+    assert head.matrix_flops == 6 * TOKENS * VOCABULARY * C
+    assert (forward.elementwise_bytes, backward.elementwise_bytes) == (20 * STREAM, 43 * STREAM)
+    whole = LAYERS * (forward.matrix_flops + backward.matrix_flops) + head.matrix_flops
+    vectors = LAYERS * 13 * C + 2 * C  # biases and LayerNorms, which PaLM's count includes
+    attention = 12 * LAYERS * C * LENGTH
+    assert whole == TOKENS * (tiny.model.flops_per_token(LENGTH) - 6 * vectors - attention)
+
+
+def test_flops_are_split_among_tensor_and_sequence_ranks(setup):
+    whole = block_forward(setup(run_type="baseline", world_size=1))
+    by_matrix = block_forward(setup("tensor"))
+    by_position = block_forward(setup("sequence"))
+    assert by_matrix.matrix_flops == by_position.matrix_flops == whole.matrix_flops / 2
+    assert by_matrix.attention_flops == by_position.attention_flops == whole.attention_flops / 2
+    assert head_and_loss(setup("tensor")).matrix_flops == head_and_loss(setup()).matrix_flops  # no rank splits the head
+
+
+def test_parts_of_a_step_take_their_flops_and_bytes_at_the_machines_rates(setup):
+    step = predict_step(setup(run_type="baseline", world_size=1), machine())
+    micro = 24 * TOKENS * C * C / 1e9 + 2 * TOKENS * LENGTH * C / 1e8 + 20 * STREAM / 1e7
+    assert step.parts["forward"] == pytest.approx(3 * (LAYERS * micro + 16 / 2 * STREAM / 1e7))
+    head = 6 * TOKENS * VOCABULARY * C / 1e9 + TOKENS * VOCABULARY / 1e6
+    assert step.parts["head and loss"] == pytest.approx(3 * head)
+    p = total(model_parameters(setup().model))
+    assert step.parts["optimizer"] == pytest.approx(28 * p / 1e12)
+    assert step.parts["norm and clipping"] == pytest.approx(12 * p / 1e12)
+    assert step.parts["gradients"] == pytest.approx(2 * 12 * p / 1e12)
+    assert "communication" not in step.parts
+    assert step.least < step.seconds < step.most
+    assert step.most == pytest.approx(2 * step.seconds)
+
+
+def test_activation_checkpointing_runs_every_block_forward_again(setup):
+    plain = predict_step(setup(run_type="ddp"), machine())
+    again = predict_step(setup(run_type="ddp", activation_checkpointing=True), machine())
+    lookups = 3 * 16 / 2 * STREAM / 1e7
+    assert again.parts["recomputation"] == pytest.approx(plain.parts["forward"] - lookups)
+    assert again.seconds == pytest.approx(plain.seconds + again.parts["recomputation"])
+
+
+def test_matrices_that_are_read_longer_than_multiplied(setup):
+    slow_memory = predict_step(setup(run_type="baseline", world_size=1), machine(memory=1e3))
+    fast_memory = predict_step(setup(run_type="baseline", world_size=1), machine())
+    read = 4 * 12 * C * C + 16 * STREAM
+    faster = 24 * TOKENS * C * C / 1e9
+    assert slow_memory.parts["forward"] - fast_memory.parts["forward"] == pytest.approx(
+        3 * LAYERS * (read / 1e3 - faster)
+    )
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "share"), [(1, 7, 0), (2, 3, 1 / 4), (4, 5, 3 / 8)])
+def test_the_bubble_of_a_pipeline(setup, stages, micro_batches, share):
+    assert bubble_fraction(stages, micro_batches) == share
+    if stages == 1:
+        return
+    model = replace(setup().model, n_layer=stages)
+    pipeline = {"pipeline": {"stages": stages, "partition": "type:StageBlock"}}
+    fields = {"model": model, "world_size": stages, "gradient_accumulation_steps": micro_batches}
+    no_gradients = machine(memory=1e30, bus={1: 1e30})
+    parts = predict_step(setup("pipeline", top=pipeline, **fields), no_gradients).parts
+    assert parts["bubble"] / sum(parts.values()) == pytest.approx(share)
+
+
+def test_collectives_take_their_ring_bytes_and_a_start_for_each_bucket(setup):
+    p = total(model_parameters(setup().model))
+    bytes_of_a_rank = 4 * p  # 2 (n - 1) / n of the gradients, on two ranks
+    two_buckets = {"dsgpt": {"ddp": {"bucket_cap_mb": 4 * p / 2 / 2**20}}}
+    ddp = setup(run_type="ddp", top=two_buckets)
+    assert predict_step(ddp, machine(collective_sec={2: 5.0})).parts["communication"] == pytest.approx(
+        bytes_of_a_rank / 1e6 + 2 * 5.0
+    )
+
+
+def test_what_a_gpu_hides(setup):
+    """DDP's embedding comes last. ZeRO hides nothing without ``overlap_comm``, and a CPU hides nothing at all."""
+    p, embedding = total(model_parameters(setup().model)), VOCABULARY * C
+    slow = {"elementwise": {"fp32": 1e3, "bf16": 1e3}}  # a backward pass longer than all communication
+    ddp = predict_step(setup(run_type="ddp"), machine("cuda", **slow))
+    assert ddp.parts["communication"] == pytest.approx(4 * p / 1e6 * embedding / p)
+    assert ddp.hidden == pytest.approx(4 * p / 1e6 * (1 - embedding / p))
+    assert predict_step(setup(run_type="ddp"), machine(**slow)).hidden == 0
+    assert predict_step(setup("zero2"), machine("cuda", **slow)).hidden == 0
+    overlapping = predict_step(setup("zero2", zero={"overlap_comm": True}), machine("cuda", **slow))
+    assert overlapping.hidden > 0
+    assert "overlap_comm" in overlapping.overlap
+
+
+def test_offload_moves_gradients_and_weights_over_the_hosts_link(setup):
+    p = total(model_parameters(setup().model))
+    parts = predict_step(setup("zero2_offload"), machine()).parts
+    assert parts["offload"] == pytest.approx(4 * p / 2 * (3 + 1) / 1e4, rel=0.01)
+    assert parts["optimizer"] == pytest.approx(28 * p / 2 / 1e3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("world", "devices", "rate"),
+    [
+        (8, 8, 1e6),
+        (16, 8, 1e5),  # every ring passes the network once
+        (16, 16, 1e6),
+    ],
+)
+def test_rings_over_several_machines_pass_their_network(setup, world, devices, rate):
+    ddp = setup(run_type="ddp", world_size=world)
+    assert bus_rate(ddp, RATES, step_traffic(ddp)[0], devices=devices) == rate
+
+
+def test_tensor_peers_share_a_machine_and_their_data_peers_share_its_network(setup):
+    both = setup("tensor", world_size=16)
+    among = {traffic.axis: bus_rate(both, RATES, traffic, devices=8) for traffic in step_traffic(both)}
+    assert among == {"tensor": 1e6, "data": 1e5 / 2}
+
+
+def test_rates_between_measured_widths_and_ranks():
+    rates = replace(RATES, matrix={"fp32": {100: 1e9, 400: 4e9}})
+    assert rates.matrix_at("fp32", 200) == pytest.approx(2e9)
+    assert (rates.matrix_at("fp32", 1), rates.matrix_at("fp32", 10_000)) == (1e9, 4e9)
+    assert [at_ranks({2: 20.0, 8: 80.0}, ranks) for ranks in (1, 2, 3, 16)] == [20.0, 20.0, 80.0, 80.0]
+
+
+def test_a_datasheet_gives_an_assumed_range_around_a_share_of_its_peaks(setup):
+    gpu = datasheet_machine(find_gpu("h100-80gb"))
+    assert gpu.assumed
+    assert gpu.slowest.matrix["bf16"][1] < gpu.rates.matrix["bf16"][1] < gpu.fastest.matrix["bf16"][1] < 989.4e12
+    step = predict_step(setup(run_type="ddp", model=PRESETS["small"], seq_length=1024, precision="bf16"), gpu)
+    assert step.assumed
+    assert step.least < step.seconds < step.most
