@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from dsgpt.reports.footprint import PARTS
+from dsgpt.reports.footprint import PARTS, Footprint
 from dsgpt.reports.measured import Measured
 from dsgpt.reports.rows import BAR_WIDTH, Row, draw_rows, name_rows
 from dsgpt.reports.style import Frame, behind_text, frame, note_inside
@@ -16,10 +16,9 @@ from dsgpt.reports.themes import current
 REST = "activations and all else"
 """Measured beyond the model state; PyTorch's allocator does not know what it is."""
 ABSENT = "no record has model state or a predicted peak"
-CAPTION = (
-    "Measured: model state of the rank that holds most, while the optimizer steps; on a GPU also what PyTorch "
-    "allocated beyond it at rank 0's peak. Predicted: tensors of rank 0 at the peak of a step."
-)
+MEASURED = "Measured: model state of the rank that holds most, while the optimizer steps."
+ALLOCATED = "Activations and all else: what PyTorch allocated beyond it at rank 0's peak."
+PREDICTED = "Predicted: tensors of rank 0 at the peak of a step."
 RESIDENT = "The resident set of a process is another quantity: it holds Python, libraries and freed memory too."
 
 
@@ -34,7 +33,7 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
     picture = frame(
         title="Memory of a rank, and what it holds",
         warnings=warnings,
-        captions=[CAPTION, *([RESIDENT] if resident else []), *captions],
+        captions=[_caption(prints, resident=resident), *captions],
         width=9.0,
         height=sum(heights),
     )
@@ -46,6 +45,16 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
     handles = _handles(rows, pairs=pairs)
     picture.body.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False)
     return picture
+
+
+def _caption(prints: Sequence[Footprint], *, resident: bool) -> str:
+    said = {
+        MEASURED: any(each.model_state for each in prints),
+        ALLOCATED: any(each.rest for each in prints),
+        PREDICTED: any(each.predicted for each in prints),
+        RESIDENT: resident,
+    }
+    return " ".join(text for text, applies in said.items() if applies)
 
 
 def unit_of(sizes: Sequence[float]) -> tuple[str, float]:

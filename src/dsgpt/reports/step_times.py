@@ -86,7 +86,7 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
         (bars, label)
         for bars, label in (
             (sent, "MB sent per step by a rank (less is better)"),
-            (shares, "% of the step's time spent communicating (less is better)"),
+            (shares, "% of a step that waits for communication (less is better)"),
         )
         if any(bar.value is not None for bar in bars)
     ]
@@ -95,7 +95,7 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
     picture = frame(
         title="Communication of a step",
         warnings=warnings,
-        captions=[TRAFFIC, *captions],
+        captions=[*([TRAFFIC] if panels[0][0] is sent else []), *captions],
         width=9.0,
         height=len(panels) * (0.9 + 0.4 * len(rows)),
     )

@@ -127,16 +127,15 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
-        if code := run(
-            _show(record, repository)
-        ):  # also for records that were not old: an interruption may have come before this
+        # Also for records that were not old: an interruption may have come before this.
+        if code := run(show_words(record, repository)):
             print(f"{record.name}: its pages failed with exit code {code}", flush=True)
             return code
     print(f"all of {', '.join(record.name for record in records)} are made from the present sources", flush=True)
     return EXIT_DONE
 
 
-def _show(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
+def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     """The command that makes its pages; the charts are of the committed sweeps, too."""
     if record.name != DEMO:
         return record.show
