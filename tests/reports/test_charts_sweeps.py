@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from dsgpt.reports.footprint import Footprint, quantile, quantiles
 from dsgpt.reports.lines import STEPS, curve_of, draw_losses, in_money, money_axis, token_axis
-from dsgpt.reports.measured import Measured, of_cells
+from dsgpt.reports.measured import Measured, of_cells, of_runs
 from dsgpt.reports.memory import memory_chart
 from dsgpt.reports.plots import charts_of_runs
 from dsgpt.reports.runs import read_run
@@ -118,10 +118,10 @@ def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
 
 
 def test_communication_has_a_panel_for_what_is_known():
-    sent, share = panels(communication_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
+    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), **NO_TEXT))
     assert (widths(sent), widths(share)) == ([8.0], [25.0])
-    unknown = replace(FOOTPRINT, communication_share=None)
-    (only,) = panels(communication_chart([Measured("a", unknown), Measured("b", Footprint())], **NO_TEXT))
+    unknown = [Measured("a", FOOTPRINT, sent_bytes_per_step=8e6), Measured("b", Footprint())]
+    (only,) = panels(communication_chart(unknown, **NO_TEXT))
     assert [text.get_text() for text in only.texts] == ["8.0", "not recorded"]
 
 
@@ -155,10 +155,13 @@ def test_a_record_says_what_its_run_cost(tmp_path):
         summary__max_cuda_mem_allocated_bytes_rank0=1000,
     )  # fmt: skip
     lines = [{"step": step, "warm_up": step < 3, "step_time_sec": float(step)} for step in range(1, 6)]
-    found = read_run(write_run(tmp_path, values, lines=lines), name="a").footprint
+    run = read_run(write_run(tmp_path, values, lines=lines), name="a")
+    (row,) = of_runs([run])
+    assert (row.sent_bytes_per_step, row.communication_share) == (77, 0.125)
+    found = row.footprint
     assert found.model_state == {"weights": 100, "gradients": 50, "optimizer": 200}
     assert found.predicted == {"weights": 1, "gradients": 5, "activations": 12, "other": 11}
-    assert (found.rest, found.sent_bytes_per_step, found.communication_share) == (700, 77, 0.125)
+    assert found.rest == 700
     assert found.step_times_sec == [3, 4, 5]
 
 

@@ -20,6 +20,7 @@ ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 VOCABULARY = 50_257
 HEAD_SIZE, LENGTH = 64, 512
+_SMALL = 50
 
 
 class Clock:
@@ -137,14 +138,17 @@ def triad_bytes_per_sec(clock: Clock) -> float:
 
 
 def operation_sec(clock: Clock) -> float:
-    """An addition of 16 numbers that autograd records."""
-    x = torch.ones(16, device=clock.device, requires_grad=True)
+    """One of many operations on 16 numbers, of a forward pass and of its backward pass."""
+    x = torch.ones(4, 4, device=clock.device, requires_grad=True)
 
     def many() -> None:
-        for _ in range(200):
-            x + x
+        y = x
+        for _ in range(_SMALL):
+            y = F.gelu(y @ x)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        x.grad = None
 
-    return clock.seconds(many) / 200
+    return clock.seconds(many) / (_SMALL * 5)  # two of the forward pass, three of the backward pass
 
 
 def host_link_bytes_per_sec(clock: Clock) -> float:

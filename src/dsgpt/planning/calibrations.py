@@ -27,7 +27,7 @@ class Ceilings:
     triad_bytes_per_sec: Finite
     """``a = b + s * c`` on arrays that fit into no cache."""
     operation_sec: Finite
-    """Of an addition of 16 numbers."""
+    """Of an operation on 16 numbers, in a forward or backward pass."""
     bus_bytes_per_sec: Finite | None
     """Of an all-reduce; None for one device."""
     all_reduce_sec: Finite | None

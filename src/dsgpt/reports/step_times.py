@@ -106,14 +106,14 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
 
 
 def _sent_row(row: Measured) -> Row:
-    sent = row.footprint.sent_bytes_per_step
+    sent = row.sent_bytes_per_step
     if sent is None:
         return Row(name=row.name, value=None, label=row.lacking)
     return Row(name=row.name, value=sent / 1e6, label=f"{sent / 1e6:,.1f}" if sent else "nothing", group=row.group)
 
 
 def _share_row(row: Measured) -> Row:
-    share = row.footprint.communication_share
+    share = row.communication_share
     if share is None:
         return Row(name=row.name, value=None, label=row.lacking)
     return Row(name=row.name, value=share * 100, label=f"{share:.1%}", group=row.group)
