@@ -18,6 +18,8 @@ PREDICTED_PARTS = {
     "master": "master weights",
     "activations": "activations",
     "logits": "activations",
+    "buckets": "buckets and gathered layers",
+    "gathered": "buckets and gathered layers",
 }
 """Keys of the record's ``predicted_peak_memory``; all others are ``other``."""
 OTHER = "other"
@@ -37,8 +39,9 @@ class Footprint:
     """By part of ``PARTS``, at the peak of a step of rank 0."""
     peak: float | None = None
     """Measured, of rank 0."""
-    peak_kind: Literal["allocated", "resident"] | None = None
-    """By PyTorch on the GPU, or the resident set of the process on a CPU, which holds Python and all libraries too."""
+    peak_kind: Literal["allocated", "resident", "tensors"] | None = None
+    """By PyTorch on the GPU; the resident set of the process on a CPU, which holds Python and all libraries too; or all
+    tensors, counted one by one (``benchmark.py plan``)."""
     step_times_sec: list[float] | None = None
     """Quantiles of the times of the steps after the warm-up, at equal distances from the smallest to the largest."""
 
@@ -68,7 +71,7 @@ def read_footprint(
     return Footprint(
         model_state=parts or None,
         state_rank0=_state_of_rank_0(state),
-        predicted=_predicted(predicted),
+        predicted=parts_of_prediction(predicted),
         peak=gpu_memory if gpu else host_memory,
         peak_kind=("allocated" if gpu else "resident") if gpu or host_memory is not None else None,
         step_times_sec=quantiles(step_times) or None,
@@ -101,7 +104,8 @@ def _state_of_rank_0(state: Fields) -> float | None:
     return by_rank[0] if by_rank and len(state.section("by_device").names()) == 1 else None
 
 
-def _predicted(parts: Fields) -> dict[str, float] | None:
+def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
+    """The bytes of a predicted peak by part of ``PARTS``; None if there are none."""
     found: dict[str, float] = {}
     for key in parts.names():
         size = parts.number(key)

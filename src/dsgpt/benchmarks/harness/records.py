@@ -28,10 +28,11 @@ READY = Path("checkpoint/records/ready")
 EXIT_OLD = 1
 """A source changed while its record was remade."""
 RUNS = ("demo-baseline", "demo-zero1")
-CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,strategies_memory"
+CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory"
 """The charts of the pages, as in the Makefile."""
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
+PLAN = "plan.json"
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
 Runner = Callable[[Sequence[str]], int]
@@ -140,7 +141,10 @@ def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     if record.name != DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
-    return (*record.show, *(word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")))
+    words = [word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")]
+    if (repository / REFERENCE / PLAN).is_file():
+        words += ["--plan", f"{REFERENCE}/{PLAN}"]
+    return (*record.show, *words)
 
 
 def _replace(record: CommittedRecord, ready: Path, reference: Path) -> None:
