@@ -5,14 +5,16 @@
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
 # make records  remake the committed records whose sources have changed, and their pages
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
-# make charts  draw the README's pictures again, from the committed records
+# make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
 #
 # PYTHON=python3.12 make demo   uses another interpreter
 # STEPS=20 make demo            trains each model for 20 steps
+# STRATEGIES="ddp fsdp zero3" make demo   trains with these strategies too, and compares all
 # SELECTION=--without-processes make test-pythons   fewer tests: those that run in one process
 
 PYTHON ?= python3
 STEPS ?= 800
+STRATEGIES ?=
 SELECTION ?= --without-launchers
 VENV := .venv
 BIN := $(VENV)/bin
@@ -51,7 +53,7 @@ $(BIN)/.installed-for-tests: $(BIN)/.installed
 	@touch $@
 
 demo: $(BIN)/.installed
-	@$(BIN)/python src/demo.py --steps $(STEPS)
+	@$(BIN)/python src/demo.py --steps $(STEPS) --strategies "$(STRATEGIES)"
 
 style: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
@@ -96,6 +98,12 @@ faults: $(BIN)/.installed
 records: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py records
 
+# Of the README and docs/charts.md. All charts, in both formats and themes, would be 8 MB at every change.
+SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,strategies_memory
+SWEEPS := $(wildcard $(REFERENCE)/*/sweep-*.json)
+draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) \
+  --run baseline=$(REFERENCE)/cpu-2-cores/demo-baseline --run zero1=$(REFERENCE)/cpu-2-cores/demo-zero1
+
 charts: $(BIN)/.installed
-	$(BIN)/python charts/generate_charts.py --output-dir docs/images \
-	  --run baseline=$(REFERENCE)/cpu-2-cores/demo-baseline --run zero1=$(REFERENCE)/cpu-2-cores/demo-zero1
+	$(draw) --output-dir docs/images --only $(SHOWN) --format svg --theme both
+	$(draw) --output-dir charts/reference --theme both

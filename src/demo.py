@@ -1,8 +1,12 @@
-"""``make demo``: prepares text, trains the same model on one device and on several, and draws the comparison."""
+"""``make demo``: prepares text, trains the same model on one device and on several, and draws the comparison.
+
+With ``--strategies`` it trains the same with each of them, too.
+"""
 
 import argparse
 import contextlib
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -10,10 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from dsgpt.benchmarks.sweep.cells import LAUNCHERS
+from dsgpt.benchmarks.sweep.suites import STRATEGIES
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import DifferentRunError, UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.problems import Problems, did_you_mean
 from dsgpt.common.script import complain, run_script
 from dsgpt.runtime.launcher import launcher_command
 
@@ -21,6 +31,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GLOBAL_BATCH_SIZE = 8  # as in the recipe; the number of GPUs must divide it
 STEPS = 800
 PROMPT = "def main("
+TRAINED = ("baseline", "zero1")
+"""What the demo always trains."""
+TRAINING_KEYS = ("train_batch_size", "optimizer", "scheduler", "gradient_clipping")
+"""Of a recipe, what decides the training and not how it is executed."""
 WORK = [
     "--deepspeed_config", "ds_configs/sizes/demo.json",
     "--model_size", "demo",
@@ -41,6 +55,8 @@ class Demo:
     steps: int
     """Optimizer steps of each training."""
     gpus: int
+    strategies: tuple[str, ...] = ()
+    """Names of ``benchmarks.sweep.suites.STRATEGIES`` to train with besides, on as many devices as ``zero1``."""
 
     @property
     def data(self) -> Path:
@@ -51,11 +67,12 @@ class Demo:
         """The folder of the run ``name``."""
         return self.into / "checkpoint" / f"demo-{name}"
 
-    def training(self, run_type: str, name: str) -> list[str]:
-        """The flags of a training, without ``--resume`` or ``--overwrite``."""
+    def training(self, run_type: str, name: str, *, recipe: Path | None = None) -> list[str]:
+        """The flags of a training, without ``--resume`` or ``--overwrite``; ``recipe`` replaces that of the demo."""
+        other = [] if recipe is None else ["--deepspeed_config", str(recipe)]
         files = ["--train_data_path", str(self.data / "train.bin"), "--val_data_path", str(self.data / "val.bin")]
         length = ["--max_train_steps", str(self.steps), *_device_flags(self.gpus)]
-        return [*files, *WORK, *length, "--run_type", run_type, "--checkpoint_path", str(self.run_folder(name))]
+        return [*files, *WORK, *other, *length, "--run_type", run_type, "--checkpoint_path", str(self.run_folder(name))]
 
     @property
     def devices(self) -> int:
@@ -64,12 +81,13 @@ class Demo:
 
 
 def main() -> int:
-    """Run the five steps, each of which skips what is already done; returns the exit code of the first that fails."""
+    """Run the steps, each of which skips what is already done; returns the exit code of the first that fails."""
     flags = _read_flags()
     from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     os.chdir(REPOSITORY)
-    demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices())
+    demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices(), strategies=flags.strategies)
+    require_strategies(demo.strategies, devices=demo.devices)
     if not demo.gpus:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed's launcher looks for a GPU and warns
     started = time.perf_counter()
@@ -84,7 +102,7 @@ def main() -> int:
 
 
 def _read_flags() -> argparse.Namespace:
-    parser = Parser(description="Train the demo's two models, and compare them.")
+    parser = Parser(description="Train the demo's models, and compare them.")
     reader = Reader()
     parser.add_argument(
         "--steps",
@@ -100,9 +118,32 @@ def _read_flags() -> argparse.Namespace:
         metavar="DIR",
         help="receives data/, checkpoint/ and charts/ (default: the repository)",
     )
+    parser.add_argument(
+        "--strategies",
+        type=lambda text: tuple(name for name in dict.fromkeys(text.replace(",", " ").split()) if name not in TRAINED),
+        default=(),
+        metavar="NAMES",
+        help='further strategies to train with, such as "ddp fsdp zero3"',
+    )
     flags = read_words(parser, reader)
     reader.problems.raise_if_any()
     return flags
+
+
+def require_strategies(names: Sequence[str], *, devices: int) -> None:
+    """Refuse strategies that the demo cannot train on ``devices`` devices.
+
+    Raises:
+        UserError: one line for each.
+    """
+    problems = Problems()
+    for name in names:
+        if name not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            problems.add(f"--strategies {name}: unknown{did_you_mean(name, STRATEGIES)}; known are {known}")
+        elif not STRATEGIES[name].runs_on(devices):
+            problems.add(f"--strategies {name}: needs a multiple of {STRATEGIES[name].share} devices, not {devices}")
+    problems.raise_if_any()
 
 
 def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
@@ -113,6 +154,7 @@ def _steps(demo: Demo) -> list[tuple[str, Callable[[Demo], int]]]:
         ("prepare the text", _prepare),
         (f"train the baseline on one device ({device})", _train_baseline),
         (f"train the same with DeepSpeed ZeRO-1 on {devices}", _train_zero1),
+        *((f"train the same with {name} on {devices}", partial(_train_strategy, name)) for name in demo.strategies),
         ("compare them", _compare),
         ("write text with the second model", _sample),
     ]
@@ -136,9 +178,32 @@ def _train_zero1(demo: Demo) -> int:
     return _run([*launcher_command("deepspeed", demo.devices), "src/gpt2.py", *words, _resume_or_overwrite(words)])
 
 
+def _train_strategy(name: str, demo: Demo) -> int:
+    """Train as the others do."""
+    how = STRATEGIES[name]
+    recipe = None
+    if how.run_type == "optimized":
+        recipe = demo.into / "checkpoint" / "demo-recipes" / f"{name}.json"
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(recipe, strategy_recipe(how.recipe))
+    words = demo.training(how.run_type, name, recipe=recipe)
+    launcher = launcher_command(LAUNCHERS[how.run_type], demo.devices)
+    return _run([*launcher, "src/gpt2.py", *words, _resume_or_overwrite(words)])
+
+
+def strategy_recipe(name: str) -> dict[str, Any]:
+    """``ds_configs/NAME.json`` with the settings of the demo's recipe that decide the training."""
+    ours, theirs = (
+        json.loads((REPOSITORY / "ds_configs" / f"{file}.json").read_text()) for file in ("sizes/demo", name)
+    )
+    return {key: value for key, value in theirs.items() if key not in TRAINING_KEYS} | {
+        key: ours[key] for key in TRAINING_KEYS if key in ours
+    }
+
+
 def _compare(demo: Demo) -> int:
     charts = demo.into / "charts" / "demo"
-    runs = [word for name in ("baseline", "zero1") for word in ("--run", f"{name}={demo.run_folder(name)}")]
+    runs = [word for name in (*TRAINED, *demo.strategies) for word in ("--run", f"{name}={demo.run_folder(name)}")]
     return _run([sys.executable, "charts/generate_charts.py", "--output-dir", str(charts), *runs])
 
 

@@ -153,7 +153,7 @@ def compare(folder: Path) -> None:
     """Compare the run with itself."""
     runs = [read_run(folder / "run", name=name) for name in ("one", "two")]
     comparison_markdown(runs)
-    console_summary(runs, output=folder)
+    console_summary(runs)
 
 
 def publish(folder: Path) -> None:

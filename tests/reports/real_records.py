@@ -89,7 +89,7 @@ def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[d
     journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup())
     for step in range(1, config.total_steps + 1):
         number = torch.tensor(1.0)
-        result = StepResult(loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
+        result = StepResult(loss=number, own_loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
         journal.step_done(journal.step_begins(), step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
     journal.flush()
     journal.write("completed")

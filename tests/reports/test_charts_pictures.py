@@ -6,7 +6,6 @@ from chart_records import flat_record, record, step_lines, write_run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from dsgpt.reports import plots
 from dsgpt.reports.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, memory_bars
 from dsgpt.reports.lines import (
     EPOCHS,
@@ -18,12 +17,14 @@ from dsgpt.reports.lines import (
     time_axis,
     window_of,
 )
+from dsgpt.reports.plots import charts_of_runs
 from dsgpt.reports.runs import read_run
 from dsgpt.reports.style import look, quiet_style
+from dsgpt.reports.themes import DARK, LIGHT
 
 LAST_DIGITS = {"a": 8.616005635, "b": 8.616005659}
-STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput"]
-STAMPED += ["loss_vs_step", "loss_vs_time", "peak_memory", "overview"]
+STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput", "latency_vs_throughput"]
+STAMPED += ["loss_vs_step", "loss_vs_time", "loss_vs_tokens", "peak_memory", "overview"]
 
 
 @pytest.fixture
@@ -36,15 +37,17 @@ def read(tmp_path):
 
 
 @pytest.fixture
-def words(monkeypatch):
-    """Every text of every picture that ``draw_all`` would write, by file name, in one string."""
+def words():
+    """Every text of every chart that is drawn, by its name, in one string."""
 
     def read_words(runs):
-        figures = []
-        monkeypatch.setattr(plots, "png_bytes", lambda figure: figures.append(figure) or b"")
-        names = list(plots.draw_all(runs))
-        texts = ["\n".join(text.get_text() for text in figure.findobj(Text)) for figure in figures]
-        return dict(zip(names, texts, strict=True))
+        with quiet_style(LIGHT):
+            frames = {name: chart() for name, chart in charts_of_runs(runs, folders={}).items()}
+        return {
+            name: "\n".join(text.get_text() for text in found.figure.findobj(Text))
+            for name, found in frames.items()
+            if not isinstance(found, str)
+        }
 
     return read_words
 
@@ -55,7 +58,7 @@ def test_every_comparing_picture_is_stamped_with_what_differs(read, words):
         read("fast", record(training_config__global_batch_size=128, status="interrupted")),
     ]
     drawn = words(runs)
-    assert sorted(drawn) == sorted(f"{name}.png" for name in STAMPED)
+    assert sorted(drawn) == sorted(STAMPED)
     for name, text in drawn.items():
         assert "NOT EQUAL WORK: global batch 32 vs 128\nPARTIAL RUN: fast is interrupted" in text, name
         assert "Speed-up over" not in text
@@ -66,27 +69,25 @@ def test_equal_work_is_not_stamped_and_shows_the_speed_up(read, words):
     for name, text in words(runs).items():
         assert "NOT" not in text and "PARTIAL" not in text, name
         assert "same work: yes" in text
-        assert ("Speed-up over base in training time: fast 2.00x." in text) == (
-            name in {"training_time.png", "overview.png"}
-        )
+        assert ("Speed-up over base in training time: fast 2.00x." in text) == (name in {"training_time", "overview"})
 
 
 def test_unknown_work_is_stamped(read, words):
     drawn = words([read("old", flat_record()), read("new", record())])
     assert all("WORK NOT VERIFIED: old did not record its work" in text for text in drawn.values())
-    assert "old (steps not recorded)" in drawn["loss_vs_step.png"]
-    assert "Only epoch means were recorded (points at epoch ends): old, new." in drawn["loss_vs_time.png"]
+    assert "old (steps not recorded)" in drawn["loss_vs_step"]
+    assert "Only epoch means were recorded (points at epoch ends): old, new." in drawn["loss_vs_time"]
 
 
-def test_records_with_nothing_in_them_are_drawn_as_not_recorded(read, words):
-    for text in words([read("a", {"schema_version": "2.1"}), read("b", {"summary": None})]).values():
-        assert "not recorded" in text
+def test_of_records_with_nothing_in_them_only_the_overview_is_drawn(read, words):
+    (drawn,) = words([read("a", {"schema_version": "2.1"}), read("b", {"summary": None})]).items()
+    assert drawn[0] == "overview" and "not recorded" in drawn[1]
 
 
 def test_unequal_inference_is_stamped_on_its_pictures_and_the_overview(read, words):
     drawn = words([read("a", record()), read("b", record(inference__new_tokens=100))])
     stamped = {name for name, text in drawn.items() if "NOT EQUAL INFERENCE: new tokens 16 vs 100" in text}
-    assert stamped == {"inference_latency.png", "inference_throughput.png", "overview.png"}
+    assert stamped == {"inference_latency", "inference_throughput", "latency_vs_throughput", "overview"}
 
 
 def test_a_long_list_of_differences_is_cut_and_refers_to_the_page(read, words):
@@ -97,7 +98,7 @@ def test_a_long_list_of_differences_is_cut_and_refers_to_the_page(read, words):
             f"training_config__{key}": f"value-{i}" if key in {"optimizer", "precision"} else 50 + i for key in keys
         }
         runs.append(read(f"other-run-number-{i}", record(**changes)))
-    text = words([*runs, read("cut", record(status="failed"))])["training_time.png"]
+    text = words([*runs, read("cut", record(status="failed"))])["training_time"]
     assert "… and more: see comparison.md\nPARTIAL RUN: cut is failed" in text
 
 
@@ -121,7 +122,7 @@ def test_a_run_too_short_for_timing_has_a_note_instead_of_a_bar(read):
 def test_inference_differences_are_described_as_noise_on_their_pictures(read, words):
     drawn = words([read("a", record()), read("b", record())])
     noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
-    assert noted == {"inference_latency.png", "inference_throughput.png"}
+    assert noted == {"inference_latency", "inference_throughput", "latency_vs_throughput"}
 
 
 def test_loss_labels_hold_the_losses_without_an_offset(read):
@@ -178,14 +179,14 @@ def test_long_curves_show_every_step_and_a_mean_with_its_window(read, words):
     raw, mean = axes.lines
     assert list(raw.get_ydata()) == [point.loss for point in run.train_curve.points]
     assert mean.get_ydata()[-1] == pytest.approx(sum(raw.get_ydata()[-10:]) / 10)
-    assert "bold: mean of the last 10 recorded steps" in words([run])["loss_vs_step.png"]
+    assert "bold: mean of the last 10 recorded steps" in words([run])["loss_vs_step"]
 
 
 def test_epochs_are_the_axis_only_if_no_run_recorded_steps(read, words):
     old, new = read("old", flat_record()), read("new", record())
     assert step_axis([old, old]) is EPOCHS
     assert step_axis([old, new]) is STEPS
-    assert "Loss by epoch" in words([old])["loss_vs_step.png"]
+    assert "Loss by epoch" in words([old])["loss_vs_step"]
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(100, "(s)"), (600, "(minutes)"), (20_000, "(hours)")])
@@ -218,7 +219,7 @@ def test_runs_can_be_distinguished_without_colour():
 def test_drawing_leaves_the_readers_settings_alone():
     mpl.rcParams["lines.linewidth"] = 7.5
     before = dict(mpl.rcParams)
-    with quiet_style():
+    with quiet_style(DARK):
         assert mpl.rcParams["lines.linewidth"] != 7.5
     assert dict(mpl.rcParams) == before
     mpl.rcdefaults()
@@ -227,5 +228,5 @@ def test_drawing_leaves_the_readers_settings_alone():
 def test_many_runs_with_long_equal_beginnings_and_odd_names_are_drawn(read, words):
     names = [*(f"a-very-long-name-of-a-run-that-goes-on-and-on-{i}" for i in range(11)), "$x_1$", "100 %", "лад"]
     drawn = words([read(name, record(), step_lines(steps=4, every=2)) for name in names])
-    assert "a-very-long-nam…oes-on-and-on-10" in drawn["loss_vs_step.png"]
-    assert "$x_1$" in drawn["training_time.png"]
+    assert "a-very-long-nam…oes-on-and-on-10" in drawn["loss_vs_step"]
+    assert "$x_1$" in drawn["training_time"]

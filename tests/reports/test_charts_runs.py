@@ -33,14 +33,14 @@ def test_a_run_can_be_read_by_its_folder(tmp_path):
 def test_without_step_log_epochs_end_at_their_steps_and_times(tmp_path):
     curve = read_run(write_run(tmp_path, record()), name="a").val_curve
     assert curve.per_epoch
-    assert [tuple(point) for point in curve.points] == [(4.0, 20.0, 50.0, 1), (3.25, 40.0, 100.0, 2)]
+    assert [tuple(point) for point in curve.points] == [(4.0, 20.0, 50.0, 1, 5120.0), (3.25, 40.0, 100.0, 2, 10240.0)]
 
 
 def test_the_flat_generation_is_read_without_inventing_steps(tmp_path):
     run = read_run(write_run(tmp_path, flat_record()), name="old")
     assert (run.train_time, run.tokens_per_sec, run.final_val_loss, run.inference_latency) == (100.0, 1000.0, 3.25, 2.0)
     assert run.new_tokens == 100  # what the flat key means
-    assert [tuple(point) for point in run.train_curve.points] == [(4.5, None, 60.0, 1), (3.5, None, 100.0, 2)]
+    assert [tuple(point[:4]) for point in run.train_curve.points] == [(4.5, None, 60.0, 1), (3.5, None, 100.0, 2)]
     assert set(run.work.values()) == {None}
     assert run.status is None and run.machine is None
 
@@ -73,7 +73,7 @@ def test_one_number_is_the_whole_time_of_one_epoch(tmp_path):
     values = flat_record(train_time_per_epoch=60.0, train_loss_per_epoch=4.0, val_loss_per_epoch=4.0)
     run = read_run(write_run(tmp_path, values), name="old")
     assert run.train_time == 60.0
-    assert [tuple(point) for point in run.train_curve.points] == [(4.0, None, 60.0, 1)]
+    assert [tuple(point[:4]) for point in run.train_curve.points] == [(4.0, None, 60.0, 1)]
 
 
 @pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])

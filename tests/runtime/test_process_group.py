@@ -50,7 +50,7 @@ from dsgpt.runtime.topology import read_topology
 topology = read_topology()
 with joined(topology, torch.device("cpu")):
     ranks = HostGroup()
-    values, largest = ranks.gathered(topology.rank + 0.1), ranks.largest(topology.rank)
+    values, largest = ranks.gathered([topology.rank + 0.1, 2]), ranks.largest(topology.rank)
     if topology.rank == 0:
         print(values, largest)
 """
@@ -62,4 +62,4 @@ def test_every_rank_learns_what_the_others_have(tmp_path):
     done = subprocess.run(
         [*launcher_command("torchrun", 2), str(script)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout == "[0.1, 1.1] 1\n"
+    assert done.stdout == "[[0.1, 2.0], [1.1, 2.0]] 1\n"

@@ -38,6 +38,9 @@ def assert_the_baselines_training(fact: dict[str, Any]) -> None:
         assert two[0] == pytest.approx(one[0], abs=1e-5), f"step {step}"
         assert two[1] == pytest.approx(one[1], rel=1e-4), f"step {step}"
         assert not two[2]
+    for step, own in enumerate(zip(*fact["own_losses"], strict=True)):
+        assert sum(own) / len(own) == pytest.approx(fact["actual"][step][0], abs=1e-5)
+        assert own[0] != pytest.approx(own[1], abs=1e-4)  # the ranks read different data
     (loss_sum, targets), (own_loss_sum, own_targets) = fact["validation"]
     assert own_targets == targets
     assert own_loss_sum == pytest.approx(loss_sum, rel=1e-5)

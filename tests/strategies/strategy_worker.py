@@ -65,12 +65,12 @@ def stepped(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
     before = {name: digest(value) for name, value in strategy.replicated_weights()}
     batches = training_batches(config, first_step=0)
     with DropoutMasks() as masks:
-        for step in range(1, STEPS + 1):
-            strategy.train_step(batches, step)
+        results = [strategy.train_step(batches, step) for step in range(1, STEPS + 1)]
     replicas = {name: digest(value) for name, value in strategy.replicated_weights()}
     return {
         "held": held,
         "masks": masks.drawn,
+        "losses": [(float(result.loss), float(result.own_loss)) for result in results],
         "replicas": replicas,
         "unchanged": [name for name, value in replicas.items() if value == before.get(name)],
     }

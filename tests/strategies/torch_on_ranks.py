@@ -56,16 +56,17 @@ def configured(run_type: str, flags: list[str], topology: Topology, *, precision
 def trained(config: RunConfig, strategy: TorchStrategy) -> dict[str, Any]:
     """Every step's loss, norm and whether it was skipped; the first step's Adam moments; the second step's traffic."""
     batches = training_batches(config, first_step=0)
-    steps, moments, traffic = [], {}, {}
+    steps, own_losses, moments, traffic = [], [], {}, {}
     for step in range(1, STEPS + 1):
         with Communication() as communication:
             result = strategy.train_step(batches, step)
         steps.append((float(result.loss), float(result.grad_norm), bool(result.skipped)))
+        own_losses.append(float(result.own_loss))
         if step == 1:
             moments = {name: state.exp_avg.clone() for name, state in strategy.iter_state() if not steps[0][2]}
         if step == 2:
             traffic = {entry.operation: (entry.calls, entry.payload_bytes) for entry in communication.traffic}
-    return {"steps": steps, "moments": moments, "traffic": traffic}
+    return {"steps": steps, "own_losses": own_losses, "moments": moments, "traffic": traffic}
 
 
 def against_the_baseline(run_type: str, flags: list[str], topology: Topology, precision: str) -> dict[str, Any]:
@@ -79,6 +80,7 @@ def against_the_baseline(run_type: str, flags: list[str], topology: Topology, pr
         "same_start": same_start,
         "expected": expected["steps"],
         "actual": actual["steps"],
+        "own_losses": gather_objects(actual["own_losses"]),
         "gradient": farthest(expected["moments"], actual["moments"]),
         "validation": (validated(alone, reference), validated(config, strategy)),
         "equal_weights": same_on_every_rank(strategy),

@@ -9,14 +9,19 @@ import torch
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.strategies.base import StepResult
 from dsgpt.telemetry.console import duration
-from dsgpt.telemetry.interval import interval_figures
 from dsgpt.telemetry.meter import Figures, StepMeter, TimedBatches, require_finite, throughput, timing_figures
 
 CPU = torch.device("cpu")
 
 
 def result(loss: float) -> StepResult:
-    return StepResult(loss=torch.tensor(loss), grad_norm=torch.tensor(1.0), lr=0.1, skipped=torch.tensor(False))
+    return StepResult(
+        loss=torch.tensor(loss),
+        own_loss=torch.tensor(loss + 1),
+        grad_norm=torch.tensor(1.0),
+        lr=0.1,
+        skipped=torch.tensor(False),
+    )
 
 
 def metered(steps: int, *, seconds: float = 0.01) -> tuple[StepMeter, list[dict[str, Any]]]:
@@ -53,20 +58,6 @@ def test_with_nothing_but_warm_up_the_throughput_is_unknown():
     meter, _ = metered(3)
     assert throughput(meter.run) is None
     assert set(timing_figures(meter.run).values()) == {None}
-
-
-def test_an_interval_names_the_rank_that_waits_longest_for_data():
-    figures = Figures(steps=5, counted_tokens=400, step_secs=[1.0, 2.0, 3.0, 4.0], dataload_secs=[0.0] * 4)
-    assert interval_figures(figures, waits=[0.0, 2.5, 1.0]) == {
-        "steps": 5,
-        "tokens_per_sec": 40,
-        "step_time_p50_sec": 2,
-        "step_time_p95_sec": 4,
-        "data_wait_share": 0.25,
-        "data_wait_rank": 1,
-    }
-    unknown = interval_figures(Figures(steps=1), waits=[0.0, 0.0])
-    assert [key for key, value in unknown.items() if value is not None] == ["steps"]
 
 
 def test_a_resumed_run_counts_its_earlier_steps():

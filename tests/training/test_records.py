@@ -109,14 +109,22 @@ def test_lines_for_the_user_have_figures_of_their_interval(run):
         "step_time_p95_sec": times[-1],
         "data_wait_share": pytest.approx(sum(line["dataload_time_sec"] for line in second) / sum(times)),
         "data_wait_rank": 0,
+        "slowest_rank": None,
+        "slowest_rank_lag_sec": None,
+        "largest_loss": lines[9]["loss"],
         "mfu": None,
     }
+    summary = read_record(run)["summary"]
+    counted = [line for line in lines if not line["warm_up"]]
+    waited, passed = (sum(line[key] for line in counted) for key in ("dataload_time_sec", "step_time_sec"))
+    assert (summary["data_wait_share"], summary["data_wait_rank"]) == (pytest.approx(waited / passed), 0)
 
 
 def test_unknown_values_are_null(run):
     record = read_record(run)
     assert record["summary"]["mfu"] is None
-    assert set(read_lines(run)[0]["interval"].values()) == {1, None}
+    first = read_lines(run)[0]
+    assert set(first["interval"].values()) == {1, first["loss"], None}
     assert record["epochs"][0]["max_cuda_mem_allocated_bytes_rank0"] is None
     assert record["hardware"]["gpu_name"] is None
     assert record["env"]["cuda_version"] == torch.version.cuda  # null in a build without CUDA

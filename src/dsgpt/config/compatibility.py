@@ -14,6 +14,8 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
 from dsgpt.runtime.topology import ParallelSizes, Topology
 
+MOST_PROFILED_STEPS = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Inputs):
@@ -49,6 +51,9 @@ def check_compatibility(request: Request, problems: Problems) -> None:
         _check_offload(request, problems)
         _check_zero_plus_plus(request, problems)
     _check_compile(request, problems)
+    for flag, steps in (("--profile_comm", request.options.profile_comm), ("--profile", request.options.profile)):
+        if steps > MOST_PROFILED_STEPS:
+            problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
 
 
 def check_split(request: Request, problems: Problems) -> None:

@@ -213,6 +213,12 @@ def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
         type=reader.interval("--monitor_every", low=0.1),
         help="sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: 1)",
     )
+    for flag, text in (
+        ("--profile_comm", "measure time, bytes and waiting of collectives: a table, and communication.json"),
+        ("--profile", "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile"),
+    ):
+        help_ = f"{text}; in this many steps after the warm-up, which figures of speed leave out (default: 0)"
+        group.add_argument(flag, metavar="STEPS", type=reader.whole(flag, low=0), help=help_)
     group.add_argument(
         "--compile", action="store_true", help="compile the model with torch.compile (needs a C++ compiler)"
     )

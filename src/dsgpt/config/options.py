@@ -49,6 +49,8 @@ class Options:
     activation_checkpointing: bool = False
     steps_per_print: int | None = None
     monitor_every: float = 1.0
+    profile_comm: int = 0
+    profile: int = 0
     eval_every: int = 0
     save_every: int = 500
     keep_checkpoints: int = 2

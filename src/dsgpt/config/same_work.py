@@ -124,6 +124,7 @@ _EXECUTES = "changes where a step is computed, not what is computed; the parity 
 _SPLIT = "splits the same global batch; sums over it differ only in order, which the parity suite bounds"
 _PLACES = "changes where state is kept or how much is sent at once; the values are the same"
 _PRINTS = "prints or measures"
+_PROFILES = "measures some steps, which compute the same; figures of speed leave them out"
 _SAVES = "changes when, where or how a state is written, not its values"
 _SWAPS = "changes how files are read and written while state is swapped"
 _NAMES = "a name; the entries of the file are judged one by one"
@@ -143,6 +144,8 @@ HARMLESS: dict[str, str] = {
     "--activation_checkpointing": "computes the same activations, with the same dropout masks, a second time",
     "--steps_per_print": _PRINTS,
     "--monitor_every": _PRINTS,
+    "--profile_comm": _PROFILES,
+    "--profile": _PROFILES,
     "--eval_every": "changes how often a run validates, which changes no weight",
     "--save_every": _SAVES,
     "--keep_checkpoints": _SAVES,

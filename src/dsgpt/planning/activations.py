@@ -2,9 +2,9 @@
 
 For a block without dropout, in units of the residual stream (B, T, C) of a rank, with T tensor peers: the outputs of
 both LayerNorms, of the attention's residual sum and of the block are 1 each; queries, keys and values are 3/T, the
-attention's output 1/T, the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Korthikanti et al. 2022
-(arXiv 2205.05198, section 4.1) count 17 without dropout, because they keep the softmax's input, which the fused attention
-kernels do not, but no separate residual sums.
+attention's output 1/T, the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Those are the 16 numbers of
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two dropout masks.
+Their quadratic term does not exist: fused attention keeps one number per token and head of its scores.
 """
 
 from dsgpt.planning.setup import FULL, Setup
@@ -13,6 +13,10 @@ CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
 """``model.linear_cross_entropy.CHUNKS``: most logits at a time. A test holds them together."""
 CACHED = 256 << 10
 """``model.linear_cross_entropy.CACHED``: most logits in a step of the softmax on a CPU."""
+_ID = 8
+"""Bytes of a token id."""
+_MOMENTS = 2
+"""Numbers that a LayerNorm keeps per token: mean and inverse deviation."""
 
 
 def stream_bytes(setup: Setup) -> int:
@@ -24,15 +28,15 @@ def block_bytes(setup: Setup) -> int:
     """What the forward pass of a block keeps, its output included."""
     stream, tensor = stream_bytes(setup), setup.sizes.tensor
     split = 12 + (4 if setup.sizes.sequence > 1 else 0)  # all-to-all copies queries, keys, values and output
-    statistics = FULL * setup.tokens * (4 + setup.model.n_head // tensor)  # of LayerNorms and of the softmax
+    statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
     return 4 * stream + split * stream // tensor + statistics
 
 
 def kept_bytes(setup: Setup, blocks: int) -> int:
-    """What the forward pass of ``blocks`` blocks keeps until their backward pass, and the embedding's output."""
+    """What the forward pass of ``blocks`` blocks keeps for their backward pass, with ids and the embedding's output."""
     stream = stream_bytes(setup)
     of_block = stream if setup.activation_checkpointing else block_bytes(setup)
-    return stream + blocks * of_block + 2 * 8 * setup.tokens  # and the ids
+    return stream + blocks * of_block + 2 * _ID * setup.tokens
 
 
 def recomputed_bytes(setup: Setup) -> int:
@@ -47,21 +51,31 @@ def block_gradient_bytes(setup: Setup) -> int:
 
 def head_gradient_bytes(setup: Setup, *, device: str) -> int:
     """The gradient of the head's weights, which the loss computes; in fp32 if several chunks are added up."""
+    if _plain_loss(setup):
+        return 0
     model = setup.model
     width = FULL if _rows(setup, device) < setup.tokens else setup.low
     return width * model.padded_vocab_size * model.n_embd
 
 
 def logits_bytes(setup: Setup, *, device: str) -> int:
-    """The logits of a chunk, of the chunk before it, which is freed only afterwards, and the softmax's steps."""
-    rows, vocabulary = _rows(setup, device), setup.model.vocab_size
-    if setup.precision == "fp16" or setup.sizes.pipeline > 1:
-        return (setup.low + 3 * FULL) * setup.tokens * vocabulary  # plain cross-entropy: logits, in fp32 and gradients
-    second = min(rows, max(0, setup.tokens - rows))
+    """The logits of a chunk and the steps of its softmax; without chunks those of all tokens, and their gradient."""
+    vocabulary = setup.model.vocab_size
+    if _plain_loss(setup):
+        casts = 0 if setup.low == FULL else setup.low
+        return (2 * FULL + casts) * setup.tokens * vocabulary
+    rows = _rows(setup, device)
+    chunk = setup.low * rows * vocabulary
     if device == "cuda":
-        return vocabulary * (rows * (setup.low + FULL) + second * setup.low)
-    in_softmax = 2 * FULL * min(CACHED, rows * vocabulary)
-    return setup.low * vocabulary * rows + max(in_softmax, setup.low * vocabulary * second)
+        return chunk + FULL * rows * vocabulary
+    copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
+    cached = CACHED // vocabulary * vocabulary
+    return chunk + FULL * min(copies * cached, 2 * rows * vocabulary)
+
+
+def _plain_loss(setup: Setup) -> bool:
+    """Whether the loss is PyTorch's cross-entropy of all logits."""
+    return setup.precision == "fp16" or setup.sizes.pipeline > 1
 
 
 def _rows(setup: Setup, device: str) -> int:

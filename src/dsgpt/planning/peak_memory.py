@@ -1,16 +1,27 @@
-"""Predicts the most tensor memory that a rank needs in a training step, and what it is made of."""
+"""Predicts the most tensor memory that a rank needs in a training step, and what it is made of.
 
-from dataclasses import dataclass
+A step has moments at which memory can be highest: the loss, the beginning and the end of the backward pass, the
+reduction of gradients, the optimizer's step. The peak is the largest of them, in a step after the first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dsgpt.planning import activations as acts
-from dsgpt.planning.flat_groups import flat_groups
-from dsgpt.planning.gathering import most_gathered
+from dsgpt.planning.activations import (
+    block_gradient_bytes,
+    head_gradient_bytes,
+    kept_bytes,
+    logits_bytes,
+    recomputed_bytes,
+    stream_bytes,
+)
 from dsgpt.planning.model_state import model_state
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.planning.setup import FULL, Setup
-from dsgpt.planning.sharded import fsdp_elements
-
+from dsgpt.planning.moments import Moment
+from dsgpt.planning.moments_pytorch import baseline, ddp, fsdp
+from dsgpt.planning.moments_zero import bf16_optimizer, zero0, zero1, zero2
+from dsgpt.planning.moments_zero3 import zero3
+from dsgpt.planning.setup import Setup
 
 PARTS = (
     "weights",
@@ -25,6 +36,8 @@ PARTS = (
     "other",
 )
 """What a peak is made of; ``docs/records.md`` describes each."""
+_LARGEST_SEARCHED = 1 << 20
+"""Sequences of a micro batch beyond which no larger one is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +45,7 @@ class Peak:
     """The moment of a step with the most memory."""
 
     moment: str
-    """``loss``, ``backward`` or ``step``."""
+    """``forward``, ``loss``, ``backward``, ``reduction`` or ``step``."""
     parts: dict[str, int]
     """Bytes of each of ``PARTS``."""
 
@@ -47,9 +60,19 @@ class Peak:
 
 
 def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
-    """The moment at which ``rank`` needs the most memory of its device."""
-    moments = (_loss(setup, rank, device), _backward(setup, rank, device), _step(setup, rank, device))
-    return max(moments, key=lambda moment: moment.total)
+    """The moment at which ``rank`` needs the most memory of its device.
+
+    Args:
+        setup: the training.
+        rank: of all ranks.
+        device: ``cpu``, where offloaded state is in the same memory, or ``cuda``.
+    """
+    held = _held(setup, rank, device)
+    peaks = [
+        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, device))
+        for moment in _reached(setup, rank, device)
+    ]
+    return max(peaks, key=lambda peak: peak.total)
 
 
 def worst_peak(setup: Setup, *, device: str = "cpu") -> tuple[int, Peak]:
@@ -60,106 +83,63 @@ def worst_peak(setup: Setup, *, device: str = "cpu") -> tuple[int, Peak]:
     return worst, peaks[worst]
 
 
-def _peak(moment: str, **parts: int) -> Peak:
-    return Peak(moment=moment, parts=dict.fromkeys(PARTS, 0) | parts)
+def largest_micro_batch(setup: Setup, *, limit_bytes: int, device: str) -> int | None:
+    """The most sequences of a micro batch with which every rank's peak is within ``limit_bytes``; None if not even 1.
+
+    The accumulation stays as it is, so the global batch changes.
+    """
+
+    def fits(micro: int) -> bool:
+        _, peak = worst_peak(replace(setup, micro_batch_size=micro), device=device)
+        return peak.total <= limit_bytes
+
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while high <= _LARGEST_SEARCHED and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
-def _loss(setup: Setup, rank: int, device: str) -> Peak:
-    stream = acts.stream_bytes(setup)
-    return _peak(
-        "loss",
-        **_held(setup, rank),
-        gathered=_gathered(setup),
-        activations=acts.kept_bytes(setup, setup.blocks(rank)) + 2 * stream,
-        logits=acts.logits_bytes(setup, device=device),
-        new_gradients=acts.head_gradient_bytes(setup, device=device),
-    )
-
-
-def _backward(setup: Setup, rank: int, device: str) -> Peak:
-    stream = acts.stream_bytes(setup)
-    kept = acts.kept_bytes(setup, setup.blocks(rank)) + stream
-    return _peak(
-        "backward",
-        **_held(setup, rank),
-        gathered=_gathered(setup),
-        buckets=_bucket(setup),
-        activations=kept + acts.recomputed_bytes(setup) + acts.block_gradient_bytes(setup),
-        new_gradients=acts.head_gradient_bytes(setup, device=device),
-    )
-
-
-def _step(setup: Setup, rank: int, device: str) -> Peak:
-    """At the end of the backward pass: all gradients, and the embedding's from its lookup."""
-    held, low = _held(setup, rank), setup.low
-    lookup = low * setup.model.padded_vocab_size * setup.model.n_embd
-    held["gradients"] = _final_gradients(setup, rank)
-    return _peak("step", **held, buckets=_bucket(setup), new_gradients=lookup)
-
-
-def _held(setup: Setup, rank: int) -> dict[str, int]:
-    """Model state during forward and backward pass; gradients only where earlier micro batches or steps left some."""
+def _held(setup: Setup, rank: int, device: str) -> dict[str, int]:
+    """Model state that exists all the time; gradients do not."""
     state = model_state(setup, rank=rank)
-    found = {"weights": state.parameters, "optimizer": state.optimizer, "master": state.master}
-    found = {
-        name: 0 if key in state.off_device else size
-        for (name, size), key in zip(found.items(), ("parameters", "optimizer", "master"), strict=True)
-    }
-    return {**found, "gradients": _earlier_gradients(setup, rank)}
+    sizes = {"parameters": state.parameters, "optimizer": state.optimizer, "master": state.master}
+    elsewhere = () if device == "cpu" else state.off_device
+    names = {"parameters": "weights", "optimizer": "optimizer", "master": "master"}
+    return {names[key]: 0 if key in elsewhere else size for key, size in sizes.items()}
 
 
-def _earlier_gradients(setup: Setup, rank: int) -> int:
-    held = setup.held(rank)
-    elements, several = total(held), setup.gradient_accumulation_steps > 1
-    if setup.run_type == "baseline":
-        return FULL * elements if several else 0
-    if setup.run_type == "ddp":
-        buckets = setup.low * elements
-        return buckets + (FULL * elements if several and setup.low != FULL else 0)
-    if setup.run_type == "fsdp":
-        return FULL * elements if several else 0
-    stage = setup.recipe.zero_stage
-    if stage == 0:
-        return FULL * elements if several else 0
-    if stage == 1 and setup.uses_bf16_optimizer:
-        return FULL * sum(group.padded for group in flat_groups(held, setup.zero_ranks))
-    if stage == 1 and setup.world_size == 1:
-        return FULL * elements
-    if stage == 3:
-        return model_state(setup, rank=rank).gradients
-    return FULL * elements if several and stage == 1 else 0
+def _moments(setup: Setup, rank: int, device: str) -> list[Moment]:
+    if setup.run_type != "optimized":
+        return {"baseline": baseline, "ddp": ddp, "fsdp": fsdp}[setup.run_type](setup, device=device)
+    of_stage = {0: zero0, 1: zero1, 2: zero2, 3: zero3}[setup.recipe.zero_stage]
+    if setup.uses_bf16_optimizer:
+        of_stage = bf16_optimizer
+    return of_stage(setup, rank, device=device)
 
 
-def _final_gradients(setup: Setup, rank: int) -> int:
-    state, elements = model_state(setup, rank=rank), total(setup.held(rank))
-    if setup.run_type in {"baseline", "ddp"} or setup.recipe.zero_stage == 0:
-        return FULL * elements + (setup.low * elements if setup.low != FULL else 0)
-    if setup.run_type == "fsdp":
-        return state.gradients
-    return max(state.gradients, _earlier_gradients(setup, rank)) + setup.low * elements
+def _reached(setup: Setup, rank: int, device: str) -> Iterator[Moment]:
+    """The moments that the rank goes through; only the last pipeline stage computes a loss."""
+    computes_loss = setup.stage(rank) == setup.sizes.pipeline - 1
+    for moment in _moments(setup, rank, device):
+        if computes_loss or moment.name != "loss":
+            yield moment
 
 
-def _bucket(setup: Setup) -> int:
-    """DeepSpeed's buffer for gradients to reduce, which has its full size even for a small model."""
-    if setup.run_type != "optimized" or setup.recipe.zero_stage == 0 or setup.uses_bf16_optimizer:
-        return 0
-    zero = setup.recipe.zero_optimization
-    if setup.recipe.zero_stage == 1 and setup.world_size == 1:
-        return 0
-    return setup.low * zero.reduce_bucket_size if zero.contiguous_gradients else 0
-
-
-def _gathered(setup: Setup) -> int:
-    """Weights of other ranks' shards that are whole at the loss."""
-    if setup.run_type == "fsdp":
-        whole = model_parameters(setup.model)
-        root = [part for part in whole if not part.name.startswith("blocks.")]
-        block = [part for part in whole if part.name.startswith("blocks.0.")]
-        return (
-            setup.low
-            * setup.world_size
-            * (fsdp_elements(root, setup.world_size) + fsdp_elements(block, setup.world_size))
-        )
-    if setup.run_type == "optimized" and setup.recipe.zero_stage == 3:
-        return setup.low * most_gathered(setup) + _bucket(setup)
-    return 0
+def _transient(setup: Setup, moment: Moment, device: str) -> dict[str, int]:
+    """The parts of a moment besides model state."""
+    stream, kept = stream_bytes(setup), kept_bytes(setup, moment.blocks)
+    parts = dict(moment.parts)
+    if moment.name == "forward":
+        parts["activations"] = kept + block_gradient_bytes(setup)
+    elif moment.name == "loss":
+        parts["activations"] = kept + 2 * stream  # the last LayerNorm's output and its gradient
+        parts["logits"] = logits_bytes(setup, device=device)
+        parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
+    elif moment.name in {"backward", "reduction"}:
+        parts["activations"] = kept + stream + recomputed_bytes(setup) + block_gradient_bytes(setup)
+    return parts

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from dsgpt.reports.comparison import decimals, gibibytes, shorten
+from dsgpt.reports.comparison import decimals, gibibytes
+from dsgpt.reports.rows import Row, draw_rows
 from dsgpt.reports.runs import TOO_SHORT, Run
-from dsgpt.reports.style import BEHIND_TEXT, INK, look, note_inside
 
 NOT_RECORDED = "not recorded"
 
@@ -62,28 +60,15 @@ def memory_bars(runs: Sequence[Run]) -> list[Bars]:
 
 def draw_bars(axes: Axes, bars: Bars, runs: Sequence[Run], *, label_width: int = 30) -> None:
     """Draw one bar per run, the first run on top; a run without the value gets a note instead of a bar."""
-    values = [bars.value(run) for run in runs]
-    heights = [(value or 0.0) / bars.scale for value in values]
-    rows = [str(index) for index in range(len(runs))]
-    looks = [look(index, count=len(runs)) for index in range(len(runs))]
-    palette = [each.colour for each in looks]
-    sns.barplot(x=heights, y=rows, hue=rows, palette=palette, saturation=1, width=0.62, legend=False, ax=axes)
-    top = max(heights) or 1.0
-    for row, (container, value, each) in enumerate(zip(axes.containers, values, looks, strict=True)):
-        if value is None:
-            note_inside(axes, _missing(bars, runs[row]), x=top * 0.015, y=row)
-            continue
-        container[0].set(hatch=each.hatch, hatchcolor=each.hatch_colour)
-        axes.text(heights[row] + top * 0.015, row, bars.form(value), va="center", color=INK, bbox=BEHIND_TEXT)
-    axes.set_xlim(0, top * 1.2)
-    axes.set_yticks(range(len(runs)), [shorten(run.name, label_width) for run in runs])
-    axes.set(title=bars.title, xlabel=f"{bars.axis}\n({bars.better})", ylabel="")
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axes.grid(visible=False, axis="y")
-    sns.despine(ax=axes, left=True)
-    if all(value is None for value in values):
-        axes.set_xticks([])
+    draw_rows(axes, [_row(bars, run) for run in runs], label_width=label_width)
+    axes.set(title=bars.title, xlabel=f"{bars.axis}\n({bars.better})")
+
+
+def _row(bars: Bars, run: Run) -> Row:
+    value = bars.value(run)
+    if value is None:
+        return Row(name=run.name, value=None, label=_missing(bars, run))
+    return Row(name=run.name, value=value / bars.scale, label=bars.form(value))
 
 
 def _missing(bars: Bars, run: Run) -> str:

@@ -1,6 +1,8 @@
 """The command line of ``charts/generate_charts.py``."""
 
 import argparse
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +12,18 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.reports.comparison import comparison_markdown, console_summary
+from dsgpt.reports.pictures_wanted import BOTH, FORMATS, Style, read_only, themes_of
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
+from dsgpt.reports.sweeps import Sweep, read_sweep
+from dsgpt.reports.themes import LIGHT, THEMES
 from dsgpt.telemetry.sources import PARAGRAPH, by_folder, changed_files, hash_files, made_from
 
 DESCRIPTION = """\
-Compare training runs in pictures and in one table (comparison.md).
+Draw charts of training runs and of sweeps, and compare runs in one table (comparison.md).
 
 Runs are compared only as far as they did the same work: same data, model, global batch, steps, tokens and recipe.
-Every picture states what differs and what a record does not contain. The first run is the baseline.
+Every picture states what differs and what a record does not contain. The first run is the baseline. A chart whose
+data no record has is not drawn, and a line says why.
 """
 EXAMPLES = """\
 examples:
@@ -29,46 +35,69 @@ examples:
   python charts/generate_charts.py --run baseline=checkpoint/baseline --run zero1=checkpoint/zero1 \\
       --run zero3=checkpoint/zero3 --output-dir charts/zero
 
-writes: training_time, throughput, inference_latency, inference_throughput, loss_vs_step, loss_vs_time, peak_memory and
-overview (.png), and comparison.md. Exit code 0: done; 2: a mistake in the command line or an unreadable file;
+  # a sweep of src/benchmark.py, for a page with dark and light readers
+  python charts/generate_charts.py --sweep checkpoint/sweep/scaling --format svg --theme both
+
+docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in the command line or an unreadable file;
 130: interrupted.
 """
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 """Holds the sources that a ``SOURCES.json`` names."""
+IN_FILE_NAMES = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The checked command line: the runs in order, by name, and the folder for the charts."""
+    """The checked command line."""
 
     paths: dict[str, Path]
+    """Of the runs, by name, in the order in which they are drawn."""
+    sweeps: list[tuple[str | None, Path]]
+    """Name and path; without a name, that of the suite."""
     output: Path
+    style: Style
+    price: float | None
+    """Of a device hour."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw what ``argv`` asks for.
 
     Raises:
-        UserError: every mistake in the command line and in the runs' files, one line each.
+        UserError: every mistake in the command line and in the files, one line each.
     """
     request, problems = parse(argv)
     runs, unreadable = read_all(request.paths)
-    problems.add(*unreadable)
+    sweeps, more = read_sweeps(request.sweeps)
+    problems.add(*unreadable, *more)
     problems.raise_if_any()
-    write_charts(runs, output=request.output, sources=_sources_paragraph(request.paths))
-    print(console_summary(runs, output=request.output))
+    sources = _sources_paragraph(request.paths)
+    absent = write_charts(runs, request=request, sweeps=sweeps, sources=sources)
+    if runs:
+        print(console_summary(runs))
+    for chart, why in absent.items():
+        print(f"not drawn: {chart}: {why}")
+    print(f"charts: {request.output}")
 
 
-def build_parser() -> Parser:
-    """The parser of the command line."""
+def build_parser(reader: Reader) -> Parser:
+    """The parser of the command line, whose values ``reader`` reads."""
     parser = Parser(prog="generate_charts.py", description=DESCRIPTION, epilog=EXAMPLES)
     add = parser.add_argument
     record = "a training_metrics.json, or the run's folder"
     add("--baseline-json", action="append", default=[], metavar="PATH", help=f"{record}; drawn first as 'baseline'")
     add("--optimized-json", action="append", default=[], metavar="PATH", help=f"{record}; drawn as 'optimized'")
     add("--run", action="append", default=[], metavar="NAME=PATH", help=f"one more run ({record}); repeat for more")
+    sweep = "a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more"
+    add("--sweep", action="append", default=[], metavar="[NAME=]PATH", help=sweep)
     add("--output-dir", default="charts", metavar="FOLDER", help="where the charts go (default: %(default)s)")
+    add("--only", metavar="LIST", help="names of the charts to draw, separated by commas (default: all)")
+    form, theme = reader.choices("--format", FORMATS), reader.choice("--theme", (*THEMES, BOTH), BOTH)
+    add("--format", type=form, default=FORMATS, metavar="LIST", help="png, svg or png,svg (default: png,svg)")
+    add("--theme", type=theme, default=LIGHT.name, metavar="NAME", help="light, dark or both (default: %(default)s)")
+    price = "of a device hour, in any currency: draws the losses of runs against money"
+    add("--price", type=reader.number("--price"), metavar="X", help=price)
     return parser
 
 
@@ -76,18 +105,23 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
     """The request, as far as it is valid, and every mistake in the command line."""
     reader = Reader()
     problems = reader.problems
-    arguments = read_words(build_parser(), reader, argv)
+    arguments = read_words(build_parser(reader), reader, argv)
     named = _named_runs(arguments, problems)
     paths: dict[str, Path] = {}
     for name, path in named:
         if name in paths:
             problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
         paths[name] = Path(path).expanduser()
-    if not named and not problems:
-        problems.add("no run given; give --baseline-json and --optimized-json, or --run NAME=PATH (see --help)")
+    sweeps = _named_sweeps(arguments.sweep, problems)
+    if not (named or sweeps or problems):
+        problems.add(
+            "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
+        )
     output = Path(arguments.output_dir).expanduser()
     problems.add(*_output_problems(output))
-    return Request(paths=paths, output=output), problems
+    only = read_only(arguments.only, problems)
+    style = Style(arguments.format or FORMATS, themes_of(arguments.theme), only)
+    return Request(paths=paths, sweeps=sweeps, output=output, style=style, price=arguments.price or None), problems
 
 
 def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple[str, str]]:
@@ -118,27 +152,79 @@ def read_all(paths: dict[str, Path]) -> tuple[list[Run], list[str]]:
     return runs, problems
 
 
-def write_charts(runs: Sequence[Run], *, output: Path, sources: str = "") -> None:
-    """Write all pictures and comparison.md into ``output``; each file is written whole or not at all.
+def _named_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str | None, Path]]:
+    """Name and path of each sweep; a text that is a path as a whole has no name."""
+    found: list[tuple[str | None, Path]] = []
+    for text in given:
+        name, equals, path = (part.strip() for part in text.partition("="))
+        if not equals or Path(text).expanduser().exists():
+            found.append((None, Path(text).expanduser()))
+        elif path and IN_FILE_NAMES.fullmatch(name):
+            found.append((name, Path(path).expanduser()))
+        else:
+            problems.add(f"--sweep {text!r}: expected NAME=PATH, with a NAME of letters, digits, '-', '_' and '.'")
+    return found
+
+
+def read_sweeps(given: Sequence[tuple[str | None, Path]]) -> tuple[dict[str, Sweep], list[str]]:
+    """Every sweep that can be read, by name, and the mistakes of the others, one line each."""
+    sweeps: dict[str, Sweep] = {}
+    problems: list[str] = []
+    for wanted, path in given:
+        try:
+            sweep = read_sweep(path)
+        except UserError as error:
+            problems += error.problems
+            continue
+        name = wanted or re.sub(r"[^\w.-]+", "-", sweep.suite)
+        if name in sweeps:
+            problems.append(f"two sweeps are called {name!r}; give each its own name in --sweep NAME=PATH")
+        sweeps[name] = sweep
+    return sweeps, problems
+
+
+def write_charts(
+    runs: Sequence[Run], *, request: Request, sweeps: Mapping[str, Sweep], sources: str = ""
+) -> dict[str, str]:
+    """Write all charts, and comparison.md of runs; each file is written whole or not at all.
+
+    Charts that are not drawn leave no files of earlier calls either.
 
     Args:
-        runs: the first is the baseline.
-        output: the folder.
+        runs: the first is the baseline; there may be none.
+        request: where the charts go, and how they look.
+        sweeps: by name.
         sources: what comparison.md says about the sources of the records.
+
+    Returns:
+        The charts that are not drawn, and why.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    from dsgpt.reports.plots import draw_all  # noqa: PLC0415 - matplotlib takes seconds to load; --help and mistakes need none of it
+    # matplotlib takes seconds to load; --help and mistakes need none of it
+    from dsgpt.reports.drawing import draw, file_name  # noqa: PLC0415
+    from dsgpt.reports.plots import charts_of_runs  # noqa: PLC0415
+    from dsgpt.reports.sweep_plots import charts_of_sweep  # noqa: PLC0415
 
-    pictures = draw_all(runs)
+    output, style = request.output, request.style
+    folders = {name: path if path.is_dir() else path.parent for name, path in request.paths.items()}
+    charts = charts_of_runs(runs, folders=folders, price=request.price) if runs else {}
+    for name, sweep in sweeps.items():
+        charts |= charts_of_sweep(sweep, name=name)
+    drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, picture in pictures.items():
+        for name, picture in drawn.files.items():
             write_atomic(output / name, picture)
-        write_atomic(output / "comparison.md", comparison_markdown(runs, sources=sources).encode(errors=PRINTABLE))
+        for name in drawn.absent:
+            for theme, form in itertools.product(style.themes, style.formats):
+                (output / file_name(name, theme, form)).unlink(missing_ok=True)
+        if runs:
+            write_atomic(output / "comparison.md", comparison_markdown(runs, sources=sources).encode(errors=PRINTABLE))
     except OSError as error:
         raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
+    return drawn.absent | style.missing(charts)
 
 
 def _sources_paragraph(paths: Mapping[str, Path]) -> str:

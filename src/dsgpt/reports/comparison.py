@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dsgpt.reports.equal_work import compared_facts, equal_loss_line, inference_stamps, judge, partial_stamps, show
@@ -105,8 +104,8 @@ def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def console_summary(runs: Sequence[Run], *, output: Path) -> str:
-    """The table on the console: a line per run, then the verdicts and the folder of the charts."""
+def console_summary(runs: Sequence[Run]) -> str:
+    """The table on the console: a line per run, then the verdicts."""
     header = ["run", "time (s)", "tokens/s", "speed-up", "train loss", "val loss", "inference (s)"]
     lines = [header]
     for run in runs:
@@ -119,7 +118,7 @@ def console_summary(runs: Sequence[Run], *, output: Path) -> str:
         table.append("  ".join([name.ljust(widths[0]), *padded]))
     closing = [judge(runs).line(), *partial_stamps(runs), *setup_stamps(runs)]
     closing += [equal_loss_line(runs[0], other) for other in runs[1:]]
-    return "\n".join([*table, *closing, f"charts: {output}"])
+    return "\n".join([*table, *closing])
 
 
 def shorten(name: str, width: int) -> str:

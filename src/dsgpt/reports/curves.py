@@ -21,6 +21,8 @@ class Point(NamedTuple):
     """Seconds of training steps so far (no evaluation, no saving)."""
     epoch: float | None
     """Completed epochs; known only for the points of ``per_epoch`` curves."""
+    tokens: float | None = None
+    """Tokens trained on so far."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +49,50 @@ def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
     """
     train: dict[float, Point] = {}
     validation: dict[float, Point] = {}
+    tokens: dict[float, float | None] = {}
     doubts: list[str] = []
-    for line in _objects(path, doubts) if path.exists() else ():
+    for line in read_objects(path, doubts) if path.exists() else ():
         fields = Fields(line, notes=doubts)
         step = fields.number("step")
         if step is None:
             continue
+        tokens[step] = fields.number("tokens") if fields.has("tokens") else tokens.get(step)
         for key, curve in (("loss", train), ("val_loss", validation)):
             loss = fields.number(key)
             if loss is not None:
-                curve[step] = Point(loss, step, fields.number("train_time_sec"), None)
+                curve[step] = Point(loss, step, fields.number("train_time_sec"), None, tokens[step])
     if doubts:
         notes.append(f"metrics.jsonl: {doubts[0]}" + (f" (and {len(doubts) - 1} more like it)" if doubts[1:] else ""))
     return _by_step(train), _by_step(validation)
 
 
+def read_step_times(path: Path) -> list[float]:
+    """Seconds of each step of a ``metrics.jsonl`` that it does not mark as warm-up; empty if it marks none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    times: dict[float, float] = {}
+    for line in read_objects(path, []) if path.exists() else ():
+        fields = Fields(line, notes=[])
+        step, seconds = fields.number("step"), fields.number("step_time_sec")
+        if step is not None and seconds is not None and fields.raw("warm_up") is False:
+            times[step] = seconds
+    return [times[step] for step in sorted(times)]
+
+
 def epoch_curve(
-    losses: Sequence[float | None], *, steps: Sequence[float | None], times: Sequence[float | None]
+    losses: Sequence[float | None],
+    *,
+    steps: Sequence[float | None],
+    times: Sequence[float | None],
+    tokens: Sequence[float | None] = (),
 ) -> Curve:
-    """One point at the end of each epoch; ``steps`` and ``times`` (seconds) are per epoch and may be unknown."""
-    ends = zip(_running_sums(steps, len(losses)), _running_sums(times, len(losses)), strict=True)
+    """One point at the end of each epoch; steps, times (seconds) and tokens are per epoch and may be unknown."""
+    ends = zip(*(_running_sums(values, len(losses)) for values in (steps, times, tokens)), strict=True)
     points = [
-        Point(loss, step, time, epoch)
-        for epoch, (loss, (step, time)) in enumerate(zip(losses, ends, strict=True), start=1)
+        Point(loss, step, time, epoch, count)
+        for epoch, (loss, (step, time, count)) in enumerate(zip(losses, ends, strict=True), start=1)
         if loss is not None
     ]
     return Curve(tuple(points), per_epoch=True)
@@ -96,7 +119,12 @@ def _sum_if_known(total: float | None, value: float | None) -> float | None:
     return None if total is None or value is None else total + value
 
 
-def _objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
+def read_objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
+    """Each line of a JSON-lines file that is an object; ``doubts`` receives the others, except an incomplete last one.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:

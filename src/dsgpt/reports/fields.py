@@ -81,6 +81,10 @@ class Fields:
         """Whether ``key`` is there; its value may be null."""
         return key in self._values
 
+    def names(self) -> list[str]:
+        """The keys of the object."""
+        return list(self._values)
+
     def text(self, key: str) -> str | None:
         """A non-empty string, or None."""
         value = self._values.get(key)

@@ -1,7 +1,7 @@
 """Loss panels: one curve per run, against optimizer steps, training seconds or epochs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from dsgpt.reports.comparison import shorten
 from dsgpt.reports.curves import Curve, Point, smoothed
 from dsgpt.reports.runs import Run
-from dsgpt.reports.style import INK, look, note_inside
+from dsgpt.reports.style import look, note_inside
+from dsgpt.reports.themes import current
 
 SMOOTH_FROM = 200
 """Curves with more points are drawn faint, with their trailing mean on top."""
@@ -55,11 +56,51 @@ def step_axis(runs: Sequence[Run]) -> Axis:
 
 def time_axis(runs: Sequence[Run]) -> Axis:
     """Training time, in the largest unit that is at most a third of the longest run."""
-    longest = max((p.time or 0 for run in runs for p in (*run.train_curve.points, *run.val_curve.points)), default=0)
+    longest = _largest(runs, "time")
     for unit, seconds in (("hours", 3600), ("minutes", 60)):
         if longest >= 3 * seconds:
             return Axis("time", f"training time ({unit})", TIME_TITLE, "times not recorded", seconds)
     return Axis("time", "training time (s)", TIME_TITLE, "times not recorded")
+
+
+def token_axis(runs: Sequence[Run]) -> Axis:
+    """Tokens trained on, in the largest unit of which the longest run has at least one."""
+    most = _largest(runs, "tokens")
+    units = (("billions of tokens", 1e9), ("millions of tokens", 1e6), ("thousands of tokens", 1e3))
+    unit, count = next((each for each in units if most >= each[1]), ("tokens", 1.0))
+    return Axis("tokens", unit, "Loss by tokens", "tokens not recorded", count)
+
+
+def money_axis(price: float) -> Axis:
+    """Money, for runs that ``in_money`` returned."""
+    label = f"cost of all devices, at {price:g} for a device hour"
+    return Axis("time", label, "Loss by money", "times or devices not recorded")
+
+
+def in_money(run: Run, price: float) -> Run:
+    """The run with the money that its devices cost in place of the time of each point; ``price`` of a device hour."""
+    per_second = None if run.device_count is None else run.device_count * price / 3600
+    curves = {
+        name: replace(curve, points=tuple(_priced(point, per_second) for point in curve.points))
+        for name, curve in (("train_curve", run.train_curve), ("val_curve", run.val_curve))
+    }
+    return replace(run, train_curve=curves["train_curve"], val_curve=curves["val_curve"])
+
+
+def _priced(point: Point, per_second: float | None) -> Point:
+    if point.time is None or per_second is None:
+        return point._replace(time=None)
+    return point._replace(time=point.time * per_second)
+
+
+def _largest(runs: Sequence[Run], coordinate: str) -> float:
+    points = (point for run in runs for kind in ("train", "validation") for point in curve_of(run, kind).points)
+    return max((getattr(point, coordinate) or 0 for point in points), default=0)
+
+
+def is_drawable(runs: Sequence[Run], axis: Axis) -> bool:
+    """Whether a curve of any run can be drawn on ``axis``."""
+    return any(placeable(curve_of(run, kind), axis) for run in runs for kind in ("train", "validation"))
 
 
 def window_of(curve: Curve) -> int:
@@ -88,7 +129,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
     if ends:
         axes.set_xlim(left=0)
         _widen(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis.coordinate != "time", steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis.coordinate in {"step", "epoch"}, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     else:
         axes.set(xticks=[], yticks=[], ylabel="")
@@ -118,7 +159,7 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
     for end in ends:
         axes.annotate(
             f"{shorten(end.name, 18)}\n{end.y:.3f}", (end.x, end.y), xytext=(7, 0), textcoords="offset points",
-            va="center", color=INK, fontsize=9,
+            va="center", fontsize=9,
         )  # fmt: skip
 
 
@@ -165,7 +206,7 @@ def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, coun
         lw=style.width,
         marker=style.marker,
         markersize=size,
-        markeredgecolor="white",
+        markeredgecolor=current().background,
         markevery=every,
         zorder=2 + order / count,
     )

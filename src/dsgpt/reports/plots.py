@@ -1,51 +1,81 @@
 """The pictures: their panels, titles, warnings and captions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from matplotlib.figure import SubFigure
 
 from dsgpt.reports.bars import INFERENCE, LATENCY, THROUGHPUT, TRAINING_TIME, Bars, draw_bars, memory_bars
 from dsgpt.reports.comparison import INFERENCE_NOISE, shorten, speed_up
 from dsgpt.reports.curves import Curve
+from dsgpt.reports.drawing import Chart
 from dsgpt.reports.equal_work import inference_stamps, judge, partial_stamps, work_stamps
+from dsgpt.reports.latency import latency_chart
 from dsgpt.reports.lines import (
     Axis,
     curve_of,
     draw_losses,
     ends_can_be_labelled,
+    in_money,
+    is_drawable,
     label_ends,
     legend_handles,
+    money_axis,
     step_axis,
     time_axis,
+    token_axis,
     window_of,
 )
 from dsgpt.reports.machines import machine_line, setup_stamps
+from dsgpt.reports.measured import of_runs
+from dsgpt.reports.memory import memory_chart
 from dsgpt.reports.runs import FLAT_SCHEMA, Run
-from dsgpt.reports.style import Frame, frame, png_bytes, quiet_style
+from dsgpt.reports.step_times import communication_chart, step_times_chart
+from dsgpt.reports.style import Frame, frame
+from dsgpt.reports.utilisation import utilisation_chart
 
 LOSS_KINDS = ("train", "validation")
+COLUMNS = 2
+"""Of panels in the overview: more would be too small on a page."""
+NO_PRICE = "give --price, of a device hour"
 
 
-def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Every picture of these runs as PNG bytes, by file name; the first run is the baseline."""
-    pictures: dict[str, Callable[[Sequence[Run]], Frame]] = {
-        "training_time.png": partial(_bars_picture, panels=[TRAINING_TIME]),
-        "throughput.png": partial(_bars_picture, panels=[THROUGHPUT]),
-        "inference_latency.png": partial(_bars_picture, panels=[LATENCY]),
-        "inference_throughput.png": partial(_bars_picture, panels=[INFERENCE]),
-        "loss_vs_step.png": partial(_loss_picture, axis=step_axis(runs)),
-        "loss_vs_time.png": partial(_loss_picture, axis=time_axis(runs)),
-        "peak_memory.png": partial(_bars_picture, panels=memory_bars(runs)),
-        "overview.png": _overview,
-    }
+def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: float | None = None) -> dict[str, Chart]:
+    """Every chart of these runs by name; the first run is the baseline.
+
+    Args:
+        runs: to compare.
+        folders: of the runs, by name.
+        price: of a device hour.
+    """
     named = _with_short_names(runs)
-    with quiet_style():
-        return {name: png_bytes(draw(named).figure) for name, draw in pictures.items()}
+    rows, texts = of_runs(named), {"warnings": _warnings(named), "captions": [_footer(named)]}
+    bars = {
+        "training_time": [TRAINING_TIME],
+        "throughput": [THROUGHPUT],
+        "inference_latency": [LATENCY],
+        "inference_throughput": [INFERENCE],
+        "peak_memory": memory_bars(named),
+    }
+    axes = {"loss_vs_step": step_axis(named), "loss_vs_time": time_axis(named), "loss_vs_tokens": token_axis(named)}
+    charts: dict[str, Chart] = {name: partial(_bars_picture, named, panels=panels) for name, panels in bars.items()}
+    charts |= {name: partial(_loss_picture, named, axis=axis) for name, axis in axes.items()}
+    return charts | {
+        "loss_vs_money": partial(_money_picture, named, price=price),
+        "memory": partial(memory_chart, rows, **texts),
+        "communication": partial(communication_chart, rows, **texts),
+        "step_times": partial(step_times_chart, rows, **texts),
+        "latency_vs_throughput": partial(latency_chart, named, **texts),
+        "utilisation": partial(utilisation_chart, folders, **texts),
+        "overview": partial(_overview, named),
+    }
 
 
-def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame:
+def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str:
+    if all(bars.value(run) is None for bars in panels for run in runs):
+        return f"no run recorded its {panels[0].title.lower()}"
     inference = inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else []
     picture = frame(
         title=panels[0].title if len(panels) == 1 else "Peak memory",
@@ -61,40 +91,49 @@ def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame:
     return picture
 
 
-def _loss_picture(runs: Sequence[Run], *, axis: Axis) -> Frame:
+def _money_picture(runs: Sequence[Run], *, price: float | None) -> Frame | str:
+    if price is None:
+        return NO_PRICE
+    return _loss_picture([in_money(run, price) for run in runs], axis=money_axis(price))
+
+
+def _loss_picture(runs: Sequence[Run], *, axis: Axis) -> Frame | str:
+    if not is_drawable(runs, axis):
+        return f"no run recorded losses with their {axis.coordinate}s"
     rows = _legend_rows(runs, columns=2)
     picture = frame(
         title=axis.picture,
         warnings=_warnings(runs),
         captions=[_caption_of_curves(runs), _footer(runs)],
-        width=10.5,
-        height=4.2 + 0.26 * rows,
+        width=9.6,
+        height=4.0 + 0.26 * rows,
     )
     _draw_loss_panels(picture.body, runs, places=[(kind, axis) for kind in LOSS_KINDS], columns=2)
     return picture
 
 
 def _overview(runs: Sequence[Run]) -> Frame:
-    columns = 3
-    bar_height = 1.2 + 0.36 * len(runs)
-    loss_height = 3.7 + 0.26 * _legend_rows(runs, columns=columns)
+    panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
+    bar_rows = -(-len(panels) // COLUMNS)
+    bar_height = bar_rows * (1.1 + 0.33 * len(runs))
+    loss_height = 3.4 + 0.26 * _legend_rows(runs, columns=COLUMNS)
     verdict = judge(runs)
     picture = frame(
         title="Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {verdict.answer})",
         warnings=[*_warnings(runs), *inference_stamps(runs)],
         captions=[_speed_ups(runs), _caption_of_curves(runs), _footer(runs)],
-        width=15,
+        width=9.6,
         height=bar_height + loss_height,
     )
     upper, lower = picture.body.subfigures(2, 1, squeeze=False, height_ratios=[bar_height, loss_height])[:, 0]
-    panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
-    for index, (axes, bars) in enumerate(zip(upper.subplots(1, len(panels), sharey=True), panels, strict=True)):
-        draw_bars(axes, bars, runs, label_width=22)
-        axes.tick_params(axis="y", labelleft=index == 0)
-    steps, times = step_axis(runs), time_axis(runs)
-    _draw_loss_panels(
-        lower, runs, places=[("train", steps), ("validation", steps), ("validation", times)], columns=columns
-    )
+    places = upper.subplots(bar_rows, COLUMNS, sharey=True, squeeze=False).flat
+    for index, axes in enumerate(places):
+        axes.set_visible(index < len(panels))
+        if index < len(panels):
+            draw_bars(axes, panels[index], runs, label_width=22)
+            axes.tick_params(axis="y", labelleft=index % COLUMNS == 0)
+    losses = [("train", step_axis(runs)), ("validation", time_axis(runs))]
+    _draw_loss_panels(lower, runs, places=losses, columns=COLUMNS)
     return picture
 
 
@@ -122,7 +161,11 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def _footer(runs: Sequence[Run]) -> str:
-    return (f"same work: {judge(runs).answer}; " if len(runs) > 1 else "") + machine_line(runs)
+    """The runs, their dates, whether they did the same work, and where."""
+    dates = sorted({run.date for run in runs if run.date})
+    when = f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}" if dates else ""
+    names = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in runs)}{when}; "
+    return names + (f"same work: {judge(runs).answer}; " if len(runs) > 1 else "") + machine_line(runs)
 
 
 def _with_short_names(runs: Sequence[Run]) -> list[Run]:

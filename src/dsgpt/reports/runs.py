@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.common.errors import UserError
-from dsgpt.reports.curves import Curve, epoch_curve, read_step_curves
+from dsgpt.reports.curves import Curve, epoch_curve, read_step_curves, read_step_times
 from dsgpt.reports.fields import Fields, read_object
+from dsgpt.reports.footprint import Footprint, read_footprint
 from dsgpt.reports.segments import (
     DEVICES,
     HARDWARE,
@@ -43,10 +44,14 @@ class Run:
     schema: str
     """The record's ``schema_version``; ``FLAT_SCHEMA`` for the older generation, which has none."""
     status: str | None
+    date: str | None
+    """When its last process began, in UTC: ``2026-11-22``."""
     machine: str | None
     """The hardware; if segments used several, which steps ran on which. The same holds for the next two fields."""
     devices: str | None
     strategy: str | None
+    device_count: float | None
+    """Of all its machines; None if segments used different numbers."""
     segments: tuple[Segment, ...]
     """One per process of the run; at least one."""
     work: Mapping[str, Any]
@@ -75,6 +80,7 @@ class Run:
     """Peak bytes reserved by PyTorch's allocator on rank 0's GPU."""
     host_memory: float | None
     """Peak resident set size of rank 0's process, bytes."""
+    footprint: Footprint
     train_curve: Curve
     val_curve: Curve
     notes: tuple[str, ...]
@@ -144,6 +150,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
     schema = record.raw("schema_version")
     epochs = _Epochs(record, notes=notes)
     train_curve, val_curve = _curves(log, epochs, notes)
+    peaks = _peaks(record, notes=notes)
     if record.raw("resumed_from") is not None:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
     segments = read_segments(record)
@@ -154,9 +161,11 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
         name=name,
         schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
         status=record.text("status"),
+        date=(record.text("timestamp_utc") or "")[:10] or None,
         machine=setup_over_time(segments, HARDWARE),
         devices=setup_over_time(segments, DEVICES),
         strategy=setup_over_time(segments, STRATEGY),
+        device_count=record.section("hardware").number("world_size"),
         segments=segments,
         resumed=record.raw("resumed_from") is not None,
         work=read_work(
@@ -174,7 +183,13 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
             summary.number("best_val_loss"), min((loss for loss in val_losses if loss is not None), default=None)
         ),
         **_inference(record, notes=notes),
-        **_peaks(record, notes=notes),
+        **peaks,
+        footprint=read_footprint(
+            record,
+            gpu_memory=peaks["gpu_memory"],
+            host_memory=peaks["host_memory"],
+            step_times=read_step_times(log),
+        ),
         train_curve=train_curve,
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),
@@ -204,9 +219,9 @@ class _Epochs:
 def _curves(log: Path, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]:
     train, validation = read_step_curves(log, notes)
     if not train.points:
-        train = epoch_curve(epochs.train_losses, steps=epochs.steps, times=epochs.times)
+        train = epoch_curve(epochs.train_losses, steps=epochs.steps, times=epochs.times, tokens=epochs.tokens)
     if not validation.points:
-        validation = epoch_curve(epochs.val_losses, steps=epochs.steps, times=epochs.times)
+        validation = epoch_curve(epochs.val_losses, steps=epochs.steps, times=epochs.times, tokens=epochs.tokens)
     return train, validation
 
 

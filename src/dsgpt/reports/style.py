@@ -1,6 +1,7 @@
 """The style of all pictures: colours for the colour-blind, and hatches, dashes and markers for grey print."""
 
 import io
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,12 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
+from dsgpt.reports.themes import RGB, Theme, current, drawn_in, rgb
+
 DOTS_PER_INCH = 150
-STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.155
-INK, QUIET = "#222222", "#666666"
-BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-"""A background for numbers, so that grid lines do not cross them."""
-# Seaborn's colour-blind palette, in an order that also alternates dark and light.
-_COLOURS = [sns.color_palette("colorblind")[i] for i in (0, 1, 2, 4, 3, 8, 9, 5)]
+STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.165
+_CLIP_ID = re.compile(rb"\bp[0-9a-f]{10}\b")
+"""Matplotlib hashes the place of a panel, of which the last digits differ from call to call, so these are numbered."""
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "+++", "oo", "**")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _DASHES = ((0, ()), (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
@@ -31,7 +31,7 @@ _DASHES = ((0, ()), (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1,
 class Look:
     """How one run is drawn in every picture."""
 
-    colour: tuple[float, float, float]
+    colour: RGB
     hatch: str
     hatch_colour: str
     """Dark on light bars, light on dark bars."""
@@ -48,13 +48,14 @@ def look(index: int, *, count: int) -> Look:
 
     The lists have 5, 8 and 9 entries, so the same look returns only after many runs.
     """
-    colour = _COLOURS[index % len(_COLOURS)]
+    theme = current()
+    colour = rgb(theme.palette[index % len(theme.palette)])
     brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), colour, strict=True))
     earlier = 1 - index / (count - 1) if count > 1 else 0.0
     return Look(
         colour=colour,
         hatch=_HATCHES[index % len(_HATCHES)],
-        hatch_colour=INK if brightness > 0.6 else "white",
+        hatch_colour=theme.dark_hatch if brightness > 0.6 else theme.light_hatch,
         marker=_MARKERS[index % len(_MARKERS)],
         dashes=_DASHES[index % len(_DASHES)],
         width=1.3 + 2.2 * earlier if count > 1 else 1.8,
@@ -63,21 +64,30 @@ def look(index: int, *, count: int) -> Look:
 
 
 @contextmanager
-def quiet_style() -> Iterator[None]:
+def quiet_style(theme: Theme) -> Iterator[None]:
     """A context with the project's style, independent of the user's matplotlibrc; outside nothing changes."""
-    with mpl.rc_context():
+    with mpl.rc_context(), drawn_in(theme):
         mpl.rcdefaults()
         mpl.use("Agg")
         sns.set_theme(context="notebook", style="whitegrid", font="DejaVu Sans", font_scale=0.85)
         mpl.rcParams.update(
             {
-                "axes.edgecolor": "#bbbbbb",
-                "axes.labelcolor": INK,
+                "axes.edgecolor": theme.edge,
+                "axes.facecolor": theme.background,
+                "axes.labelcolor": theme.ink,
                 "axes.titleweight": "bold",
-                "grid.color": "#e6e6e6",
+                "figure.facecolor": theme.background,
+                "savefig.facecolor": theme.background,
+                "grid.color": theme.grid,
                 "hatch.linewidth": 1.1,
-                "text.color": INK,
+                "patch.edgecolor": theme.background,
+                "svg.hashsalt": "dsgpt",  # ids of parts of an SVG would be random
+                "text.color": theme.ink,
                 "text.parse_math": False,  # a run may be called $a$
+                "xtick.color": theme.edge,
+                "xtick.labelcolor": theme.ink,
+                "ytick.color": theme.edge,
+                "ytick.labelcolor": theme.ink,
             }
         )
         yield
@@ -93,8 +103,9 @@ class Frame:
 
 def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width: float, height: float) -> Frame:
     """A figure of ``width`` inches whose panels get ``height`` inches, with title, boxed ``warnings`` and captions."""
+    theme = current()
     stamp = _wrapped(warnings, width=int(width * 11.5))
-    caption = _wrapped(captions, width=int(width * 14.5))
+    caption = _wrapped(captions, width=int(width * 15))
     above = 0.5 + (STAMP_LINE_INCHES * (stamp.count("\n") + 1) + 0.25 if stamp else 0)
     below = 0.2 + CAPTION_LINE_INCHES * (caption.count("\n") + 1)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06, wspace=0.02)
@@ -103,23 +114,49 @@ def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width
     head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=[above, height, below])[:, 0]
     head.text(0.18 / width, 1 - 0.13 / above, title, ha="left", va="top", fontsize=13, fontweight="bold")
     if stamp:
-        box = {"boxstyle": "square,pad=0.45", "facecolor": "#fff1d6", "edgecolor": INK, "linewidth": 1.4}
+        box = {"boxstyle": "square,pad=0.45", "facecolor": theme.warning, "edgecolor": theme.ink, "linewidth": 1.4}
         place = (0.26 / width, 1 - 0.54 / above)
         head.text(*place, stamp, ha="left", va="top", fontsize=9, fontweight="bold", bbox=box, linespacing=1.3)
-    foot.text(0.18 / width, 0.1 / below, caption, ha="left", va="bottom", fontsize=8, color=QUIET, linespacing=1.3)
+    words = {"ha": "left", "va": "bottom", "fontsize": 8.5, "color": theme.quiet, "linespacing": 1.3}
+    foot.text(0.18 / width, 0.1 / below, caption, **words)
     return Frame(figure, body)
 
 
 def png_bytes(figure: Figure) -> bytes:
     """The figure as PNG, without software name or time: the same input gives the same bytes."""
+    return _saved(figure, "png", {"Software": None})
+
+
+def svg_bytes(figure: Figure) -> bytes:
+    """The figure as SVG, its letters as outlines that look the same everywhere: the same input gives the same bytes."""
+    ids: dict[bytes, bytes] = {}
+
+    def number(found: re.Match[bytes]) -> bytes:
+        return ids.setdefault(found[0], b"clip%d" % len(ids))
+
+    return _CLIP_ID.sub(number, _saved(figure, "svg", {"Creator": None, "Date": None}))
+
+
+def _saved(figure: Figure, form: str, metadata: dict[str, None]) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    figure.savefig(buffer, format=form, metadata=metadata)
     return buffer.getvalue()
+
+
+FORMATS = {"png": png_bytes, "svg": svg_bytes}
+"""By file ending."""
+
+
+def behind_text() -> dict[str, Any]:
+    """A background for numbers, so that grid lines do not cross them."""
+    return {"facecolor": current().background, "edgecolor": "none", "pad": 1.0}
 
 
 def note_inside(axes: Axes, text: str, **place: Any) -> Text:
     """A remark inside the axes, in place of what cannot be drawn."""
-    return axes.text(**place, s=text, style="italic", color=QUIET, fontsize=9, va="center", bbox=BEHIND_TEXT)
+    return axes.text(
+        **place, s=text, style="italic", color=current().quiet, fontsize=9, va="center", bbox=behind_text()
+    )
 
 
 def _wrapped(lines: Sequence[str], *, width: int) -> str:

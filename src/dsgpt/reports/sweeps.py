@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, parse_as, read_bytes
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
+from dsgpt.reports.footprint import Footprint
 
 SCHEMA_VERSION = "1.0"
 SWEEP_FILE = "sweep.json"
@@ -65,6 +66,8 @@ class Turn:
     """Weights, gradients and optimizer of every rank."""
     sent_bytes_per_step: float | None = None
     """By the rank that sends most, as rings."""
+    communication_share: float | None = None
+    """Of a step, in which it waits for communication; mean over the ranks. None unless the training measured it."""
     joules: float | None = None
     """Of all GPUs while the run trained."""
     final_loss: float | None = None
@@ -72,6 +75,7 @@ class Turn:
     final_val_loss: float | None = None
     time_to_target_sec: float | None = None
     """Seconds of training steps until a step had the target loss or less."""
+    footprint: Footprint | None = None
     work: dict[str, Any] | None = None
     """What was computed, by the facts of ``dsgpt.config.same_work``."""
 
@@ -92,6 +96,7 @@ class SweepCell:
     peak_memory_bytes_rank0: Spread | None = None
     model_state_bytes_by_rank: list[float] | None = None
     sent_bytes_per_step: float | None = None
+    communication_share: Spread | None = None
     joules: Spread | None = None
     final_loss: float | None = None
     """Of the first turn that is done: all turns compute the same."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +77,14 @@ class HostGroup:
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
         return int(box)
 
-    def gathered(self, value: float) -> list[float]:
-        """Every rank's ``value``, in rank order, on every rank."""
+    def gathered(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values``, in rank order, on every rank; equally many on each."""
         if self._group is None:
-            return [value]
-        own = torch.tensor([value], dtype=torch.float64)
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64)
         boxes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(boxes, own, group=self._group)
-        return [float(box) for box in boxes]
+        return [box.tolist() for box in boxes]
 
 
 def barrier() -> None:

@@ -19,6 +19,8 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     """0-dim fp32: mean cross-entropy over the global batch, nats per token."""
+    own_loss: Tensor
+    """0-dim fp32: mean over what this rank read of it; on the stages of a pipeline, that of the last one."""
     grad_norm: Tensor
     """0-dim fp32: 2-norm of the whole model's gradient, before clipping."""
     lr: float

@@ -73,6 +73,13 @@ _LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 """Operators in the same two namespaces that send nothing."""
 
 
+def operation_of(operator: str) -> str | None:
+    """The operation of a ``c10d::`` operator; None for other names. Functional operators call these."""
+    namespace, _, name = operator.partition("::")
+    known = _C10D.get(name) if namespace == "c10d" else None
+    return known.operation if known else None
+
+
 @dataclass
 class Traffic:
     """All operations of one kind in one group."""

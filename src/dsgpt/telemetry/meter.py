@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.data.loader import Batch
+from dsgpt.runtime.ranges import named_range
+from dsgpt.telemetry.clocks import DeviceClock, Mark, ThreadClock
 from dsgpt.telemetry.record import mean, percentile
 
 WARM_UP_STEPS = 3
@@ -23,6 +25,10 @@ class StepValues(Protocol):
     @property
     def loss(self) -> Tensor:
         """Mean over the global batch, in nats per token."""
+
+    @property
+    def own_loss(self) -> Tensor:
+        """Mean over what this rank read of the global batch."""
 
     @property
     def grad_norm(self) -> Tensor:
@@ -42,57 +48,27 @@ class TimedBatches:
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = iter(batches)
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Seconds waited since the last ``take_seconds``."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        batch = next(self._batches)
-        self._seconds += time.perf_counter() - started
+        with named_range("data"):
+            batch = next(self._batches)
+        self.seconds += time.perf_counter() - started
         return batch
 
     def take_seconds(self) -> float:
         """Seconds waited since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 _COUNTED = {"loss", "step_time_sec", "dataload_time_sec", "warm_up"}
 """The keys that a line must have to be counted as a step."""
-
-Mark = float | torch.cuda.Event
-"""An instant in the device's own time: seconds on CPU, an event on a GPU, which runs asynchronously."""
-
-
-class _Clock:
-    """Marks instants in the device's own time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-
-    def mark(self) -> Mark:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's has no types
-        event.record()
-        return event
-
-    def reached(self, mark: Mark) -> bool:
-        if isinstance(mark, float):
-            return True
-        passed: bool = mark.query()  # type: ignore[no-untyped-call]  # torch's has no types
-        return passed
-
-    def seconds_between(self, first: Mark, second: Mark) -> float:
-        if isinstance(first, float):
-            assert isinstance(second, float)  # a clock makes marks of one kind
-            return second - first
-        assert not isinstance(second, float)
-        second.synchronize()
-        milliseconds: float = first.elapsed_time(second)
-        return milliseconds / 1000
 
 
 class _Pending(NamedTuple):
@@ -102,6 +78,7 @@ class _Pending(NamedTuple):
     started: Mark
     ended: Mark
     dataload_sec: float
+    computing_sec: float
     watched: bool
 
 
@@ -144,10 +121,12 @@ class StepMeter:
     """Collects the steps of a run."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: int) -> None:
-        self._clock = _Clock(device)
+        self._clock = DeviceClock(device)
         self._tokens_per_step = tokens_per_step
         self._pending: list[_Pending] = []
         self._steps_seen = 0
+        self._thread = ThreadClock() if device.type == "cpu" else None  # a GPU computes beside its thread
+        self._thread_at_start = math.nan
         self._origin = self._clock.mark()
         self._started = time.perf_counter()
         self._earlier_wall_sec = 0.0
@@ -156,7 +135,11 @@ class StepMeter:
         self.process = Figures()
         """Of the steps that this process took."""
         self.interval = Figures()
-        """Of the steps since the last line for the user; the reader starts it anew."""
+        """Of the steps since the last line for the user; ``take_interval`` starts it anew."""
+        self.interval_computing_sec = 0.0
+        """Seconds of these steps, as far as they count, in which this thread did not sleep; NaN where unknown."""
+        self.last_own_loss: float = math.nan
+        """Of what this rank read in the last step that ``flush`` returned."""
         self.last_loss: float | None = None
 
     def resume(
@@ -201,6 +184,8 @@ class StepMeter:
 
     def start(self) -> Mark:
         """Mark the start of a step."""
+        if self._thread is not None:
+            self._thread_at_start = self._thread.seconds()
         return self._clock.mark()
 
     def stop(
@@ -210,7 +195,9 @@ class StepMeter:
 
         Measuring traffic makes a step slower, so such a step (``watched``) is left out like the warm-up.
         """
-        self._pending.append(_Pending(step, epoch, result, started, self._clock.mark(), dataload_sec, watched))
+        ended = self._clock.mark()
+        computing_sec = math.nan if self._thread is None else self._thread.seconds() - self._thread_at_start
+        self._pending.append(_Pending(step, epoch, result, started, ended, dataload_sec, computing_sec, watched))
 
     def flush(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """The steps since the last call as lines of ``metrics.jsonl``.
@@ -225,7 +212,20 @@ class StepMeter:
                 self._pending = pending[position:]
                 break
             lines.append(self._line(item))
+        if lines:
+            self.last_own_loss = float(pending[len(lines) - 1].result.own_loss)
         return lines
+
+    def take_interval(self) -> tuple[Figures, float]:
+        """The figures since the last call, and the seconds of their steps in which this thread did not sleep."""
+        taken = self.interval, self.interval_computing_sec
+        self.interval, self.interval_computing_sec = Figures(), 0.0
+        return taken
+
+    def close(self) -> None:
+        """Close the files of the clocks."""
+        if self._thread is not None:
+            self._thread.close()
 
     def _line(self, item: _Pending) -> dict[str, Any]:
         seconds = self._clock.seconds_between(item.started, item.ended)
@@ -248,6 +248,8 @@ class StepMeter:
         self.last_loss = line["loss"]
         for figures in (self.epoch, self.run, self.process, self.interval):
             figures.add(line, tokens=self._tokens_per_step)
+        if not line["warm_up"]:
+            self.interval_computing_sec += item.computing_sec
         return line
 
 

@@ -43,15 +43,18 @@ class TrafficMeter:
         self._last_step = last_step
         self._report = report
         self._steps_seen = 0
-        self._done = False
+        self.done = False
+        """Whether a step was measured."""
         self.watched = False
         """Whether the latest step was measured, which made it slower."""
+        self.own: list[Traffic] | None = None
+        """The traffic of this rank in the measured step; None before, and if it cannot be counted."""
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
         """A context for optimizer step ``step``: measures it if it is the one to measure; collective."""
         self._steps_seen += 1
-        self.watched = not self._done and (self._steps_seen >= WARM_UP_STEPS or step == self._last_step)
+        self.watched = not self.done and (self._steps_seen >= WARM_UP_STEPS or step == self._last_step)
         if not self.watched:
             yield
             return
@@ -60,8 +63,9 @@ class TrafficMeter:
             yield
         state: KnownStateBytes = {**state_bytes(self._state_tensors()), "gradients": gradients.most}
         ranks: list[RankTraffic] = gather_objects((state, communication.traffic, communication.unknown))
-        self._done = all(state["gradients"] is not None for state, _, _ in ranks)
-        if self._done or step == self._last_step:
+        self.own = None if communication.unknown else communication.traffic
+        self.done = all(state["gradients"] is not None for state, _, _ in ranks)
+        if self.done or step == self._last_step:
             self._report(traffic_record(step, ranks))
 
 

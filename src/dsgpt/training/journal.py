@@ -14,8 +14,9 @@ from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import StepResult
+from dsgpt.telemetry.clocks import Mark
 from dsgpt.telemetry.memory import TrainingPeaks
-from dsgpt.telemetry.meter import Figures, Mark, StepMeter, require_finite, timing_figures
+from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, timing_figures
 from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
 from dsgpt.training.earlier_record import EarlierRecord
@@ -57,6 +58,7 @@ class Journal:
         self._segments = Segments(description, done=done)
         self._changes: list[dict[str, Any]] = description.get(CHANGES_KEY, [])
         self._failed_saves = 0
+        self._communication_share: float | None = None
         self._gpu_use: dict[str, Any] | None = None
         self._predicted = predicted_peak_memory(config)
         self.record = RunRecord(description=description)
@@ -140,6 +142,11 @@ class Journal:
         """Note the model state and the traffic of a step."""
         self.record.cost = {"segment": len(self._segments.all) - 1, **measured}
         self._sinks.send(lambda sink: sink.traffic(measured))
+
+    def communication_profiled(self, measured: dict[str, Any]) -> None:
+        """Note what the collectives of some steps cost."""
+        self._communication_share = measured["exposed_share"]
+        self._sinks.try_to_send("communication", lambda sink: sink.communication(measured))
 
     def gpus_used(self, devices: list[dict[str, Any]]) -> None:
         """Note the figures of the GPUs that were sampled while this process trained."""
@@ -264,6 +271,7 @@ class Journal:
             "best_val_loss": self.best_val_loss,
             "failed_saves": self._failed_saves,
             **self._speed.of_run(self._meter, self.record.description),
+            "communication_share": self._communication_share,
             "gpu_use": self._gpu_use,
             **self._segments.peaks(),
             "predicted_peak_memory": self._predicted,
@@ -286,4 +294,5 @@ class Journal:
 
     def close(self) -> None:
         """Close the sinks."""
+        self._meter.close()
         self._sinks.send(lambda sink: sink.close())

@@ -11,7 +11,9 @@ from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
+from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.telemetry.trace import PROFILE_FOLDER, is_profile_folder
 from dsgpt.training.earlier_record import MAX_RECORD_BYTES
 from dsgpt.training.resume import Start
 from dsgpt.training.trackers.folder import TRACKERS_FOLDER, is_tracker_folder
@@ -23,6 +25,7 @@ _FILES = (
     store.LATEST,
     store.BEST,
     LOG_FILE,
+    COMMUNICATION_FILE,
     STEPS_FILE,
     RECORD_FILE,
     CONFIG_FILE,
@@ -129,9 +132,9 @@ def _existing(run_dir: Path) -> list[Path]:
 
 
 def _files(run_dir: Path) -> list[Path]:
-    """The files in ``run_dir`` that are named like those of a run, and what trackers wrote, links included."""
+    """What is named in ``run_dir`` like a file of a run, or like the folder of trackers or profiles, links included."""
     hardware = sorted(path for path in run_dir.iterdir() if _HARDWARE.fullmatch(path.name))
-    named = [run_dir / name for name in (TRACKERS_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
+    named = [run_dir / name for name in (TRACKERS_FOLDER, PROFILE_FOLDER, *_FILES) if os.path.lexists(run_dir / name)]
     return hardware + named
 
 
@@ -146,8 +149,9 @@ def _foreign(run_dir: Path, found: list[Path]) -> Path | None:
     for path in found:
         if (path.name in _FILES or _HARDWARE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             return path
-        if path.name == TRACKERS_FOLDER and not path.is_symlink() and not is_tracker_folder(path):
-            return path
+        for name, is_ours in ((TRACKERS_FOLDER, is_tracker_folder), (PROFILE_FOLDER, is_profile_folder)):
+            if path.name == name and not path.is_symlink() and not is_ours(path):
+                return path
     return found[0] if found and _proof(run_dir) is None else None
 
 

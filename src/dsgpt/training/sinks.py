@@ -12,8 +12,9 @@ from typing import Any
 from dsgpt.checkpointing.writing import reason_of
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.run_config import RunConfig
+from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE, communication_table
 from dsgpt.telemetry.console import Progress
-from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog
+from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite
 from dsgpt.telemetry.step_traffic import traffic_line
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ Line = dict[str, Any]
 class Sink:
     """Receives what happens in a run, on the main rank alone. A subclass overrides the methods that concern it.
 
-    ``steps``, ``validation`` and ``record`` may raise an ``OSError``: the run stops or continues, as
+    ``steps``, ``validation``, ``communication`` and ``record`` may raise an ``OSError``: the run stops or continues, as
     ``--on_save_failure`` says. An ``OSError`` of ``sync`` makes the save fail.
     """
 
@@ -45,6 +46,9 @@ class Sink:
 
     def traffic(self, measured: dict[str, Any]) -> None:
         """The ``cost`` block of the record: model state and traffic of one step."""
+
+    def communication(self, measured: dict[str, Any]) -> None:
+        """The contents of ``communication.json``."""
 
     def record(self, record: RunRecord) -> None:
         """The record as it is now; its ``status`` is ``running`` until the run ends."""
@@ -115,6 +119,11 @@ class ConsoleSink(Sink):
         """Log what was measured."""
         logger.info(f"{self._place({'step': measured['measured_step']})}  {traffic_line(measured)}")
 
+    def communication(self, measured: dict[str, Any]) -> None:
+        """Log a table."""
+        for line in communication_table(measured):
+            logger.info(line)
+
     def _place(self, line: Line) -> str:
         return place(line["step"], self._total_steps)
 
@@ -132,6 +141,10 @@ class RecordSink(Sink):
     def record(self, record: RunRecord) -> None:
         """Write the record as it is now."""
         write_json_atomic(self._path, record.as_dict())
+
+    def communication(self, measured: dict[str, Any]) -> None:
+        """Write ``communication.json`` beside the record."""
+        write_json_atomic(self._path.with_name(COMMUNICATION_FILE), finite(measured))
 
 
 class Sinks:

@@ -1,12 +1,12 @@
-"""The speed of a run for its lines and its record: throughput, its share of the hardware's peak, waiting for data."""
+"""The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait."""
 
 from typing import Any
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.planning.utilisation import Utilisation, utilisation
 from dsgpt.runtime.process_group import HostGroup
-from dsgpt.telemetry.interval import interval_figures
-from dsgpt.telemetry.meter import Figures, StepMeter, throughput
+from dsgpt.telemetry.interval import RankShare, RankTimes, interval_figures
+from dsgpt.telemetry.meter import StepMeter, throughput
 
 
 class Speed:
@@ -21,15 +21,19 @@ class Speed:
     def __init__(self, config: RunConfig, description: dict[str, Any], *, ranks: HostGroup) -> None:
         self._config, self._ranks = config, ranks
         self._here = self._utilisation_on(description)
+        self._times = RankTimes()
 
     def interval(self, meter: StepMeter) -> dict[str, Any]:
-        """The figures of the steps since the last call; collective, so that the slowest rank's data loading shows."""
-        figures, meter.interval = meter.interval, Figures()
-        waits = self._ranks.gathered(sum(figures.dataload_secs))
-        return {**interval_figures(figures, waits=waits), "mfu": self._here.mfu(throughput(figures))}
+        """The figures of the steps since the last call; collective: the ranks are compared."""
+        figures, computing_sec = meter.take_interval()
+        own = RankShare(sum(figures.dataload_secs), computing_sec, meter.last_own_loss)
+        ranks = [RankShare(*values) for values in self._ranks.gathered(own)]
+        interval, times = interval_figures(figures, ranks=ranks)
+        self._times.add(times)
+        return {**interval, "mfu": self._here.mfu(throughput(figures))}
 
     def of_run(self, meter: StepMeter, description: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the summary.
+        """The keys of the summary; those that compare ranks are of the steps of this process that were shown.
 
         Args:
             meter: of the run.
@@ -41,6 +45,7 @@ class Speed:
             "mean_tokens_per_sec_per_device": use.per_device(tokens_per_sec),
             "flops_per_token": use.flops_per_token,
             "mfu": use.mfu(tokens_per_sec),
+            **self._times.figures(),
         }
 
     def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:

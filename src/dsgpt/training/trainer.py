@@ -15,10 +15,10 @@ from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Progress
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor
-from dsgpt.telemetry.step_traffic import TrafficMeter
 from dsgpt.training.batches import training_batches, validation_batches
 from dsgpt.training.completion import mark_complete, measure_inference
 from dsgpt.training.journal import Journal
+from dsgpt.training.measurements import Measurements
 from dsgpt.training.saving import Saver
 from dsgpt.training.stopping import Stopping
 
@@ -89,20 +89,17 @@ class Trainer:
 
     def _take_steps(self, batches: TimedBatches) -> None:
         config, journal, stopping = self._config, self._journal, self._stopping
-        traffic = TrafficMeter(
-            lambda: self._strategy.state_tensors()._asdict(),
-            last_step=config.total_steps,
-            report=journal.traffic_measured,
-        )
+        measured = Measurements(config, device=self._device, strategy=self._strategy, journal=journal, batches=batches)
         if self._done:
             self._catch_up()
         for step in range(self._done + 1, config.total_steps + 1):
             epoch = (step - 1) // config.order.steps_per_epoch
             started = journal.step_begins()
-            with traffic.watch(step):
+            with measured.watch(step):
                 result = self._strategy.train_step(batches, step)
-            waited, watched = batches.take_seconds(), traffic.watched
+            waited, watched = batches.take_seconds(), measured.watched
             journal.step_done(started, step=step, epoch=epoch, result=result, dataload_sec=waited, watched=watched)
+            measured.after(step)
 
             stop = stopping.agreed() or not self._after_step(step)
             last = step == config.total_steps

@@ -28,6 +28,10 @@ READY = Path("checkpoint/records/ready")
 EXIT_OLD = 1
 """A source changed while its record was remade."""
 RUNS = ("demo-baseline", "demo-zero1")
+CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,strategies_memory"
+"""The charts of the pages, as in the Makefile."""
+SWEEPS = "sweep-*.json"
+"""Committed sweeps, below ``REFERENCE``."""
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
 Runner = Callable[[Sequence[str]], int]
@@ -67,7 +71,10 @@ def _demo() -> CommittedRecord:
         records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
         files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
         make=("src/demo.py", "--into", f"{WORK}/demo"),
-        show=("charts/generate_charts.py", "--output-dir", "docs/images", *runs),
+        show=(
+            *("charts/generate_charts.py", "--output-dir", "docs/images"),
+            *("--only", CHARTS, "--format", "svg", "--theme", "both", *runs),
+        ),
     )
 
 
@@ -120,11 +127,21 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
-        if code := run(record.show):  # also for records that were not old: an interruption may have come before this
+        if code := run(
+            _show(record, repository)
+        ):  # also for records that were not old: an interruption may have come before this
             print(f"{record.name}: its pages failed with exit code {code}", flush=True)
             return code
     print(f"all of {', '.join(record.name for record in records)} are made from the present sources", flush=True)
     return EXIT_DONE
+
+
+def _show(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
+    """The command that makes its pages; the charts are of the committed sweeps, too."""
+    if record.name != DEMO:
+        return record.show
+    sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
+    return (*record.show, *(word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")))
 
 
 def _replace(record: CommittedRecord, ready: Path, reference: Path) -> None:

@@ -108,7 +108,7 @@ class _SpeedCommand(SuiteCommand[Result]):
         return len(self._measurements)
 
     def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
-        from dsgpt.benchmarks.speed.data import write_random_tokens  # noqa: PLC0415 - numpy takes its time
+        from dsgpt.benchmarks.harness.random_tokens import write_random_tokens  # noqa: PLC0415 - numpy takes its time
 
         self._folder = folder.resolve()
         write_random_tokens(self._folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)

@@ -44,9 +44,11 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
         peak_memory_bytes_rank0=run.host_memory if run.gpu_memory is None else run.gpu_memory,
         model_state_bytes_by_rank=_numbers(_at(record, "cost", "model_state_bytes_per_rank", "total_by_rank")),
         sent_bytes_per_step=_number(_at(record, "cost", "communication_per_step", "ring_bytes_per_rank")),
+        communication_share=_number(_at(record, "summary", "communication_share")),
         joules=_number(_at(record, "summary", "gpu_use", "energy_joules")),
         final_loss=run.final_train_loss,
         final_val_loss=run.final_val_loss,
+        footprint=run.footprint,
         work=dict(run.work),
     )
 
@@ -72,6 +74,7 @@ def cell_of(cell: Cell, turns: Sequence[Turn], *, price: float | None) -> SweepC
         peak_memory_bytes_rank0=_over(done, lambda turn: turn.peak_memory_bytes_rank0),
         model_state_bytes_by_rank=first.model_state_bytes_by_rank if first else None,
         sent_bytes_per_step=first.sent_bytes_per_step if first else None,
+        communication_share=_over(done, lambda turn: turn.communication_share),
         joules=_over(done, lambda turn: turn.joules),
         final_loss=first.final_loss if first else None,
         time_to_target_sec=_over(done, lambda turn: turn.time_to_target_sec),

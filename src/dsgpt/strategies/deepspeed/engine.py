@@ -77,15 +77,15 @@ class DeepSpeedStrategy(Strategy):
         """See ``Strategy``."""
         lr = self._schedule(step)
         set_learning_rate(self._optimizer, lr)
-        loss, norm = self._execute(batches, own_factor=self._set_loss_scale())
+        loss, own_loss, norm = self._execute(batches, own_factor=self._set_loss_scale())
         # DeepSpeed also skips fp32 steps whose gradients are not finite. Only fp16, which scales its loss, may skip.
         overflow = self._scale.enabled and not self._engine.was_step_applied()
         self._optimizer_steps += not overflow
         self._scale.update(overflow=overflow)
-        return StepResult(loss=loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+        return StepResult(loss=loss, own_loss=own_loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
 
     @abstractmethod
-    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a step's micro batches and let DeepSpeed step.
 
         Args:
@@ -93,7 +93,8 @@ class DeepSpeedStrategy(Strategy):
             own_factor: to multiply the loss by, and to divide the norm by.
 
         Returns:
-            Mean loss over the global batch and gradient norm before clipping, both 0-dim fp32.
+            Mean loss over the global batch, mean loss over what this rank reads of it, and gradient norm before
+            clipping; all 0-dim fp32.
         """
 
     def _set_loss_scale(self) -> float:

@@ -17,6 +17,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.optimization.optimizer import square_sum
 from dsgpt.runtime.process_group import sum_over_ranks
+from dsgpt.runtime.ranges import named_range
 from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.engine_state import EngineState
@@ -54,14 +55,21 @@ class PipelineParallel(DeepSpeedStrategy):
 
     def _mend_schedule(self) -> None:
         """Replace the steps of DeepSpeed's schedule that compute something wrong."""
-        from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads  # noqa: PLC0415
+        from deepspeed.runtime.pipe import schedule  # noqa: PLC0415
 
         replaced: dict[type, Callable[..., None]] = {}
         if self._stage == 0:
-            replaced[OptimizerStep] = self._clip_and_step
+            replaced[schedule.OptimizerStep] = self._clip_and_step
         if self._scale.enabled:
-            replaced[ReduceTiedGrads] = self._sum_tied_gradients
-        self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, **replaced}
+            replaced[schedule.ReduceTiedGrads] = self._sum_tied_gradients
+        instructions = {**self._engine._INSTRUCTION_MAP, **replaced}
+        named = {
+            "forward": schedule.ForwardPass,
+            "backward": schedule.BackwardPass,
+            "optimizer": schedule.OptimizerStep,
+        }
+        instructions |= {kind: _in_range(name, instructions[kind]) for name, kind in named.items()}
+        self._engine._INSTRUCTION_MAP = instructions
 
     def _clip_and_step(self, engine: PipelineEngine, **arguments: dict[str, Any] | None) -> None:
         """Clip by the norm of all stages, and let DeepSpeed step; its own clipping is switched off.
@@ -97,11 +105,11 @@ class PipelineParallel(DeepSpeedStrategy):
         for weight, group in self._module.get_tied_weights_and_groups():
             dist.all_reduce(weight.grad_accum, group=group)
 
-    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DeepSpeedStrategy``; ``own_factor`` is 1, because fp16 is refused at stage 0."""
         loss = self._engine.train_batch(iter(self._draw(batches)))
         self._engine.timers(TRAIN_BATCH_TIMER).reset()  # else it keeps two events per step for a report that is off
-        return loss, self._gradient_norm(self._own_norm) / own_factor
+        return loss, self._engine.dp_group_loss, self._gradient_norm(self._own_norm) / own_factor
 
     def _draw(self, batches: Iterator[Batch]) -> list[Batch]:
         """The micro batches of one step. Stages between the first and the last draw them too, but use none."""
@@ -138,3 +146,13 @@ class PipelineParallel(DeepSpeedStrategy):
         """See ``Strategy``; the engine keeps what it receives, and the last stage's logits until they are replaced."""
         state = super().state_tensors()
         return state._replace(buffers=[*state.buffers, *pipeline_buffers(self._engine)])
+
+
+def _in_range(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
+    """A step of the schedule that profilers show under ``name``."""
+
+    def call(engine: PipelineEngine, **arguments: Any) -> None:
+        with named_range(name):
+            instruction(engine, **arguments)
+
+    return call

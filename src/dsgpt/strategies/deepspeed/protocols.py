@@ -84,6 +84,8 @@ class PipelineEngine(Engine, Protocol):
 
     grid: PipelineGrid
     timers: Callable[[str], Timer]
+    dp_group_loss: Tensor
+    """After ``train_batch``: the mean loss over micro batches of this rank's pipeline, on every stage; 0-dim fp32."""
     _INSTRUCTION_MAP: dict[type, Callable[..., None]]
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None: ...

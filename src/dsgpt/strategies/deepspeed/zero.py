@@ -14,6 +14,7 @@ from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.optimizer import global_norm
 from dsgpt.runtime.process_group import sum_over_ranks
+from dsgpt.runtime.ranges import named_range
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.bf16_gradients import spare_passes
 from dsgpt.strategies.deepspeed.compiled_ops import load_ops
@@ -31,6 +32,7 @@ class Zero(DeepSpeedStrategy):
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._copies = config.topology.sizes.tensor  # ranks that compute the very same loss
+        self._slices = config.topology.sizes.sequence  # ranks that each add their positions to the same loss
         self._loss_factor: float = 1  # multiplies a rank's loss if DeepSpeed averages over more than the data ranks
         self._precision = config.precision
         ds_config = self._engine_config(config)
@@ -75,24 +77,28 @@ class Zero(DeepSpeedStrategy):
             self._gradient_sum = GradientSum(self._parameters.values())
             self._engine.enable_backward_allreduce = False
 
-    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor]:
+    def _execute(self, batches: Iterator[Batch], *, own_factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DeepSpeedStrategy``."""
         self._engine.train()
         loss_sum, own_norm = torch.zeros((), device=self._device), None
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
-            loss = self._micro_batch_loss(batch)
-            # Divides by the accumulation steps; in the last micro batch, also reduces over ranks.
-            self._engine.backward(loss * self._loss_factor * own_factor)
+            with named_range("forward"):
+                loss = self._micro_batch_loss(batch)
+            with named_range("backward"):
+                # Divides by the accumulation steps; in the last micro batch, also reduces over ranks.
+                self._engine.backward(loss * self._loss_factor * own_factor)
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
             if self._gradient_sum is not None:
                 self._reduce_gradient_sum(self._gradient_sum, last=last)
-            if last:
-                own_norm = self._before_step()
-            self._engine.step()
+            with named_range("optimizer"):
+                if last:
+                    own_norm = self._before_step()
+                self._engine.step()
         norm = self._gradient_norm(own_norm) / own_factor
-        return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), norm
+        own_loss = loss_sum * (self._slices / self._accumulation)
+        return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), own_loss, norm
 
     def _reduce_gradient_sum(self, gradient_sum: "GradientSum", *, last: bool) -> None:
         gradient_sum.add()

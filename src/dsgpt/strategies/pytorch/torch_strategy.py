@@ -24,6 +24,7 @@ from dsgpt.optimization.optimizer import (
 )
 from dsgpt.optimization.schedule import build_schedule
 from dsgpt.runtime.process_group import sum_over_ranks
+from dsgpt.runtime.ranges import named_range
 from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.pytorch.master_weights import TrainedWeights
@@ -62,10 +63,20 @@ class TorchStrategy(Strategy):
         for micro in range(self._accumulation):
             batch = to_device(next(batches), self._device)
             with self._micro_batch(last=micro == self._accumulation - 1):
-                loss = self._training_loss(batch) / self._accumulation
-                torch.autograd.backward(loss * self._scale.factor)
+                with named_range("forward"):
+                    loss = self._training_loss(batch) / self._accumulation
+                with named_range("backward"):
+                    torch.autograd.backward(loss * self._scale.factor)
             self._weights.gather_gradients()
             loss_sum += loss.detach()
+        with named_range("optimizer"):
+            norm, overflow = self._clip_and_step()
+        own_loss = loss_sum.clone()  # the sum is taken in place
+        loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
+        return StepResult(loss=loss_mean, own_loss=own_loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+
+    def _clip_and_step(self) -> tuple[Tensor, bool]:
+        """Step on the gradients; return their norm before clipping, and whether they overflowed instead."""
         norm = self._unscale_and_clip()
         overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 only
         if not overflow:
@@ -73,8 +84,7 @@ class TorchStrategy(Strategy):
             self._optimizer_steps += 1
             self._weights.publish()
         self._scale.update(overflow=overflow)
-        loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
-        return StepResult(loss=loss_mean, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+        return norm, overflow
 
     def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
         """A context for one forward and backward pass; gradients are reduced over ranks in the ``last`` one only."""

@@ -1,4 +1,4 @@
-"""The token files that contenders read."""
+"""Token files of random ids, for suites that measure speed or memory."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,0 +1,1 @@
+"""Predictions of the planner held against measurements."""

@@ -1,0 +1,216 @@
+"""Makes ``docs/planner.md`` from a record of the suite. Every figure on the page comes from the record."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.benchmarks.plan.page_method import METHOD
+
+Result = Mapping[str, Any]
+MOST_OFF = 0.10
+"""Goal: a predicted peak is at most this share away from the measured one."""
+MOST_UNDER = 0.03
+"""Goal: it is at most this share below it, because a plan that is too low runs out of memory."""
+MOST_OFF_TIME, MEDIAN_OFF_TIME = 0.30, 0.15
+"""Goals for predicted step times, where there are some."""
+MOMENTS = {"loss": "the loss", "backward": "the backward pass", "step": "the optimizer's step"}
+
+
+def plan_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.plan.command`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware, env = record["hardware"], record["env"]
+    measured = [result for result in record["cells"] if result["status"] == "done"]
+    head = f"""# What the planner predicts, and what is measured
+
+Generated from `{source}` by
+`python src/benchmark.py plan --table-from {source} --page docs/planner.md`;
+`python src/benchmark.py plan` measures it on your machine.
+
+{_verdict(measured)}
+
+Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; torch {env["torch_version"]}, DeepSpeed
+{env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    sections = [
+        *METHOD,
+        ("Peak memory, predicted and measured", _memory_table(measured)),
+        ("What the peaks consist of", _parts_table(measured)),
+        ("DeepSpeed's estimator", _estimates(measured)),
+        ("Bytes sent in a step", _traffic_table(measured)),
+        ("Step time", _time_table(measured)),
+        ("Cells that failed", _failures(record["cells"])),
+    ]
+    return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The verdict, for a console."""
+    measured = [result for result in record["cells"] if result["status"] == "done"]
+    return _verdict(measured).splitlines()
+
+
+def line_of(result: Result) -> str:
+    """A cell in one line."""
+    if result["status"] != "done":
+        return f"{result['title']}: {result['status'].upper()}: {result['message'].splitlines()[0]}"
+    worst = largest(result)
+    predicted, measured = worst["predicted"]["total"], worst["measured"]
+    mark = ", OUTSIDE" if failed(result) else ""
+    return (
+        f"{result['title']}: peak {measured / 1e6:,.1f} MB, predicted {predicted / 1e6:,.1f} MB ({_off(worst)}){mark}"
+    )
+
+
+def largest(result: Result) -> Mapping[str, Any]:
+    """The rank with the highest measured peak."""
+    found: Mapping[str, Any] = max(result["peak_memory"], key=lambda rank: rank["measured"])
+    return found
+
+
+def failed(result: Result) -> list[str]:
+    """What of a cell is outside the bounds."""
+    if result["status"] != "done":
+        return [f"{result['title']}: {result['message']}"]
+    found = [
+        f"{result['title']}: peak of rank {rank['rank']} is {_off(rank)}"
+        for rank in result["peak_memory"]
+        if not -MOST_UNDER <= rank["ratio"] - 1 <= MOST_OFF
+    ]
+    if result["ring_bytes"]["measured"] != result["ring_bytes"]["predicted"]:
+        found.append(f"{result['title']}: sends {result['ring_bytes']}")
+    state = result["model_state"]
+    return found + ([f"{result['title']}: model state {state}"] if state["measured"] != state["predicted"] else [])
+
+
+def _off(rank: Mapping[str, Any]) -> str:
+    return f"{rank['ratio'] - 1:+.1%}"
+
+
+def _ranks(measured: Sequence[Result]) -> Iterator[tuple[Result, Mapping[str, Any]]]:
+    for result in measured:
+        for rank in result["peak_memory"]:
+            yield result, rank
+
+
+def _verdict(measured: Sequence[Result]) -> str:
+    if not measured:
+        return "No cell was measured."
+    ranks = list(_ranks(measured))
+    (low, under), (high, over) = (choose(ranks, key=lambda one: one[1]["ratio"]) for choose in (min, max))
+    inside = sum(not failed(result) for result in measured)
+    middle = statistics.median(abs(rank["ratio"] - 1) for _, rank in ranks)
+    exact = sum(result["ring_bytes"]["measured"] == result["ring_bytes"]["predicted"] for result in measured)
+    goal = f"at most {MOST_OFF:.0%} over and {MOST_UNDER:.0%} under the measured one"
+    return f"""{inside} of {len(measured)} cells are within the goals: on every rank a predicted peak {goal},
+and bytes of model state and bytes sent exact. Median distance {middle:.1%}; lowest {_off(under)}
+({low["title"]}, rank {under["rank"]}), highest {_off(over)}
+({high["title"]}, rank {over["rank"]}). Bytes sent are exact in {exact} of {len(measured)} cells."""
+
+
+def _memory_table(measured: Sequence[Result]) -> str:
+    rows = []
+    for result in measured:
+        worst = largest(result)
+        witness = worst["mem_tracker"]
+        rows.append(
+            [
+                result["title"],
+                _mb(worst["predicted"]["total"]),
+                _mb(worst["measured"]),
+                _off(worst),
+                ", ".join(_off(rank) for rank in result["peak_memory"] if rank is not worst) or None,
+                None if witness is None else f"{_mb(witness)} ({witness / worst['measured'] - 1:+.1%})",
+                MOMENTS[worst["predicted"]["moment"]],
+            ]
+        )
+    header = ["cell", "predicted, MB", "measured, MB", "off", "other ranks", "MemTracker, MB", "predicted at"]
+    return table(header, rows)
+
+
+def _parts_table(measured: Sequence[Result]) -> str:
+    parts = list(measured[0]["peak_memory"][0]["predicted"]["parts"]) if measured else []
+    used = [part for part in parts if any(largest(result)["predicted"]["parts"][part] for result in measured)]
+    rows = [[result["title"], *(_mb(size) if size else None for size in _sizes(result, used))] for result in measured]
+    return "MB of the predicted peak; [records.md](records.md#predicted-memory) says what each part is.\n\n" + table(
+        ["cell", *(part.replace("_", " ") for part in used)], rows
+    )
+
+
+def _sizes(result: Result, parts: Sequence[str]) -> list[int]:
+    predicted = largest(result)["predicted"]["parts"]
+    return [predicted[part] for part in parts]
+
+
+def _estimates(measured: Sequence[Result]) -> str:
+    rows = []
+    for result in measured:
+        estimate, worst = result["estimate_bytes"], largest(result)
+        if estimate is not None:
+            off = estimate / worst["measured"] - 1
+            rows.append([result["title"], _mb(estimate), f"{off:+.0%}", _off(worst)])
+    if not rows:
+        return ""
+    text = """`estimate_zero2_model_states_mem_needs` and its counterpart for stage 3 know the number of parameters and
+of ranks. They leave out activations, logits and buckets, and count fp32 models as if they were trained in fp16.
+
+"""
+    return text + table(["cell", "DeepSpeed's estimate, MB", "off the measured peak", "this planner"], rows)
+
+
+def _traffic_table(measured: Sequence[Result]) -> str:
+    rows = [
+        [result["title"], _mb(max(result["ring_bytes"]["predicted"])), _sent(result["ring_bytes"])]
+        for result in measured
+        if result["ranks"] > 1
+    ]
+    return table(["cell", "predicted, MB of a rank", "measured"], rows) if rows else ""
+
+
+def _sent(sizes: Mapping[str, Any]) -> str:
+    if sizes["measured"] is None:
+        return "**not known**"
+    return "the same" if sizes["measured"] == sizes["predicted"] else f"**{_mb(max(sizes['measured']))}**"
+
+
+def _time_table(measured: Sequence[Result]) -> str:
+    rows = []
+    for result in measured:
+        times = result["step_seconds"]
+        if times["measured"] is None:
+            continue
+        predicted = times["predicted"]
+        off = None if predicted is None else f"{predicted / times['measured'] - 1:+.0%}"
+        fit = "fitted" if result["fit"] else "tested"
+        rows.append([result["title"], f"{times['measured']:.3f}", predicted and f"{predicted:.3f}", off, fit])
+    if not rows:
+        return ""
+    return f"{_time_verdict(measured)}{table(['cell', 'measured, s', 'predicted, s', 'off', 'used as'], rows)}"
+
+
+def _time_verdict(measured: Sequence[Result]) -> str:
+    """The errors of predicted step times of the cells that nothing was fitted to; empty without predictions."""
+    off = [
+        abs(times["predicted"] / times["measured"] - 1)
+        for result in measured
+        if not result["fit"] and (times := result["step_seconds"])["predicted"] and times["measured"]
+    ]
+    if not off:
+        return "Medians, each rank with one thread. No cell of this record has a predicted time.\n\n"
+    return (
+        f"Medians, each rank with one thread. Of the {len(off)} cells that nothing was fitted to, the median error is "
+        f"{statistics.median(off):.0%} (goal {MEDIAN_OFF_TIME:.0%}), the largest {max(off):.0%} "
+        f"(goal {MOST_OFF_TIME:.0%}).\n\n"
+    )
+
+
+def _failures(cells: Sequence[Result]) -> str:
+    return "\n".join(f"* {why}" for result in cells for why in failed(result))
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"

@@ -1,0 +1,44 @@
+"""The prose of ``docs/planner.md``: how the prediction is made, and how it is measured."""
+
+METHOD = (
+    (
+        "The model",
+        """A prediction is the largest of three moments of a step after the first. At each, what exists is added up:
+
+* **the loss**: all kept activations, the logits of a chunk of tokens, and the gradient of the head, which the fused
+  loss computes at once;
+* **the backward pass**: at its beginning the kept activations and the gradient of a block's widest layer; at its end
+  the gradients of all blocks and of the embedding's lookup, before the last of them are reduced;
+* **the optimizer's step**: reduced gradients and their copies, and, with ZeRO, the flat gradients of a group.
+
+Model state comes from `planning/model_state.py`, which is exact. What a block keeps is counted in units of the residual
+stream, u = tokens x width x bytes of a number: 1 for the output of each of two LayerNorms, 3 for queries, keys and
+values, 1 for the attention's output, 1 for the residual sum after it, 4 for the inner layer of the MLP before GELU and
+4 after, 1 for the block's output. That is **16u**, besides 4 bytes of statistics per token and head, and per token and
+LayerNorm. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34 where this has 16, and a term that is quadratic in
+the tokens. The 34 are bytes per element in 16-bit precision: 16 numbers of 2 bytes, the same as here, and 1 byte each
+for two dropout masks, which do not exist without dropout. The quadratic term is that of the attention's scores, their
+softmax and its mask, of which the fused attention keeps only one number per token and head.
+
+With T tensor ranks the inner parts of attention and MLP, 12 of the 16, are divided by T. With sequence ranks the tokens
+are divided, and the all-to-all keeps copies of queries, keys, values and output, 4u more. With activation checkpointing
+a block keeps 1u, and one block at a time is computed again.
+
+DeepSpeed allocates its reduce bucket at its full size, `reduce_bucket_size`, for a small model too: 2 GB in fp32 if a
+recipe leaves out the key. The prediction has it, because the run will.""",
+    ),
+    (
+        "The measurement",
+        """Every cell is a training by the product's own code, in real processes. Its third step is recorded with
+`torch.profiler`, which notes every allocation and release of a tensor from before the strategy is built; the peak is
+the largest sum within the step. Memory that gloo frees in its own threads is invisible to the profiler, so each rank
+waits 4 ms after each collective and frees it itself. On a CPU, offloaded state is in the same memory as everything
+else, and the prediction for a CPU counts it; on a GPU it does not. PyTorch's `MemTracker` is a second witness in cells
+of one process. It follows Python's tensors from the dispatcher, and does not see what C++ holds or allocates inside an
+operator. Step times are measured in other processes, without a profiler, in rounds in which all cells take turns.
+
+No GPU took part. What is assumed for one: the same tensors as here; chunks of the loss of 256 instead of 32 million
+logits, with the softmax over a whole chunk; fused attention that keeps what the CPU's does. The allocator's rounding
+and fragmentation, CUDA's context (about 0.5 GB), cuBLAS's workspaces and NCCL's buffers are not in the prediction.""",
+    ),
+)
