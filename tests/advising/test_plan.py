@@ -67,7 +67,7 @@ REFUSED = {
     "no recipe": f"{XL} --deepspeed_config none.json",
     "no prices": f"{XL} --prices none.json",
     "no calibration": "--machine none.json --tokens 1e9",
-    "fits nowhere": "--model_size xl --gpu t4 --tokens 1e9 --recommend",
+    "fits nowhere": "--model_size xl --embedding_size 25600 --gpu t4 --tokens 1e9 --recommend",
     "over budget": "--model_size medium --gpu t4 --gpus 4 --tokens 10e9 --recommend --budget 2 --deadline 1h",
     "picture of another kind": f"{XL} --picture plan.gif",
 }
