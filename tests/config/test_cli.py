@@ -64,6 +64,8 @@ EVERY_FLAG = {
     "activation_checkpointing": None,
     "steps_per_print": "14",
     "monitor_every": "2.5",
+    "profile_comm": "4",
+    "profile": "21",
     "eval_every": "15",
     "save_every": "17",
     "keep_checkpoints": "18",

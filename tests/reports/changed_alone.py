@@ -140,6 +140,8 @@ CHANGED: dict[str, Pair] = {
     "--activation_checkpointing": flag("activation_checkpointing", True),
     "--steps_per_print": flag("steps_per_print", 1),
     "--monitor_every": flag("monitor_every", 0.0),
+    "--profile_comm": flag("profile_comm", 2),
+    "--profile": flag("profile", 2),
     "--eval_every": flag("eval_every", 1),
     "--save_every": flag("save_every", 1),
     "--keep_checkpoints": flag("keep_checkpoints", 5),

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from chart_records import flat_record, record, step_lines, write_run
+from chart_sweeps import scaling, write_sweep
 from messages import without_paths
 from small_run import REPOSITORY
 
 from dsgpt.common.script import exit_code_of
 from dsgpt.reports import command
+from dsgpt.reports.themes import DARK
 from dsgpt.telemetry.sources import PARAGRAPH, hash_files, note_sources
 
 SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
@@ -37,6 +39,7 @@ def two_runs(tmp_path):
 
 
 def test_two_runs_from_any_folder_twice_the_same_bytes(tmp_path, two_runs):
+    """In both formats. An SVG of Matplotlib has a date and random ids unless it is told not to."""
     a, b = two_runs
     done = run_script("--baseline-json", a, "--optimized-json", b, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -68,6 +71,35 @@ def test_the_comparison_says_whether_the_sources_of_its_records_have_changed(tmp
     note_sources(tmp_path, two_runs[0], git_commit="abc", sources=sources | {"src/demo.py": "other", "src/old.py": "x"})
     (changed,) = paragraphs()
     assert changed.endswith("2 of them had changed: src: demo.py, old.py.")
+
+
+def test_sweeps_have_charts_under_their_names(tmp_path, two_runs, capsys):
+    file = write_sweep(tmp_path / "sweep", scaling({"ddp": {1: 1.0, 2: 1.8}}))
+    output = tmp_path / "charts"
+    wanted = ["--only", "overview,scaling_scaling,other_scaling", "--theme", "both", "--output-dir", str(output)]
+    sweeps = ["--sweep", str(file.parent), "--sweep", f"other={file}"]
+    assert main([*sweeps, "--run", f"a={two_runs[0]}", *wanted]) == 0
+    names = ("overview", "scaling_scaling", "other_scaling")
+    files = {f"{name}{theme}.{form}" for name in names for theme in ("", "-dark") for form in ("png", "svg")}
+    assert {path.name for path in output.iterdir()} == files | {"comparison.md"}
+    assert capsys.readouterr().out.splitlines()[-1] == f"charts: {output}"
+    light, dark = ((output / f"other_scaling{theme}.svg").read_text() for theme in ("", "-dark"))
+    assert (DARK.background in light, DARK.background in dark) == (False, True)
+
+
+def test_a_chart_that_is_not_drawn_leaves_no_earlier_file(tmp_path, capsys):
+    output = tmp_path / "charts"
+    flags = ["--format", "png", "--output-dir", str(output), "--only", "scaling_scaling,scaling_money,memory"]
+    for speeds in ({1: 1.0, 2: 1.8}, {2: 1.8}):
+        file = write_sweep(tmp_path / "sweep", scaling({"ddp": speeds}))
+        assert main(["--sweep", str(file), *flags]) == 0
+    assert list(output.iterdir()) == []
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "not drawn: scaling_scaling: no strategy trained on several numbers of devices",
+        "not drawn: scaling_money: the sweep had no --price",
+        "not drawn: memory: no run was given",
+        f"charts: {output}",
+    ]
 
 
 def test_runs_by_folder_are_added_in_their_order(tmp_path, two_runs, capsys):
@@ -122,6 +154,13 @@ def test_all_mistakes_are_reported_together_one_line_each(tmp_path, two_runs, ca
         (["--run", "a\nb=x"], "expected NAME=PATH"),
         (["--nonsense"], "--nonsense is not a known flag; see --help"),
         (["--output-dir", "-x"], "--output-dir needs a value"),
+        (["--sweep", "gone/sweep.json"], "gone/sweep.json: cannot be read as the record of a sweep"),
+        (["--sweep", "a/b=c"], "--sweep 'a/b=c': expected NAME=PATH"),
+        (["--only", "overveiw"], "--only overveiw: is not a chart (did you mean overview?); known are training_time"),
+        (["--only", ","], "--only names no chart"),
+        (["--format", "pdf"], "--format must be png or svg, or several with commas between them, not pdf"),
+        (["--theme", "drak"], "--theme must be one of light, dark, both, not drak (did you mean dark?)"),
+        (["--price", "-1"], "--price must be a number of at least 0, not -1"),
         (["surplus"], "'surplus' is neither a flag nor the value of one"),
         (["--baseline-json", "a", "--baseline-json", "b"], "--baseline-json is given 2 times"),
     ],
@@ -166,7 +205,8 @@ def test_an_interrupt_is_one_line_and_130(two_runs, capsys, monkeypatch):
 def test_help_has_flags_and_examples(tmp_path):
     done = run_script("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for part in ("--baseline-json PATH", "--optimized-json PATH", "--run NAME=PATH", "--output-dir FOLDER", "examples"):
+    flags = ("--baseline-json PATH", "--optimized-json PATH", "--run NAME=PATH", "--sweep [NAME=]PATH")
+    for part in (*flags, "--output-dir FOLDER", "examples"):
         assert part in done.stdout
 
 

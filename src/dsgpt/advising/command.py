@@ -1,10 +1,12 @@
 """``src/plan.py`` after its flags are read: calibrates, plans one setup, or recommends one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from dsgpt.advising.options import CALIBRATION, PlanOptions
 from dsgpt.advising.plan import Plan, plan_of
+from dsgpt.advising.published import published_page
 from dsgpt.advising.recommendation import (
     best_of,
     recommendation_json,
@@ -14,9 +16,11 @@ from dsgpt.advising.recommendation import (
 from dsgpt.advising.request import PlanRequest, fixed_batch, read_request
 from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_json, plan_lines
+from dsgpt.common.divisors import divisors
 from dsgpt.common.errors import EXIT_DONE
+from dsgpt.common.files import write_atomic
 from dsgpt.common.problems import Problems
-from dsgpt.planning.prices import TABLE, read_prices
+from dsgpt.planning.prices import TABLE, PriceTable, read_prices
 
 
 def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
@@ -32,11 +36,18 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     """
     if options.calibrate:
         return _calibrate(options, problems)
+    if options.published is not None:
+        problems.raise_if_any()
+        write_atomic(options.published, published_page(repository=repository).encode())
+        print(options.published)
+        return EXIT_DONE
     request = read_request(options, problems, repository=repository)
     if options.recommend:
         return _recommend(request, repository=repository)
-    plan = _fixed(request, problems)
-    _print(plan_json(plan) if options.json else plan_lines(plan))
+    prices = read_prices(options.prices or TABLE)
+    plan = _fixed(request, prices, problems)
+    _draw(plan, options)
+    _print(plan_json(plan) if options.json else [*plan_lines(plan), *_what_would_fit(request, plan, prices)])
     return EXIT_DONE
 
 
@@ -50,25 +61,53 @@ def _calibrate(options: PlanOptions, problems: Problems) -> int:
     return EXIT_DONE
 
 
-def _fixed(request: PlanRequest, problems: Problems) -> Plan:
+def _fixed(request: PlanRequest, prices: PriceTable, problems: Problems) -> Plan:
     """The plan of the setup that the flags name."""
     batch = fixed_batch(request, problems)
     problems.raise_if_any()
     assert batch is not None
     checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
     setup = request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
-    return plan_of(setup, request.machine, request.options, read_prices(request.options.prices or TABLE))
+    return plan_of(setup, request.machine, request.options, prices)
+
+
+def _what_would_fit(request: PlanRequest, plan: Plan, prices: PriceTable) -> list[str]:
+    """A line for a setup that does not fit: the largest micro batch that would, with as little change as possible."""
+    if plan.fits:
+        return []
+    share = plan.setup.micro_batch_size * plan.setup.gradient_accumulation_steps
+    for checkpointing in sorted({plan.setup.activation_checkpointing, True}):
+        for micro in sorted(divisors(share), reverse=True):
+            setup = replace(
+                plan.setup,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=share // micro,
+                activation_checkpointing=checkpointing,
+            )
+            if plan_of(setup, request.machine, request.options, prices).fits:
+                flag = "--activation_checkpointing and " if checkpointing > plan.setup.activation_checkpointing else ""
+                return ["", f"it fits with {flag}--micro_batch_size_per_gpu {micro}"]
+    return ["", "it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]
 
 
 def _recommend(request: PlanRequest, *, repository: Path) -> int:
     found = search(request, read_prices(request.options.prices or TABLE), repository=repository)
     best = best_of(found, request)
     written = write_recommendation(best, request)
+    assert best.plan is not None
+    _draw(best.plan, request.options)
     if request.options.json:
         _print(recommendation_json(found, best, written))
     else:
         _print(recommendation_lines(found, best, written))
     return EXIT_DONE
+
+
+def _draw(plan: Plan, options: PlanOptions) -> None:
+    if options.picture is not None:
+        from dsgpt.advising.picture import draw_plan  # noqa: PLC0415 - matplotlib takes a second
+
+        draw_plan(plan, options.picture)
 
 
 def _print(found: object) -> None:

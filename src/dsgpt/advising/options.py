@@ -71,6 +71,7 @@ class PlanOptions:
     val_data_path: Path = Path("data/openwebtext/val.bin")
     json: bool = False
     picture: Path | None = None
+    published: Path | None = None
     calibrate: bool = False
     seconds: float = 60.0
 
@@ -208,6 +209,7 @@ def _add_search(flags: _Flags) -> None:
 def _add_output(flags: _Flags) -> None:
     flags.switch("--json", "print JSON instead of a table")
     flags.path("--picture", "FILE", "draw who holds what on which rank, as .svg or .png")
+    flags.path("--published", "MD", "plan nothing; write the page of predictions beside published figures")
 
 
 def _add_calibration(flags: _Flags) -> None:

@@ -66,6 +66,8 @@ class Turn:
     """Weights, gradients and optimizer of every rank."""
     sent_bytes_per_step: float | None = None
     """By the rank that sends most, as rings."""
+    communication_share: float | None = None
+    """Of a step, in which it waits for communication; mean over the ranks. None unless the training measured it."""
     joules: float | None = None
     """Of all GPUs while the run trained."""
     final_loss: float | None = None
@@ -94,6 +96,7 @@ class SweepCell:
     peak_memory_bytes_rank0: Spread | None = None
     model_state_bytes_by_rank: list[float] | None = None
     sent_bytes_per_step: float | None = None
+    communication_share: Spread | None = None
     joules: Spread | None = None
     final_loss: float | None = None
     """Of the first turn that is done: all turns compute the same."""

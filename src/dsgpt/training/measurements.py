@@ -84,7 +84,8 @@ class Measurements:
         )
 
     def _traced(self, table: list[str], failures: list[str]) -> None:
-        for line in (*table, f"traces: {self._config.run_dir / PROFILE_FOLDER}; https://ui.perfetto.dev opens them"):
+        opened = f"traces: {self._config.run_dir / PROFILE_FOLDER}; https://ui.perfetto.dev opens them"
+        for line in (*table, opened) if table else ():
             logger.info(line)
         for line in failures:
             logger.warning(f"--profile: {line}")

@@ -49,6 +49,7 @@ def options(folder: Path, suite: Path | str, **changes: Any) -> SweepOptions:
         "seq_length": 16,
         "target_loss": None,
         "price": None,
+        "profile_comm": 0,
     }
     return SweepOptions(**values | changes)
 

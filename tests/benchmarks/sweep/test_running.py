@@ -41,10 +41,11 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     """Two cells, one of them under ``torchrun``. The second sweep has a repeat more, and finds the earlier turns."""
     file = write_description(tmp_path, [cell("one"), cell("two", run_type="ddp", devices=2)])
     words = ["run", "--suite", file.name, "--steps", "6", "--seq_length", "16", "--output", "out/sweep.json"]
+    words += ["--profile_comm", "1"]
     assert benchmark(*words, "--repeats", "1", cwd=tmp_path).returncode == 0
     first = read_sweep(tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    chosen = options(Path(), file.name, target_loss=9.0, price=3600.0)
+    chosen = options(Path(), file.name, target_loss=9.0, price=3600.0, profile_comm=1)
     assert run_sweep(chosen, repository=REPOSITORY) == 0
     assert "2 of 4 turns have results from before; 2 left" in capsys.readouterr().out
     sweep = read_sweep(tmp_path / "out")
@@ -55,6 +56,8 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     assert {turn.state for cell in sweep.cells for turn in cell.turns} == {State.DONE}
     assert sorted(turn.place for cell in sweep.cells for turn in cell.turns) == [1, 2, 3, 4]
     assert one.sent_bytes_per_step == 0 < two.sent_bytes_per_step
+    assert one.communication_share.values == [0.0, 0.0]
+    assert all(0 < share < 1 for share in two.communication_share.values)
     assert len(two.model_state_bytes_by_rank) == 2
     assert one.joules is None
     assert one.cost.values == pytest.approx([turn.train_time_sec for turn in one.turns])
@@ -71,6 +74,7 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     assert abs(compared.loss_difference) < 2e-4
     page = (tmp_path / "out" / "sweep.md").read_text()
     assert f"| {one.final_loss:.4f} |" in page
+    assert "| communication share |" in page
     assert "None: every turn trained to its end." in page
     assert not list(tmp_path.glob("out/work/turns/*/*/run/step-*"))
     assert benchmark("run", "--table-from", "out/sweep.json", "--page", "again.md", cwd=tmp_path).returncode == 0

@@ -55,6 +55,8 @@ class SweepOptions(SuiteOptions):
     target_loss: float | None
     price: float | None
     """Of a device hour."""
+    profile_comm: int
+    """Steps of each training in which communication is measured."""
 
 
 def default_output(suite: str) -> Path:
@@ -167,6 +169,7 @@ class _SweepCommand(SuiteCommand[Turn]):
             "max_val_steps": VAL_STEPS,
             "save_every": 0,
             "device": options.device,
+            "profile_comm": options.profile_comm,
         }
         if self._data is not None:
             values |= {"train_data_path": self._data / "train.bin", "val_data_path": self._data / "val.bin"}
@@ -180,7 +183,9 @@ class _SweepCommand(SuiteCommand[Turn]):
         head = record_head(SCHEMA_VERSION, device=options.device)
         return {
             "suite": self._suite.as_dict(),
-            "settings": [options.model_size, options.steps, options.seq_length, options.device],
+            "settings": [
+                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm),
+            ],
             "seed": options.seed,
             "limit": options.limit,
             "recipes": self._recipes(),

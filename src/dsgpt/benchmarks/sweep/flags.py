@@ -81,6 +81,7 @@ def add_run_flags(flags: SuiteFlags) -> None:
     )
     flags.number("--steps", default=STEPS, low=4, text=f"optimizer steps of a training (default: {STEPS})")
     flags.number("--seq_length", default=SEQ_LENGTH, low=1, text=f"tokens per sequence (default: {SEQ_LENGTH})")
+    flags.number("--profile_comm", default=0, text="steps of each training that measure communication (default: 0)")
     for flag, text in (
         ("--target_loss", "measure the time until a step has this training loss"),
         ("--price", "price of a device hour, for the cost of a training"),
@@ -130,6 +131,7 @@ def run(flags: argparse.Namespace, *, repository: Path) -> int:
         seq_length=flags.seq_length,
         target_loss=flags.target_loss,
         price=flags.price,
+        profile_comm=flags.profile_comm,
     )
     return run_sweep(options, repository=repository)
 

@@ -60,6 +60,7 @@ def _cells(sweep: Sweep) -> str:
     header = ["cell", "done", "tokens/s", "per device", "peak memory, rank 0 (MiB)", "model state per rank (MB)"]
     header += ["sent per step (MB)", "final loss"]
     columns: list[tuple[str, Callable[[SweepCell], str]]] = [
+        ("communication share", lambda cell: _spread(cell.communication_share, _percent)),
         ("joules", lambda cell: _spread(cell.joules, _whole)),
         ("time to target (s)", lambda cell: _spread(cell.time_to_target_sec, _two)),
         ("cost", lambda cell: _spread(cell.cost, _six)),
@@ -79,6 +80,11 @@ def _legend(sweep: Sweep) -> str:
         "Tokens per second count training steps after the warm-up. Peak memory is what PyTorch allocated on a GPU, and "
         "the resident set of the process on a CPU. Model state is weights, gradients and optimizer, measured in a step."
     ]
+    if any(cell.communication_share for cell in sweep.cells):
+        lines.append(
+            "The communication share is the part of a step in which it waits for communication, the mean over the "
+            "ranks, measured in steps that no other figure counts."
+        )
     if sweep.target_loss is not None:
         lines.append(f"Time to target is the seconds of training until a step had a loss of {sweep.target_loss:g}.")
     if sweep.price_per_device_hour is not None:
@@ -149,6 +155,10 @@ def _text(text: str) -> str:
 
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
 
 
 def _two(value: float) -> str:

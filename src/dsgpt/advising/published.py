@@ -1,0 +1,161 @@
+"""``docs/planner-published.md``: predictions from datasheets beside figures that other projects published."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsgpt.common.json_files import Positive, read_as
+from dsgpt.common.problems import Problems
+from dsgpt.config.recipe import read_recipe
+from dsgpt.model.config import GPT2_VOCAB_SIZE, GPT2Config
+from dsgpt.planning.datasheet_rates import ATTENTION, LINK, MATRIX, MEMORY, Share, datasheet_machine
+from dsgpt.planning.hardware import find_gpu
+from dsgpt.planning.setup import Setup
+from dsgpt.planning.step_time import predict_step
+
+TABLE = Path(__file__).parents[1] / "planning" / "published.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedShape:
+    """The shape of a model."""
+
+    n_layer: Positive
+    n_head: Positive
+    n_embd: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One figure, and the setup here that is most like the one that reached it."""
+
+    program: str
+    model: str
+    shape: PublishedShape
+    gpu: str
+    run_type: str
+    recipe: str
+    """A recipe of ``ds_configs``, without its batch."""
+    micro_batch_size: Positive
+    gradient_accumulation_steps: Positive
+    tokens_per_sec_per_gpu: Positive
+    published_as: str
+    """What was published, from which the figure follows."""
+    source: str
+    why_outside: str | None
+    """Why the figure is not within the predicted range; None if it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTable:
+    """The file."""
+
+    seq_length: Positive
+    gpus: Positive
+    precision: str
+    rows: list[Published]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Tokens per second of a GPU."""
+
+    low: float
+    likely: float
+    high: float
+
+    def contains(self, figure: float) -> bool:
+        """Whether it is within the range."""
+        return self.low <= figure <= self.high
+
+
+def read_published() -> PublishedTable:
+    """The table."""
+    return read_as(TABLE, PublishedTable)
+
+
+def predict(row: Published, table: PublishedTable, *, repository: Path) -> Predicted:
+    """What the planner says of the setup of ``row``."""
+    problems = Problems()
+    recipe = read_recipe(repository / "ds_configs" / f"{row.recipe}.json", problems)
+    problems.raise_if_any()
+    assert recipe is not None
+    shape = vars(row.shape)
+    model = GPT2Config(**shape, block_size=table.seq_length, vocab_size=GPT2_VOCAB_SIZE)
+    setup = Setup(
+        run_type=row.run_type,
+        model=model,
+        recipe=recipe,
+        world_size=table.gpus,
+        precision=table.precision,
+        micro_batch_size=row.micro_batch_size,
+        gradient_accumulation_steps=row.gradient_accumulation_steps,
+        seq_length=table.seq_length,
+    )
+    step = predict_step(setup, datasheet_machine(find_gpu(row.gpu)))
+    tokens = row.micro_batch_size * row.gradient_accumulation_steps * table.seq_length
+    return Predicted(low=tokens / step.most, likely=tokens / step.seconds, high=tokens / step.least)
+
+
+def published_page(*, repository: Path) -> str:
+    """The page, as Markdown."""
+    table = read_published()
+    predicted = [predict(row, table, repository=repository) for row in table.rows]
+    return "\n".join([*_head(table), *_table(table, predicted), "", *_remarks(table, predicted), *_assumed(), ""])
+
+
+def _head(table: PublishedTable) -> Iterator[str]:
+    yield from (
+        "# The planner beside published figures",
+        "",
+        "`src/plan.py` predicts times on GPUs from datasheets and assumed shares of their peaks. **This project",
+        "measured none of them: the machine of the committed records has no GPU.** Other programs published what",
+        "they reached. They are not this program: llm.c is CUDA with fused kernels; llm-foundry and nanoGPT are",
+        "PyTorch with their own attention, precision or compiler. A range that contains their figures makes the",
+        "assumptions plausible. It does not prove them.",
+        "",
+        f"Tokens per second of one of {table.gpus} GPUs, {table.precision}, {table.seq_length:,} tokens a sequence.",
+        "The setup is the one here that is most like theirs, micro batch x accumulation.",
+        "",
+    )
+
+
+def _table(table: PublishedTable, predicted: list[Predicted]) -> Iterator[str]:
+    yield "| program, model | GPU | setup here | predicted | likely | published | within |"
+    yield "|---|---|---|---:|---:|---:|---|"
+    for number, (row, found) in enumerate(zip(table.rows, predicted, strict=True), 1):
+        strategy = row.recipe if row.run_type == "optimized" else row.run_type
+        yield (
+            f"| [{row.program}, {row.model}]({row.source}) | {row.gpu} | {strategy}, {row.micro_batch_size} x "
+            f"{row.gradient_accumulation_steps} | {found.low / 1e3:,.1f}k to {found.high / 1e3:,.1f}k | "
+            f"{found.likely / 1e3:,.1f}k | {row.tokens_per_sec_per_gpu / 1e3:,.1f}k | "
+            f"{'yes' if found.contains(row.tokens_per_sec_per_gpu) else f'no: see row {number}'} |"
+        )
+
+
+def _remarks(table: PublishedTable, predicted: list[Predicted]) -> Iterator[str]:
+    inside = sum(found.contains(row.tokens_per_sec_per_gpu) for row, found in zip(table.rows, predicted, strict=True))
+    yield f"{inside} of {len(table.rows)} figures are within their range. Where the figures come from:"
+    yield ""
+    for number, row in enumerate(table.rows, 1):
+        outside = "" if row.why_outside is None else f" **Outside the range:** {row.why_outside}"
+        yield f"{number}. {row.program}, {row.model}, {row.gpu}: {row.published_as}.{outside}"
+    yield ""
+
+
+def _assumed() -> Iterator[str]:
+    yield "## What is assumed"
+    yield ""
+    yield "| share of | at least | likely | at most |"
+    yield "|---|---:|---:|---:|"
+    shares: dict[str, Share] = {
+        "dense matrix peak": MATRIX,
+        "matrix peak, by attention": ATTENTION,
+        "memory bandwidth": MEMORY,
+        "link bandwidth": LINK,
+    }
+    for name, share in shares.items():
+        yield f"| {name} | {share.least:.0%} | {share.likely:.0%} | {share.most:.0%} |"
+    yield ""
+    yield "`python src/plan.py --calibrate` replaces them by measured rates of your machine: see"
+    yield "[planning](planning.md)."

@@ -1,0 +1,102 @@
+"""One setup planned, and mistakes in what is asked for."""
+
+import json
+
+import pytest
+from small_run import REPOSITORY
+
+from dsgpt.advising.options import read_options
+from dsgpt.advising.picture import held_in_words
+from dsgpt.advising.request import fixed_batch, read_request
+from dsgpt.common.problems import Problems
+
+THREE_D = f"--deepspeed_config {REPOSITORY}/ds_configs/3d.json"
+XL = "--model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9"
+ZERO2 = f"--deepspeed_config {REPOSITORY}/ds_configs/zero2.json"
+
+
+def test_a_plan_for_people(plan, snapshot):
+    assert plan(f"{XL} {ZERO2} --eval_every 1000 --val_tokens 1e7") == snapshot
+
+
+def test_json_says_the_same(plan):
+    found = json.loads(plan(f"{XL} {ZERO2} --json"))
+    assert found["strategy"] == "zero2"
+    assert found["micro_batch_size"] * found["gradient_accumulation_steps"] * found["data_parallel_size"] == 32
+    assert sum(found["step"]["parts"].values()) == pytest.approx(found["step"]["seconds"])
+    assert sum(found["memory"]["parts"].values()) == found["memory"]["bytes"]
+    assert found["step"]["assumed"]
+    cost = found["costs"][0]
+    assert cost["usd"] == pytest.approx(cost["usd_per_hour"] * found["training"]["seconds"] / 3600)
+
+
+def test_what_a_plan_takes_from_the_flags(plan):
+    def planned(more: str) -> dict:
+        return json.loads(plan(f"{XL} {ZERO2} --json {more}"))
+
+    assert planned("--price_per_gpu_hour 2")["costs"][0]["usd_per_hour"] == 16
+    accumulated = planned("--micro_batch_size_per_gpu 1 --activation_checkpointing")
+    assert (accumulated["micro_batch_size"], accumulated["gradient_accumulation_steps"]) == (1, 4)
+    assert "recomputation" in accumulated["step"]["parts"]
+    assert planned("--run_type fsdp")["strategy"] == "fsdp"
+    assert planned("--precision fp32")["step"]["seconds"] > 3 * planned("")["step"]["seconds"]
+    slow = planned("--gpus_per_machine 4 --network_gbps 10")
+    assert slow["step"]["parts"]["communication"] > 10 * planned("")["step"]["parts"]["communication"]
+    on_spot = json.loads(plan(f"--model_size small --gpu a100-40gb --tokens 1e9 --spot --json {ZERO2}"))
+    assert "Google" in on_spot["costs"][0]["offer"]
+
+
+def test_a_setup_that_does_not_fit_says_what_would(plan):
+    t4 = "--model_size large --gpu t4 --tokens 1e9"
+    assert "it fits with --" in plan(f"{t4} --gpus 4 {ZERO2} --micro_batch_size_per_gpu 8")
+    assert "take --recommend" in plan(f"{t4} --gpus 1 {ZERO2} --run_type baseline")
+
+
+REFUSED = {
+    "several mistakes": "--model_size huge --gpu a100 --gpus 0 --tokens none --num_heads 0 --deadline 3 --micro 2",
+    "nothing": "",
+    "no GPU of that name": "--gpu h10 --tokens 1e9",
+    "two machines": "--gpu t4 --machine calibration.json --tokens 1e9",
+    "heads": f"{XL} --deepspeed_config {REPOSITORY}/ds_configs/tensor.json",
+    "ranks": f"--gpu t4 --gpus 3 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/3d.json",
+    "global batch": f"--gpu t4 --gpus 3 --tokens 1e9 {ZERO2}",
+    "no bf16": "--gpu t4 --tokens 1e9 --precision bf16",
+    "Zero++": f"--gpu h200 --gpus 8 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/zeropp.json",
+    "limits without a search": f"{XL} --budget 3 --deadline 4d",
+    "validation": f"{XL} --eval_every 100",
+    "no recipe": f"{XL} --deepspeed_config none.json",
+    "no prices": f"{XL} --prices none.json",
+    "no calibration": "--machine none.json --tokens 1e9",
+    "fits nowhere": "--model_size xl --embedding_size 25600 --gpu t4 --tokens 1e9 --recommend",
+    "over budget": "--model_size medium --gpu t4 --gpus 4 --tokens 10e9 --recommend --budget 2 --deadline 1h",
+    "picture of another kind": f"{XL} --picture plan.gif",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_mistakes(refused, what, snapshot):
+    assert [line.replace(f"{REPOSITORY}/", "") for line in refused(REFUSED[what])] == snapshot
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_picture_has_the_same_bytes_twice(plan, tmp_path, ending):
+    path = tmp_path / f"plan.{ending}"
+    line = f"--model_size large --gpu a100-40gb --gpus 8 --tokens 1e9 {THREE_D}"
+    plan(f"{line} --picture {path}")
+    first = path.read_bytes()
+    plan(f"{line} --picture {path}")
+    assert path.read_bytes() == first
+    assert first.startswith(b"<?xml" if ending == "svg" else b"\x89PNG")
+
+
+def test_who_holds_what():
+    """As ``Topology`` deals ranks: stages outermost, then data, then tensor."""
+    words = f"--model_size large --gpu t4 --gpus 8 --tokens 1e9 {THREE_D}".split()
+    request = read_request(*read_options(words), repository=REPOSITORY)
+    batch = fixed_batch(request, Problems())
+    setup = request.setup(request.recipe, "optimized", batch, activation_checkpointing=False)
+    assert held_in_words(setup, 0) == "embedding, blocks 0-17, matrices 1/2, data 1/2"
+    assert held_in_words(setup, 3) == "embedding, blocks 0-17, matrices 2/2, data 2/2"
+    assert held_in_words(setup, 6) == "embedding, blocks 18-35, matrices 1/2, data 2/2"
+    whole = request.setup(request.recipe, "ddp", batch, activation_checkpointing=False)
+    assert held_in_words(whole, 5) == "all layers, data 6/8"

@@ -1,0 +1,170 @@
+"""The search finds what trying everything finds, and what it writes can be trained."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
+
+from dsgpt.advising.options import read_options
+from dsgpt.advising.plan import plan_of
+from dsgpt.advising.recommendation import command_text, write_recommendation
+from dsgpt.advising.request import PlanRequest, read_request
+from dsgpt.advising.search import Judged, search
+from dsgpt.advising.ways import ways
+from dsgpt.common.divisors import divisors
+from dsgpt.common.problems import Problems
+from dsgpt.config.batch import BatchPlan
+from dsgpt.config.compatibility import check_split
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.run_config import resolve
+from dsgpt.planning.prices import read_prices
+from dsgpt.runtime.topology import Topology
+
+SHAPE = f"--num_layers 4 --num_heads 4 --embedding_size 32 --max_position_embeddings {SEQUENCE}"
+
+
+def request_of(line: str) -> PlanRequest:
+    return read_request(*read_options(line.split()), repository=REPOSITORY)
+
+
+def everything(request: PlanRequest) -> dict[tuple[str, bool, int], float]:
+    """The time of every way, with and without checkpointing, at every micro batch, that fits into memory."""
+    found = {}
+    for way, checkpointing in product(ways(request.devices, together=8, repository=REPOSITORY), (False, True)):
+        recipe = way.recipe(request.recipe, Path("recipe.json"), train_batch_size=request.recipe.train_batch_size)
+        problems = Problems()
+        check_split(request.training(recipe, way.run_type, problems=problems), problems)
+        ranks = request.devices // recipe.parallel_of(way.run_type).ranks_per_copy
+        if problems or request.recipe.train_batch_size % ranks:
+            continue
+        share = request.recipe.train_batch_size // ranks
+        for micro in divisors(share):
+            batch = BatchPlan(
+                global_batch_size=share * ranks,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=share // micro,
+                data_parallel_size=ranks,
+            )
+            setup = request.setup(recipe, way.run_type, batch, activation_checkpointing=checkpointing)
+            plan = plan_of(setup, request.machine, request.options, read_prices())
+            if plan.fits:
+                found[way.name, checkpointing, micro] = plan.run.seconds
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--model_size large --gpu t4 --gpus 4 --tokens 1e9 --global_batch_size 64",
+        "--model_size medium --gpu a100-40gb --gpus 2 --tokens 1e9 --global_batch_size 48",
+        "--model_size large --gpu t4 --tokens 1e9 --global_batch_size 16",
+    ],
+)
+def test_the_search_finds_the_fastest_of_everything(line, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.json", train_batch_size=int(line.split()[-1]))
+    request = request_of(f"{line} --deepspeed_config {recipe}")
+    tried, found = everything(request), search(request, read_prices(), repository=REPOSITORY)
+    assert found[0].plan.run.seconds == pytest.approx(min(tried.values()))
+    assert {(each.way.name, each.activation_checkpointing) for each in found if each.fits} == {
+        (name, checkpointing) for name, checkpointing, _ in tried
+    }
+    for each in (each for each in found if each.fits):
+        same = [
+            seconds
+            for (name, checkpointing, _), seconds in tried.items()
+            if (name, checkpointing) == (each.way.name, each.activation_checkpointing)
+        ]
+        assert each.plan.run.seconds == pytest.approx(min(same))
+    seconds = [each.plan.run.seconds for each in found if each.fits]
+    assert seconds == sorted(seconds)
+
+
+def test_every_way_is_ranked_or_has_a_reason(plan):
+    out = json.loads(
+        plan("--model_size xl --gpu t4 --gpus 4 --tokens 1e9 --recommend --deadline 40h --budget 110 --json")
+    )
+    reasons = {each["name"]: each["reason"] for each in out["refused"]}
+    assert "does not divide the model's 25 heads: take 1 or 5" in reasons["tensor2-zero1"]
+    assert "does not fit: needs" in reasons["ddp"]
+    assert any("longer than the deadline of 40.0 h" in reason for reason in reasons.values())
+    assert any("more than the budget of $110" in reason for reason in reasons.values())
+    assert len(reasons) + len(out["ranked"]) == 2 * len(list(ways(4, together=8, repository=REPOSITORY)))
+    for each in out["ranked"]:
+        assert each["plan"]["training"]["seconds"] <= 40 * 3600
+        assert each["plan"]["costs"][0]["usd"] <= 110
+    assert out["recommended"]["plan"] == out["ranked"][0]["plan"]
+
+
+def test_a_micro_batch_that_is_asked_for_is_kept(plan):
+    out = json.loads(plan("--gpu l4 --gpus 2 --tokens 1e9 --recommend --micro_batch_size_per_gpu 4 --json"))
+    assert {each["plan"]["micro_batch_size"] for each in out["ranked"]} == {4}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_recipe(write_data(tmp_path) / "base.json")
+    return tmp_path
+
+
+def recommended(data: Path, devices: int) -> tuple[PlanRequest, list[Judged]]:
+    """Everything that fits, on data of a small vocabulary."""
+    request = request_of(
+        f"--gpu h100-80gb --gpus {devices} --tokens {SEQUENCE * 16} {SHAPE} --vocab_size {VOCABULARY} "
+        f"--precision fp32 --deepspeed_config {data}/base.json --into {data}/plan --recommend "
+        f"--train_data_path {data}/train.bin --val_data_path {data}/val.bin"
+    )
+    return request, [each for each in search(request, read_prices(), repository=REPOSITORY) if each.fits]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
+    """As its dry run does, on the ranks that the command starts."""
+    request, found = recommended(data, devices)
+    names = {each.way.name for each in found}
+    assert names >= ({"baseline"} if devices == 1 else {"ddp", "fsdp", "zero3", "tensor2-zero1", "pipeline2-zero1"})
+    for each in found:
+        recipe, _, _ = write_recommendation(each, request)
+        words = shlex.split(command_text(each, request, recipe).splitlines()[-1])
+        options, problems = parse_arguments(words[words.index("src/gpt2.py") + 1 : -1])
+        launcher = words[1]
+        ranks = 1 if launcher == "python" else int(words[words.index("src/gpt2.py") - 1])
+        topology = Topology(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks, launcher=launcher)
+        config = resolve(options, topology=topology, problems=problems)
+        setup = each.plan.setup
+        assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == (
+            setup.micro_batch_size,
+            setup.gradient_accumulation_steps,
+        )
+        assert config.activation_checkpointing == setup.activation_checkpointing
+        assert config.strategy_name == each.way.name
+        assert config.total_steps == each.plan.run.steps == 2
+
+
+@pytest.mark.parametrize(("devices", "name"), [(1, "baseline"), (2, "fsdp"), (2, "pipeline2-zero1")])
+def test_the_written_command_passes_a_dry_run(data, devices, name):
+    request, found = recommended(data, devices)
+    winner = next(each for each in found if each.way.name == name)
+    _, command, _ = write_recommendation(winner, request)
+    done = subprocess.run(
+        ["sh", str(command), "--dry_run"],
+        cwd=REPOSITORY,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "dry run: everything checked, nothing started" in done.stdout
+    assert f"strategy    {name} " in done.stdout
+
+
+def test_several_machines_are_joined_by_torchrun(data):
+    request, found = recommended(data, 16)
+    text = command_text(found[0], request, data / "recipe.json")
+    assert '--nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint "$MASTER:29500" src/gpt2.py' in text

@@ -1,0 +1,274 @@
+"""The charts of sweeps and of what a step costs: the data in their axes, and what is said where there are none."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from chart_records import record, step_lines, write_run
+from chart_sweeps import FOOTPRINT, MIB, cell, compared, scaling, spread, sweep, write_sweep
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dsgpt.common.errors import UserError
+from dsgpt.reports.footprint import Footprint, quantile, quantiles
+from dsgpt.reports.lines import STEPS, curve_of, draw_losses, in_money, money_axis, token_axis
+from dsgpt.reports.measured import Measured, of_cells, of_runs
+from dsgpt.reports.memory import memory_chart
+from dsgpt.reports.plots import chart_of_predictions, charts_of_runs
+from dsgpt.reports.predictions import read_predictions
+from dsgpt.reports.runs import read_run
+from dsgpt.reports.scaling import efficiency_rows, scaling_chart
+from dsgpt.reports.step_times import communication_chart, step_times_chart
+from dsgpt.reports.style import Frame, quiet_style
+from dsgpt.reports.sweep_plots import charts_of_sweep
+from dsgpt.reports.sweeps import Comparison, State, read_sweep
+from dsgpt.reports.themes import DARK, LIGHT, THEMES, contrast
+from dsgpt.reports.utilisation import read_samples, utilisation_chart
+
+NO_TEXT = {"warnings": [], "captions": []}
+SPEEDS = {"ddp": {1: 0.98, 2: 1.8}, "zero1": {2: 1.7}}
+
+
+@pytest.fixture(autouse=True)
+def in_style():
+    with quiet_style(LIGHT):
+        yield
+
+
+def panels(picture: Frame | str) -> list:
+    assert isinstance(picture, Frame), picture
+    return picture.figure.get_axes()
+
+
+def widths(axes) -> list[float]:
+    return [round(patch.get_width(), 6) for container in axes.containers for patch in container]
+
+
+def texts(picture: Frame | str) -> str:
+    assert isinstance(picture, Frame), picture
+    return "\n".join(text.get_text() for text in picture.figure.findobj(Text))
+
+
+def test_speed_ups_stand_beside_the_ideal_and_begin_at_the_baseline():
+    (axes,) = panels(scaling_chart(scaling(SPEEDS), **NO_TEXT))
+    ideal, baseline, ddp, zero1 = axes.lines
+    assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([1, 2], [1, 2])
+    assert (list(baseline.get_xdata()), list(baseline.get_ydata())) == ([1], [1])
+    assert list(ddp.get_ydata()) == [0.98, 1.8]
+    assert list(zero1.get_ydata()) == [1.0, 1.7] and zero1.get_xdata()[0] == 1
+    assert [round(x) for x in ddp.get_xdata()] == [1, 2]
+    ranges = [np.asarray(line.get_segments()[0])[:, 1].tolist() for line in axes.collections]
+    assert [0.9 * 1.8, 1.1 * 1.8] in [pytest.approx(ends) for ends in ranges]
+
+
+def test_strong_and_weak_scaling_have_panels_of_their_own():
+    strong, weak = scaling(SPEEDS), scaling({"ddp": {2: 1.9}}, weak=True)
+    both = replace(strong, cells=[*strong.cells, *weak.cells[1:]], comparisons=[*strong.comparisons, *weak.comparisons])
+    picture = scaling_chart(both, **NO_TEXT)
+    assert [axes.get_title() for axes in panels(picture)] == ["Strong scaling", "Weak scaling"]
+    assert "is not the same training" in texts(picture)
+    assert list(panels(picture)[1].lines[2].get_ydata()) == [1.0, 1.9]
+    assert "is not the same training" not in texts(scaling_chart(strong, **NO_TEXT))
+
+
+def test_efficiency_is_the_speed_up_per_device():
+    found = scaling(SPEEDS)
+    rows = {row.name: row for row in efficiency_rows(found, found.comparisons[0])}
+    two = rows["ddp on 2 devices"]
+    assert (two.value, two.label) == (pytest.approx(90), "90% (1.80x)")
+    assert (two.low, two.high) == (pytest.approx(81), pytest.approx(99))
+    assert rows["ddp on 1 device"].group == two.group != rows["zero1 on 2 devices"].group
+
+
+def test_other_work_and_failures_are_marked_and_have_no_bar():
+    cells = [cell("baseline on 1 device", 1), cell("ddp on 2 devices", 2), cell("big", 2, state=State.OUT_OF_MEMORY)]
+    others = [compared("ddp on 2 devices", None, 2, same=False), compared("big", None, 2)]
+    others.append(compared("fsdp on 2 devices", 1.5, 2))
+    found = sweep(
+        [*cells, cell("fsdp on 2 devices", 2)],
+        [Comparison(name="strategies", kind="same training", baseline=cells[0].name, cells=others)],
+    )
+    charts = {name: chart() for name, chart in charts_of_sweep(found, name="mine").items()}
+    for name in ("mine_throughput", "mine_efficiency", "mine_memory", "mine_step_times"):
+        text = texts(charts[name])
+        assert "NOT COMPARED: ddp on 2 devices: same work: no (global batch 8 vs 16)" in text, name
+        assert "NOT ALL TURNS: big: 0 of 1 turns are done" in text and "out of memory" in text
+        assert "sweep mine: suite scaling, 4 cells, 3 repeats, 2026-03-04; machine: Fixture CPU, 2 cores." in text
+    (efficiency,) = panels(charts["mine_efficiency"])
+    assert widths(efficiency) == [0.0, 0.0, 75.0]
+    assert "not comparable" in texts(charts["mine_efficiency"])
+
+
+def test_memory_is_stacked_and_predicted_beside_measured():
+    stacks, resident = panels(memory_chart(of_cells(scaling({"ddp": {2: 1.5}})), **NO_TEXT))
+    predicted, measured = [8, 8, 16, 10, 2], [8, 8, 16]
+    assert widths(stacks) == [*predicted, *measured] * 2
+    assert [patch.get_x() for container in stacks.containers[:5] for patch in container] == [0, 8, 16, 32, 42]
+    assert [text.get_text() for text in stacks.texts] == ["44.0 predicted", "32.0 of model state measured"] * 2
+    assert widths(resident) == [400, 400] and "resident (RSS)" in resident.get_xlabel()
+
+
+def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
+    found = replace(FOOTPRINT, peak=40.0 * MIB, peak_kind="allocated", predicted=None)
+    (axes,) = panels(memory_chart([Measured("a", found)], **NO_TEXT))
+    assert widths(axes) == [8, 8, 16, 8]
+    offloaded = replace(found, state_rank0=None)  # the state is partly in host memory
+    (axes,) = panels(memory_chart([Measured("a", offloaded)], **NO_TEXT))
+    assert widths(axes) == [8, 8, 16]
+
+
+def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
+    """Of the rank that needed most."""
+    parts = {"weights": 4 * MIB, "buckets": 2 * MIB, "logits": MIB}
+    ranks = [{"measured": 5 * MIB, "predicted": {"parts": {}}}, {"measured": 8 * MIB, "predicted": {"parts": parts}}]
+    cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
+    chart = chart_of_predictions(read_predictions(path))["plan_memory"]()
+    (axes,) = panels(chart)
+    assert widths(axes) == [4, 1, 2, 8]
+    assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]
+    assert "benchmark.py plan: 2 cells, 2026-03-04; machine: X." in texts(chart)
+    path.write_text('{"schema_version": "2.1", "cells": [{}]}')
+    with pytest.raises(UserError, match="holds no predictions beside measurements"):
+        read_predictions(path)
+
+
+def test_communication_has_a_panel_for_what_is_known():
+    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), **NO_TEXT))
+    assert (widths(sent), widths(share)) == ([8.0], [25.0])
+    unknown = [Measured("a", FOOTPRINT, sent_bytes_per_step=8e6), Measured("b", Footprint())]
+    (only,) = panels(communication_chart(unknown, **NO_TEXT))
+    assert [text.get_text() for text in only.texts] == ["8.0", "not recorded"]
+
+
+def test_step_times_are_drawn_by_their_quantiles():
+    (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
+    box = axes.patches[0].get_path().vertices[:, 0]
+    assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
+    assert axes.texts[0].get_text() == "110.0"
+    assert "does not start at 0" in axes.get_xlabel()
+
+
+def test_quantiles_are_those_of_numpy():
+    values = [float(number**2 % 97) for number in range(1, 60)]
+    assert quantiles(values) == pytest.approx(np.quantile(values, np.linspace(0, 1, 21)))
+    assert quantile(sorted(values), 0.37) == pytest.approx(np.quantile(values, 0.37))
+
+
+def test_a_record_says_what_its_run_cost(tmp_path):
+    """The keys of ``cost`` and ``summary``; of the steps, those that are not marked as warm-up."""
+    parts = {
+        "weights": 1,
+        "new_gradients": 2,
+        "gradients": 3,
+        "logits": 5,
+        "activations": 7,
+        "buckets": 11,
+        "other": 13,
+    }
+    values = record(
+        cost={
+            "model_state_bytes_per_rank": {
+                "rank": 1, "parameters": 100, "gradients": 50, "optimizer": 200, "total_by_rank": [300, 350],
+                "by_device": {"cuda": 350},
+            },
+            "communication_per_step": {"ring_bytes_per_rank": 77},
+        },
+        summary__predicted_peak_memory={"rank0": {"parts": parts}},
+        summary__communication_share=0.125,
+        summary__max_cuda_mem_allocated_bytes_rank0=1000,
+    )  # fmt: skip
+    lines = [{"step": step, "warm_up": step < 3, "step_time_sec": float(step)} for step in range(1, 6)]
+    run = read_run(write_run(tmp_path, values, lines=lines), name="a")
+    (row,) = of_runs([run])
+    assert (row.sent_bytes_per_step, row.communication_share) == (77, 0.125)
+    found = row.footprint
+    assert found.model_state == {"weights": 100, "gradients": 50, "optimizer": 200}
+    buckets = {"buckets and gathered layers": 11}
+    assert found.predicted == {"weights": 1, "gradients": 5, "activations": 12, "other": 13, **buckets}
+    assert found.rest == 700
+    assert found.step_times_sec == [3, 4, 5]
+
+
+def test_losses_by_tokens_and_by_money(tmp_path):
+    run = read_run(write_run(tmp_path, record(hardware__world_size=4), lines=step_lines()), name="a")
+    axis = token_axis([run])
+    (end,) = draw_losses(Figure().subplots(), [run], kind="validation", axis=axis)
+    assert (axis.label, end.x) == ("thousands of tokens", 256 * 40 / 1000)
+    (end,) = draw_losses(Figure().subplots(), [in_money(run, 9.0)], kind="train", axis=money_axis(9.0))
+    assert end.x == pytest.approx(100 * 4 * 9 / 3600)
+    assert curve_of(run, "train").points[-1].time == 100.0
+    unknown = in_money(replace(run, device_count=None), 9.0)
+    assert not draw_losses(Figure().subplots(), [unknown], kind="train", axis=money_axis(9.0))
+    assert draw_losses(Figure().subplots(), [unknown], kind="train", axis=STEPS)
+
+
+def gpu(uuid: str, utilisation: float, watts: float | None) -> dict:
+    return {"uuid": uuid, "utilisation": utilisation, "power_watts": watts}
+
+
+def test_gpus_over_time_are_joined_over_machines_and_pauses(tmp_path):
+    lines = [{"time": 1000.2 + second, "gpus": [gpu("a", 0.5, 100), gpu("b", 1.0, 200)]} for second in (0, 1, 900)]
+    (tmp_path / "hardware.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    (tmp_path / "hardware-1.jsonl").write_text(json.dumps({"time": 1001.9, "gpus": [gpu("c", 0.0, 300)]}) + "\n")
+    samples = read_samples(tmp_path)
+    assert [sample.time for sample in samples] == [0, 1, 2]
+    assert [sorted(sample.utilisation) for sample in samples] == [[0.5, 1.0], [0.0, 0.5, 1.0], [0.5, 1.0]]
+    use, power = panels(utilisation_chart({"run": tmp_path}, **NO_TEXT))
+    assert list(use.lines[0].get_ydata()) == [75, 50, 75]
+    assert list(power.lines[0].get_ydata()) == [300, 600, 300]
+
+
+def test_charts_without_data_say_what_is_missing(tmp_path):
+    run = read_run(write_run(tmp_path / "run", {"schema_version": "2.1"}), name="a")
+    charts = charts_of_runs([run], folders={"a": tmp_path / "run"}) | charts_of_sweep(sweep([], []), name="s")
+    found = {name: chart() for name, chart in charts.items()}
+    assert [name for name, picture in found.items() if isinstance(picture, Frame)] == ["overview"]
+    reasons = {name: why for name, why in found.items() if isinstance(why, str)}
+    assert all(why and "\n" not in why for why in reasons.values())
+    assert reasons["loss_vs_money"] == "give --price, of a device hour"
+    assert reasons["utilisation"] == "no run folder has samples of GPUs (hardware.jsonl)"
+    assert reasons["s_scaling"] == "no strategy trained on several numbers of devices"
+
+
+@pytest.mark.parametrize("count", [2, 14])
+def test_no_text_covers_another(count):
+    """With names as long as those of the built-in suites, and every figure that a cell can have."""
+    names = ["zero3-offload", "pipeline", "sequence", "ddp", "fsdp", "tensor", "zero2-offload"]
+    by_devices = {devices: 0.7 * devices for devices in (1, 2)}
+    found = scaling(dict.fromkeys(names[: count // 2], by_devices))
+    cells = [replace(each, cost=spread(0.001)) for each in found.cells]
+    found = replace(found, cells=cells, price_per_device_hour=1.0)
+    for name, chart in charts_of_sweep(found, name="s").items():
+        picture = chart()
+        assert isinstance(picture, Frame), name
+        picture.figure.draw_without_rendering()
+        shown = [text for text in picture.figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+        boxes = [(text.get_text(), text.get_window_extent()) for text in shown]
+        covered = [(a, b) for (a, one), (b, two) in itertools.combinations(boxes, 2) if overlap(one, two) and a != b]
+        assert not covered, name
+
+
+def overlap(one, two) -> bool:
+    """Whether two boxes share more than a pixel in both directions."""
+    return (
+        min(one.x1, two.x1) - max(one.x0, two.x0) > 1 and min(one.y1, two.y1) - max(one.y0, two.y0) > 1
+    )  # fmt: skip
+
+
+def test_a_sweep_with_footprints_is_read_as_it_was_written(tmp_path):
+    found = scaling(SPEEDS)
+    assert read_sweep(write_sweep(tmp_path, found)) == found
+
+
+@pytest.mark.parametrize("theme", THEMES.values(), ids=lambda theme: theme.name)
+def test_texts_and_colours_stand_out_from_the_background(theme):
+    """WCAG 2.2: 4.5 for text, 3 for what is drawn; light orange and pink bars have hatches and figures besides."""
+    assert contrast(theme.ink, theme.background) > 12
+    assert contrast(theme.quiet, theme.background) > 4.5
+    assert contrast(theme.ink, theme.warning) > 7
+    assert min(contrast(colour, theme.background) for colour in theme.palette) > (3 if theme is DARK else 2.2)
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
