@@ -40,8 +40,11 @@ def kept_bytes(setup: Setup, blocks: int) -> int:
 
 
 def recomputed_bytes(setup: Setup) -> int:
-    """What is recomputed of one block for its backward pass; 0 without activation checkpointing."""
-    return block_bytes(setup) if setup.activation_checkpointing else 0
+    """What is recomputed of one block for its backward pass; 0 without activation checkpointing.
+
+    Not its output, and that of the last block has been freed by then.
+    """
+    return block_bytes(setup) - 2 * stream_bytes(setup) if setup.activation_checkpointing else 0
 
 
 def block_gradient_bytes(setup: Setup) -> int:

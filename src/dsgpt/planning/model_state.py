@@ -166,7 +166,7 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     """
     if setup.precision != "fp32":
         return FULL * parts(groups)
-    if setup.recipe.zero_optimization.contiguous_gradients:
+    if setup.contiguous_gradients:
         copies = (0 if group.is_one_piece(rank) else group.part for group in groups)
         return FULL * (sum(group.touched(rank) for group in groups) + max(copies))
     most = waiting = 0  # while a group steps, the gradients of the groups after it wait

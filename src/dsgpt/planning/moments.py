@@ -31,7 +31,7 @@ def embedding_bytes(setup: Setup) -> int:
 def bucket_bytes(setup: Setup, width: int) -> int:
     """DeepSpeed's buffer for gradients to reduce, which has its full size even for a small model; two that overlap."""
     zero = setup.recipe.zero_optimization
-    if not zero.contiguous_gradients or (zero.stage == 1 and setup.world_size == 1):
+    if not setup.contiguous_gradients:
         return 0
     return width * zero.reduce_bucket_size * (2 if zero.overlap_comm else 1)
 

@@ -68,6 +68,7 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     found = [
         *_before(setup, rank, earlier, bucket=bucket),
         Moment(name="reduction", parts=earlier | {"new_gradients": end, "buckets": bucket}),
+        Moment(name="step", parts={"gradients": _flattened(setup, rank, stepped)}),
         Moment(name="step", parts={"gradients": stepped, "other": _unfused(setup, held)}),
     ]
     return [_with(moment, base) for moment in found]
@@ -120,6 +121,15 @@ def _with(moment: Moment, more: dict[str, int]) -> Moment:
 def _embedding(setup: Setup, held: list[ParameterSize]) -> int:
     """WE on ranks that have the embedding."""
     return embedding_bytes(setup) if any(part.name == EMBEDDING for part in held) else 0
+
+
+def _flattened(setup: Setup, rank: int, stepped: int) -> int:
+    """Gradients in fp32 when the flat copy of the largest group has been made, before its own are freed."""
+    if setup.precision != "fp32" or setup.recipe.offload_optimizer != "none":
+        return stepped
+    groups, part = flat_groups(setup.held(rank), setup.zero_ranks), rank // setup.sizes.tensor % setup.zero_ranks
+    copies = (0 if group.is_one_piece(part) else group.part for group in groups)
+    return max(stepped, FULL * (sum(group.touched(part) for group in groups) + max(copies)))
 
 
 def _unfused(setup: Setup, held: list[ParameterSize]) -> int:

@@ -100,6 +100,13 @@ class Setup:
         return recipe.zero_stage == 1 and self.precision == "bf16" and recipe.offload_optimizer == "none"
 
     @property
+    def contiguous_gradients(self) -> bool:
+        """Whether ZeRO collects gradients in a bucket; unless the recipe says so, a single rank of stage 1 does not."""
+        zero = self.recipe.zero_optimization
+        given = "contiguous_gradients" in self.recipe.raw.get("zero_optimization", {})
+        return zero.contiguous_gradients and (given or zero.stage > 1 or self.world_size > 1)
+
+    @property
     def first_ranks(self) -> range:
         """The first rank of every pipeline stage. All ranks of a stage have the same traffic."""
         return range(0, self.world_size, self.world_size // self.sizes.pipeline)
