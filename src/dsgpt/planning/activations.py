@@ -75,8 +75,9 @@ def logits_bytes(setup: Setup, *, device: str) -> int:
     if device == "cuda":
         softmax = FULL * rows * vocabulary
     else:
-        copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
-        softmax = FULL * min(copies * (CACHED // vocabulary * vocabulary), 2 * rows * vocabulary)
+        step = max(1, CACHED // vocabulary)
+        copies = 1 + (rows > step) + (setup.low != FULL)  # of this step, the one before, and the cast to fp32
+        softmax = FULL * copies * min(rows, step) * vocabulary
     return max(chunk + softmax, _product_bytes(setup, device))
 
 
