@@ -52,9 +52,9 @@ def measured_and_predicted(folder, **changes) -> tuple[int, int]:
     ids=["fp32", "bf16", "checkpointing", "accumulation", "gradients", "recomputed block"],
 )
 def test_a_measured_peak_is_predicted(tmp_path, changes):
-    """Never under, and at most 3% over. Without a LayerNorm's output in every block it would be under."""
+    """Never under, and at most 6% over. Without a LayerNorm's output in every block it would be under."""
     measured, predicted = measured_and_predicted(tmp_path, **changes)
-    assert 0.999 <= predicted / measured <= 1.03
+    assert 0.999 <= predicted / measured <= 1.06
 
 
 def test_the_loss_has_the_chunks_that_are_predicted():
