@@ -13,7 +13,7 @@ from dsgpt.planning.parameters import EMBEDDING, ParameterSize
 from dsgpt.planning.peak_memory import Peak, peak_memory
 from dsgpt.planning.setup import Setup
 from dsgpt.reports.style import FORMATS, frame, look, quiet_style
-from dsgpt.reports.themes import LIGHT, current
+from dsgpt.reports.themes import THEMES, current
 from dsgpt.runtime.topology import Topology
 
 MOST_RANKS = 16
@@ -24,8 +24,8 @@ _LEAST_SHARE = 0.005
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Draw the memory of every rank to ``path``, an SVG or PNG by its ending."""
-    with quiet_style(LIGHT):
-        data = FORMATS["png" if path.suffix == ".png" else "svg"](_figure(plan))
+    with quiet_style(THEMES["light"]):
+        data = FORMATS[path.suffix.removeprefix(".")](_figure(plan))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
 

@@ -76,7 +76,7 @@ def _rates(gpu: Gpu, which: str, network: float) -> Rates:
     memory = of(MEMORY) * gpu.memory_bytes_per_sec
     return Rates(
         matrix={name: {1: of(MATRIX) * peak} for name, peak in peaks.items()},
-        attention={name: of(ATTENTION) * peak for name, peak in peaks.items()},
+        attention={name: {1: {1: of(ATTENTION) * peak}} for name, peak in peaks.items()},
         elementwise=dict.fromkeys(peaks, memory),
         logits={name: memory / BYTES_PER_LOGIT[name] for name in peaks},
         memory=memory,

@@ -69,7 +69,7 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
     """
     held = _held(setup, rank, device)
     peaks = [
-        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, device))
+        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, rank, device))
         for moment in _reached(setup, rank, device)
     ]
     return max(peaks, key=lambda peak: peak.total)
@@ -130,16 +130,22 @@ def _reached(setup: Setup, rank: int, device: str) -> Iterator[Moment]:
             yield moment
 
 
-def _transient(setup: Setup, moment: Moment, device: str) -> dict[str, int]:
+def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
-    stream, kept = stream_bytes(setup), kept_bytes(setup, moment.blocks)
-    parts = dict(moment.parts)
+    parts, stream = dict(moment.parts), stream_bytes(setup)
+    if moment.name == "step":
+        return parts
+    kept = kept_bytes(setup, moment.blocks)
+    if moment.blocks:
+        kept *= setup.micro_batches_in_flight(rank)
+    if setup.sizes.pipeline > 1:
+        kept += stream * (3 if setup.stage(rank) else 1)  # received activations, and gradients
     if moment.name == "forward":
         parts["activations"] = kept + block_gradient_bytes(setup)
     elif moment.name == "loss":
         parts["activations"] = kept + 2 * stream  # the last LayerNorm's output and its gradient
         parts["logits"] = logits_bytes(setup, device=device)
         parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
-    elif moment.name in {"backward", "reduction"}:
+    else:
         parts["activations"] = kept + stream + recomputed_bytes(setup) + block_gradient_bytes(setup)
     return parts

@@ -69,7 +69,7 @@ class PlanSuite:
         if name != "memory":
             return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_time", arguments={"steps": STEPS})
         setup = self._setups[cell.key] = cell.setup(recipe)
-        arguments = {"witness": cell.ranks == 1, "estimate": _estimate(setup)}
+        arguments = {"witness": cell.ranks == 1 and cell.accumulation == 1, "estimate": _estimate(setup)}
         return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_memory", arguments=arguments)
 
     def _result(self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]]) -> Result:
