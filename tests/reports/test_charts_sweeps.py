@@ -148,7 +148,7 @@ def test_step_times_are_drawn_by_their_quantiles():
     (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
     box = axes.patches[0].get_path().vertices[:, 0]
     assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
-    assert axes.texts[0].get_text() == "110.0"
+    assert axes.texts[0].get_text() == "median 110.0"
     assert "does not start at 0" in axes.get_xlabel()
 
 
