@@ -55,7 +55,8 @@ class PlanSuite:
 
     def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
         """Run every cell once, those with the same launcher and ranks in one launch."""
-        for (launcher, ranks), group in groupby(cells, key=lambda cell: (cell.launcher, cell.ranks)):
+        by_launch = sorted(cells, key=_launch)
+        for (launcher, ranks), group in groupby(by_launch, key=_launch):
             together = list(group)
             assignments = [self._assignment(cell, name) for cell in together]
             ends = self._runner.run(launcher, ranks, assignments, started=self._started)
@@ -69,7 +70,7 @@ class PlanSuite:
         if name != "memory":
             return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_time", arguments={"steps": STEPS})
         setup = self._setups[cell.key] = cell.setup(recipe)
-        arguments = {"witness": cell.ranks == 1, "estimate": _estimate(setup)}
+        arguments = {"witness": cell.ranks == 1 and cell.accumulation == 1, "estimate": _estimate(setup)}
         return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_memory", arguments=arguments)
 
     def _result(self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]]) -> Result:
@@ -93,6 +94,11 @@ class PlanSuite:
         }
 
 
+def _launch(cell: PlanCell) -> tuple[str, int]:
+    """Cells that agree in this share a launch."""
+    return cell.launcher, cell.ranks
+
+
 def _of_rank(setup: Setup, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
     predicted = peak_memory(setup, rank=rank, device="cpu")
     return {
@@ -113,10 +119,7 @@ def _state(setup: Setup, cost: dict[str, Any]) -> dict[str, Any]:
 def _sent(setup: Setup, cost: dict[str, Any]) -> dict[str, Any]:
     """Bytes that every rank sends in a step."""
     traffic = cost["communication_per_step"]
-    predicted = [
-        sent_bytes(setup, rank=setup.stage(rank) * setup.world_size // setup.sizes.pipeline)
-        for rank in range(setup.world_size)
-    ]
+    predicted = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
     return {"measured": None if traffic is None else traffic["ring_bytes_by_rank"], "predicted": predicted}
 
 
