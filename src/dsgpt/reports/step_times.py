@@ -86,7 +86,7 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
         (bars, label)
         for bars, label in (
             (sent, "MB sent per step by a rank (less is better)"),
-            (shares, "% of the step's time spent communicating (less is better)"),
+            (shares, "% of a step that waits for communication (less is better)"),
         )
         if any(bar.value is not None for bar in bars)
     ]
@@ -95,7 +95,7 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
     picture = frame(
         title="Communication of a step",
         warnings=warnings,
-        captions=[TRAFFIC, *captions],
+        captions=[*([TRAFFIC] if panels[0][0] is sent else []), *captions],
         width=9.0,
         height=len(panels) * (0.9 + 0.4 * len(rows)),
     )
@@ -106,14 +106,14 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
 
 
 def _sent_row(row: Measured) -> Row:
-    sent = row.footprint.sent_bytes_per_step
+    sent = row.sent_bytes_per_step
     if sent is None:
         return Row(name=row.name, value=None, label=row.lacking)
     return Row(name=row.name, value=sent / 1e6, label=f"{sent / 1e6:,.1f}" if sent else "nothing", group=row.group)
 
 
 def _share_row(row: Measured) -> Row:
-    share = row.footprint.communication_share
+    share = row.communication_share
     if share is None:
         return Row(name=row.name, value=None, label=row.lacking)
     return Row(name=row.name, value=share * 100, label=f"{share:.1%}", group=row.group)

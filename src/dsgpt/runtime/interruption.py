@@ -132,7 +132,7 @@ class Interruption:
     def _say(self, line: str) -> None:
         if self._speaks and self._patient:
             with contextlib.suppress(OSError):  # the terminal is gone; this thread must continue
-                print(line, file=sys.stderr, flush=True)
+                print(_in_place_of_a_live_line(line), file=sys.stderr, flush=True)
 
 
 def _outlives_its_terminal() -> bool:
@@ -140,9 +140,15 @@ def _outlives_its_terminal() -> bool:
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+def _in_place_of_a_live_line(line: str) -> str:
+    """``line``; on a terminal it first erases what the run shows in the cursor's row."""
+    return f"\r\x1b[K{line}" if sys.stderr.isatty() else line
+
+
 def _leave_at_once(why: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(sys.stderr.fileno(), f"error: {why}: ended at once; continue with --resume\n".encode())
+        line = _in_place_of_a_live_line(f"error: {why}: ended at once; continue with --resume\n")
+        os.write(sys.stderr.fileno(), line.encode())
     os._exit(code)
 
 

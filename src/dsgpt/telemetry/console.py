@@ -8,19 +8,23 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
 from dsgpt.common.files import PRINTABLE, append_to
+from dsgpt.telemetry.live_line import LiveBar, make_room
 
 _PACKAGE = logging.getLogger("dsgpt")
 _PACKAGE.addHandler(logging.NullHandler())
 _SILENT = logging.CRITICAL + 1
+_LIVE = "live"
+"""The attribute of log records that the console does not print."""
 
 
 def duration(seconds: float) -> str:
@@ -46,10 +50,11 @@ def print_line(line: str = "") -> None:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints every record as a line."""
+    """Prints every record as a line, except those that a live line shows instead."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_line(self.format(record))
+        if not getattr(record, _LIVE, False):
+            print_line(self.format(record))
 
 
 @contextlib.contextmanager
@@ -126,16 +131,35 @@ class Progress:
         what: the name of the work.
         unit: the name of a unit.
         shown: whether there is a bar; by default where this rank logs and standard error is a terminal.
+        text: if given, there is a live line instead of a bar: returns its text for a number of columns, from this.
     """
 
-    def __init__(self, *, total: int, what: str, unit: str, done: int = 0, shown: bool | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        total: int,
+        what: str,
+        unit: str,
+        done: int = 0,
+        shown: bool | None = None,
+        text: Callable[["Progress", int], str] | None = None,
+    ) -> None:
         if shown is None:
             shown = _PACKAGE.isEnabledFor(logging.INFO) and sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total, initial=done, desc=what, unit=unit, disable=not shown, dynamic_ncols=True, leave=False
-        )
         self._total, self._first, self._done = total, done, done
         self._started = time.perf_counter()
+        named: dict[str, Any] = {"total": total, "initial": done, "disable": not shown}
+        if text is None:
+            position = make_room() if shown else None
+            named |= {"desc": what, "unit": unit, "dynamic_ncols": True, "leave": False, "position": position}
+        self._bar = tqdm(**named) if text is None else LiveBar(text=partial(text, self), **named)
+        self.log_only = {_LIVE: text is not None and shown and sys.stdout.isatty()}
+        """For ``extra`` of a logger: the line is in the log file, and a live line on a terminal replaces it there."""
+
+    @property
+    def done(self) -> int:
+        """How many units are done."""
+        return self._done
 
     def advance(self, count: int = 1) -> None:
         """Note that ``count`` more are done."""

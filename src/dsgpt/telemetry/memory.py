@@ -26,6 +26,15 @@ def peak_cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
+def peak_bytes(kind: str) -> int | None:
+    """The peak of what this process used of its device so far: allocated on its GPU, or resident in host memory.
+
+    Args:
+        kind: ``cuda`` or ``cpu``.
+    """
+    return peak_cuda_bytes(torch.device(kind))[0] if kind == "cuda" else peak_rss_bytes()
+
+
 class TrainingPeaks:
     """Peak memory of training steps and validations, without that of saves and generation as far as possible.
 

@@ -14,6 +14,8 @@ from dsgpt.common.files import write_json_atomic
 from dsgpt.config.run_config import RunConfig
 from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE, communication_table
 from dsgpt.telemetry.console import Progress
+from dsgpt.telemetry.live_line import Field, fitted
+from dsgpt.telemetry.memory import peak_bytes
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite
 from dsgpt.telemetry.step_traffic import traffic_line
 
@@ -84,28 +86,43 @@ class LineSink(Sink):
 
 
 class ConsoleSink(Sink):
-    """Logs a line for people, and shows the progress of the run."""
+    """Logs a line for people; on a terminal, one line that changes replaces the lines of steps.
 
-    def __init__(self, *, total_steps: int, done: int) -> None:
-        self._total_steps = total_steps
-        self._progress = Progress(total=total_steps, done=done, what="training", unit="step")
+    Args:
+        total_steps: of the run.
+        done: of them, by earlier processes.
+        devices: that train.
+        memory: returns the peak of memory of this rank in bytes, None where it is unknown.
+    """
+
+    def __init__(self, *, total_steps: int, done: int, devices: int, memory: Callable[[], int | None]) -> None:
+        self._total_steps, self._devices, self._memory = total_steps, devices, memory
+        self._figures: list[Field] = []
+        self._progress = Progress(total=total_steps, done=done, what="training", unit="step", text=self._live_line)
 
     def step_taken(self) -> None:
         """Advance the bar."""
         self._progress.advance()
+
+    def _live_line(self, progress: Progress, width: int) -> str:
+        """The text of the live line in ``width`` columns."""
+        first = Field(f"step {progress.done}/{self._total_steps}", 0)
+        return fitted([first, *self._figures, Field(f"left {progress.time_left()}", 2)], width)
 
     def steps(self, lines: list[Line], *, due: bool) -> None:
         """Log the last step if it is ``due``."""
         if not (due and lines):
             return
         line = lines[-1]
+        self._figures = live_fields(line, devices=self._devices, memory=self._memory())
         skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
         mfu = line["interval"]["mfu"]
         used = "" if mfu is None else f"MFU {mfu:.1%}  "
         logger.info(
             f"{self._place(line)}  loss {line['loss']:.4f}  lr {line['lr']:.2e}  "
             f"grad norm {line['grad_norm']:.3f}  {line['tokens_per_sec']:>9,.0f} tokens/s  "
-            f"{line['step_time_sec'] * 1000:.0f} ms  {used}left {self._progress.time_left()}{skipped}"
+            f"{line['step_time_sec'] * 1000:.0f} ms  {used}left {self._progress.time_left()}{skipped}",
+            extra=self._progress.log_only,
         )
 
     def validation(self, line: Line, *, seconds: float) -> None:
@@ -130,6 +147,25 @@ class ConsoleSink(Sink):
     def close(self) -> None:
         """Remove the bar."""
         self._progress.close()
+
+
+def live_fields(line: Line, *, devices: int, memory: int | None) -> list[Field]:
+    """The figures of a step for the live line, in the order in which they are shown."""
+    interval = line["interval"]
+    speed = interval["tokens_per_sec"] or line["tokens_per_sec"]
+    fields = [
+        Field(f"loss {line['loss']:.4f}", 1),
+        Field(f"lr {line['lr']:.2e}", 5),
+        Field(f"grad norm {line['grad_norm']:.3f}", 4),
+        Field(f"{speed:,.0f} tokens/s", 3),
+    ]
+    if devices > 1:
+        fields.append(Field(f"{speed / devices:,.0f} a device", 8))
+    if interval["mfu"] is not None:
+        fields.append(Field(f"MFU {interval['mfu']:.1%}", 6))
+    if memory is not None:
+        fields.append(Field(f"memory {memory / 2**30:.2f} GiB", 7))
+    return fields
 
 
 class RecordSink(Sink):
@@ -209,7 +245,12 @@ def open_sinks(config: RunConfig, *, done: int, trackers: Sequence[Sink] = ()) -
         return Sinks()
     sinks = (
         LineSink(config.run_dir / STEPS_FILE),  # first, so that a line is in the file before it is shown
-        ConsoleSink(total_steps=config.total_steps, done=done),
+        ConsoleSink(
+            total_steps=config.total_steps,
+            done=done,
+            devices=config.topology.world_size,
+            memory=lambda: peak_bytes(config.device),
+        ),
         RecordSink(config.run_dir / RECORD_FILE),
         *trackers,
     )
