@@ -66,8 +66,7 @@ def logits_bytes(setup: Setup, *, device: str) -> int:
     """
     vocabulary = setup.model.vocab_size
     if _plain_loss(setup):
-        kept = 2 * setup.low if setup.sizes.pipeline > 1 else 0
-        return (3 * FULL + kept) * setup.tokens * vocabulary
+        return 3 * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
     rows = _rows(setup, device)
     chunk = setup.low * rows * vocabulary
     if device == "cuda":
@@ -76,6 +75,11 @@ def logits_bytes(setup: Setup, *, device: str) -> int:
         copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
         softmax = FULL * min(copies * (CACHED // vocabulary * vocabulary), 2 * rows * vocabulary)
     return max(chunk + softmax, _product_bytes(setup, device))
+
+
+def kept_logits_bytes(setup: Setup) -> int:
+    """Logits that the last stage of a pipeline keeps all the time."""
+    return 2 * setup.low * setup.tokens * setup.model.vocab_size if setup.sizes.pipeline > 1 else 0
 
 
 def _product_bytes(setup: Setup, device: str) -> int:

@@ -20,7 +20,7 @@ def zero0(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     new, embedding = setup.low * total(held), _embedding(setup, held)
     earlier = FULL * total(held) if several else 0
     cast = FULL * max(part.numel for part in held) if several and separate and device == "cpu" else 0
-    flat = setup.low * min(_AT_ONCE, total(held)) if setup.zero_ranks > 1 else 0
+    flat = setup.low * min(_AT_ONCE, total(held))
     end = 2 * embedding if several and not separate else new + embedding
     state = model_state(setup, rank=rank)
     return [
@@ -28,12 +28,15 @@ def zero0(setup: Setup, rank: int, *, device: str) -> list[Moment]:
         Moment(name="reduction", parts={"gradients": earlier, "new_gradients": end}),
         Moment(name="step", parts={"gradients": earlier, "new_gradients": new, "other": cast}),
         Moment(name="step", parts={"gradients": new, "buckets": flat}),
-        Moment(name="step", parts={"gradients": state.gradients}),
+        Moment(name="step", parts={"gradients": state.gradients, "other": _unfused(setup, held)}),
     ]
 
 
 def bf16_optimizer(setup: Setup, rank: int, *, device: str) -> list[Moment]:  # noqa: ARG001 - of all strategies
-    """ZeRO-1 in bf16: fp32 sums of all gradients, 4P, all the time. They are reduced from copies in fp32 and bf16."""
+    """ZeRO-1 in bf16: fp32 sums of all gradients, 4P, all the time. They are reduced from copies in fp32 and bf16.
+
+    Sequence ranks reduce them in fp32, which needs no copy in bf16.
+    """
     held = setup.held(rank)
     several, bf16 = setup.gradient_accumulation_steps > 1, setup.recipe.bf16
     sums = FULL * sum(group.padded for group in flat_groups(held, setup.zero_ranks))
@@ -41,12 +44,14 @@ def bf16_optimizer(setup: Setup, rank: int, *, device: str) -> list[Moment]:  # 
     if bf16 is not None and bf16.immediate_grad_update:
         new = embedding
     earlier = {"gradients": sums, "new_gradients": new if several else 0}
-    flat = min(_AT_ONCE, total(held)) if setup.zero_ranks > 1 else 0
+    flat = min(_AT_ONCE, total(held)) if setup.world_size > 1 else 0
+    width = FULL + (setup.low if setup.sizes.sequence == 1 else 0)
     end = new + (2 if several else 1) * embedding
     return [
         *_before(setup, rank, earlier),
         Moment(name="reduction", parts={"gradients": sums, "new_gradients": end}),
-        Moment(name="step", parts={"gradients": sums, "new_gradients": new, "buckets": (FULL + setup.low) * flat}),
+        Moment(name="step", parts={"gradients": sums, "new_gradients": new, "buckets": width * flat}),
+        Moment(name="step", parts={"gradients": sums, "new_gradients": new, "other": _unfused(setup, held)}),
     ]
 
 
@@ -63,7 +68,7 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     found = [
         *_before(setup, rank, earlier, bucket=bucket),
         Moment(name="reduction", parts=earlier | {"new_gradients": end, "buckets": bucket}),
-        Moment(name="step", parts={"gradients": stepped}),
+        Moment(name="step", parts={"gradients": stepped, "other": _unfused(setup, held)}),
     ]
     return [_with(moment, base) for moment in found]
 
@@ -104,12 +109,24 @@ def _before(setup: Setup, rank: int, earlier: dict[str, int], *, bucket: int = 0
 
 def _with(moment: Moment, more: dict[str, int]) -> Moment:
     """``moment`` with ``more`` parts that always exist."""
-    return Moment(name=moment.name, blocks=moment.blocks, parts=dict(moment.parts) | more)
+    parts = dict(moment.parts)
+    return Moment(
+        name=moment.name,
+        blocks=moment.blocks,
+        parts=parts | {name: parts.get(name, 0) + size for name, size in more.items()},
+    )
 
 
 def _embedding(setup: Setup, held: list[ParameterSize]) -> int:
     """WE on ranks that have the embedding."""
     return embedding_bytes(setup) if any(part.name == EMBEDDING for part in held) else 0
+
+
+def _unfused(setup: Setup, held: list[ParameterSize]) -> int:
+    """Two numbers per weight of a group while PyTorch's AdamW steps in several operations, as it does in pipelines."""
+    if setup.sizes.pipeline == 1 or setup.recipe.optimizer.type != "AdamW":
+        return 0
+    return 2 * FULL * max(group.part for group in flat_groups(held, setup.zero_ranks))
 
 
 def _sums(setup: Setup, rank: int, stepped: int) -> tuple[int, int]:

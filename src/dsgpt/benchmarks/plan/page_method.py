@@ -3,13 +3,16 @@
 METHOD = (
     (
         "The model",
-        """A prediction is the largest of three moments of a step after the first. At each, what exists is added up:
+        """A prediction is the largest of the moments of a step after the first. At each, what exists is added up:
 
+* with ZeRO-3, **the end of the forward pass**: gathered weights, which exist twice while they are taken apart;
 * **the loss**: all kept activations, the logits of a chunk of tokens, and the gradient of the head, which the fused
   loss computes at once;
-* **the backward pass**: at its beginning the kept activations and the gradient of a block's widest layer; at its end
-  the gradients of all blocks and of the embedding's lookup, before the last of them are reduced;
-* **the optimizer's step**: reduced gradients and their copies, and, with ZeRO, the flat gradients of a group.
+* **the backward pass**: at its beginning the kept activations and the gradient of a block's widest layer;
+* **the reduction of gradients**: at the end those of all blocks and of the embedding's lookup, which is dense; with
+  ZeRO-2 and 3 and with FSDP earlier, whenever a bucket is full or a block is done, from a copy;
+* **the optimizer's step**: gradients and their copies, as `planning/moments_pytorch.py`, `moments_zero.py` and
+  `moments_zero3.py` describe for each strategy.
 
 Model state comes from `planning/model_state.py`, which is exact. What a block keeps is counted in units of the residual
 stream, u = tokens x width x bytes of a number: 1 for the output of each of two LayerNorms, 3 for queries, keys and
