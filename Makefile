@@ -99,9 +99,10 @@ records: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py records
 
 # Of the README and docs/charts.md. All charts, in both formats and themes, would be 8 MB at every change.
-SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,strategies_memory
+SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory
+PLAN := $(wildcard $(REFERENCE)/cpu-2-cores/plan.json)
 SWEEPS := $(wildcard $(REFERENCE)/*/sweep-*.json)
-draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) \
+draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) $(PLAN:%=--plan %) \
   --run baseline=$(REFERENCE)/cpu-2-cores/demo-baseline --run zero1=$(REFERENCE)/cpu-2-cores/demo-zero1
 
 charts: $(BIN)/.installed

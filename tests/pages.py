@@ -95,8 +95,9 @@ def paths_in_text(page: Path) -> set[tuple[str, str]]:
 
 
 def links_of(page: Path) -> list[str]:
-    """The targets of the page's links into the repository."""
-    return sorted({link for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)) if "://" not in link})
+    """The targets of the page's links into the repository, and its pictures."""
+    found = re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"", text_of(page))
+    return sorted({link for pair in found for link in pair if link and "://" not in link})
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -14,6 +14,7 @@ import pytest
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.harness.corpus import Corpus
+from dsgpt.common.errors import UserError
 from dsgpt.main import train
 from dsgpt.training import preparation
 
@@ -151,6 +152,43 @@ def test_another_fault_in_addition_is_not_another_run(demo, capsys):
     words = demo.Demo(into=Path(), steps=2, gpus=0).training("baseline", "baseline")
     assert demo._resume_or_overwrite(words) == "--resume"
     assert capsys.readouterr() == ("", "")
+
+
+def test_further_strategies_have_the_demos_training(demo, monkeypatch):
+    """ZeRO-3 has a recipe of its own, with the demo's training and the blocks of ``ds_configs/zero3.json``."""
+    commands = []
+    monkeypatch.setattr(demo, "_run", lambda command: commands.append(command) or 0)
+    here = demo.Demo(into=Path(), steps=1, gpus=0, strategies=("ddp", "zero3"))
+    titles = [title for title, _ in demo._steps(here)]
+    assert titles[3:6] == [
+        "train the same with ddp on 2 devices",
+        "train the same with zero3 on 2 devices",
+        "compare them",
+    ]
+    for _, step in demo._steps(here)[3:6]:
+        assert step(here) == 0
+    ddp, zero3, charts = commands
+    assert Path(ddp[0]).name == "torchrun" and Path(zero3[0]).name == "deepspeed"
+    assert (ddp[-1], zero3[-1]) == ("--resume", "--resume")
+    assert [word for word in charts if "=" in word] == [
+        f"{name}=checkpoint/demo-{name}" for name in ("baseline", "zero1", "ddp", "zero3")
+    ]
+    recipe, ours = (json.loads(Path(path).read_text()) for path in (recipe_in(zero3), "ds_configs/sizes/demo.json"))
+    assert recipe["zero_optimization"]["stage"] == 3
+    assert all(recipe[key] == ours[key] for key in demo.TRAINING_KEYS)
+
+
+def recipe_in(words: list[str]) -> str:
+    """The recipe that counts: the last one."""
+    return [words[place + 1] for place, word in enumerate(words) if word == "--deepspeed_config"][-1]
+
+
+def test_strategies_that_the_demo_cannot_train_are_refused_together(demo):
+    with pytest.raises(UserError) as caught:
+        demo.require_strategies(("zero4", "3d", "ddp"), devices=2)
+    unknown, too_few = caught.value.problems
+    assert unknown.startswith("--strategies zero4: unknown (did you mean zero")
+    assert too_few == "--strategies 3d: needs a multiple of 8 devices, not 2"
 
 
 def test_prepared_text_is_used(demo, monkeypatch, capsys):

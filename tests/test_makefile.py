@@ -17,7 +17,7 @@ WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 @pytest.fixture(autouse=True)
 def outside_make(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove what a ``make`` that runs the tests exports: its flags, and the variables of its command line."""
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "VENV", "STEPS", "SELECTION"):
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "VENV", "STEPS", "STRATEGIES", "SELECTION"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -1,34 +1,59 @@
 """The README's results are those of the committed records. ``tests/test_pages.py`` checks its commands and links."""
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks.harness.records import RECORDS, show_words
 from dsgpt.telemetry.sources import without_sources
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+IMAGES = REPOSITORY / "docs" / "images"
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory) -> str:
-    """``comparison.md`` as ``make charts`` writes it, made again from the committed records."""
+def commands() -> list[list[str]]:
+    """The words of the commands of ``make charts``: that of the pages first, without the interpreter."""
+    words = ["make", "--dry-run", "--no-print-directory", "--old-file", ".venv/bin/.installed", "charts"]
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(words, cwd=REPOSITORY, env=found, check=True, capture_output=True, text=True)
+    return [shlex.split(line)[1:] for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def charts(commands, tmp_path_factory) -> Path:
+    """What ``make charts`` writes for the pages, made again from the committed records."""
     folder = tmp_path_factory.mktemp("charts")
-    recipe = re.search(r"^charts:.*?\n(.*?)\n(?:\n|\Z)", MAKEFILE, flags=re.DOTALL | re.MULTILINE)
-    reference = re.search(r"^REFERENCE := (.*)$", MAKEFILE, flags=re.MULTILINE)
-    words = shlex.split(recipe.group(1).replace("\\\n", " ").replace("$(REFERENCE)", reference.group(1)))
-    words[0] = sys.executable
+    words = [sys.executable, *commands[0]]
     words[words.index("--output-dir") + 1] = str(folder)
     subprocess.run(words, cwd=REPOSITORY, check=True, capture_output=True)
-    return (folder / "comparison.md").read_text(encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def comparison(charts) -> str:
+    return (charts / "comparison.md").read_text(encoding="utf-8")
+
+
+def test_the_committed_pictures_are_those_of_the_records(charts):
+    """Not their bytes: another machine may have another version of the library that sets letters."""
+    assert {path.name for path in charts.iterdir()} == {path.name for path in IMAGES.iterdir()}
+
+
+def test_remaking_the_records_draws_the_same_charts(commands):
+    pages, everything = commands
+    assert sorted(show_words(RECORDS["demo"], REPOSITORY)) == sorted(pages)
+    assert everything[everything.index("--output-dir") + 1] == "charts/reference" and "--only" not in everything
 
 
 def test_the_committed_comparison_is_what_the_records_give(comparison):
-    committed = (REPOSITORY / "docs" / "images" / "comparison.md").read_text(encoding="utf-8")
+    committed = (IMAGES / "comparison.md").read_text(encoding="utf-8")
     assert without_sources(committed) == without_sources(comparison)
 
 

@@ -8,8 +8,10 @@ from fnmatch import fnmatch
 
 from small_run import REPOSITORY
 
+from dsgpt.benchmarks.plan.page import MOMENTS
 from dsgpt.checkpointing.segment import Segment
 from dsgpt.common import errors
+from dsgpt.planning.peak_memory import PARTS
 from dsgpt.telemetry.gpus import GpuSample
 from dsgpt.telemetry.interval import IntervalFigures
 
@@ -50,6 +52,14 @@ def test_the_keys_of_segments():
     listed = keys_of_the_table("Segments")
     assert all(any(fnmatch(key, pattern) for pattern in listed) for key in known)
     assert all(any(fnmatch(key, pattern) for key in known) for pattern in listed)
+
+
+def test_the_parts_of_a_predicted_peak():
+    table = RECORDS.split("| part | contents |", 1)[1].split("\n\n", 1)[0]
+    listed = re.findall(r"`([^`]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert sorted(listed) == sorted(PARTS)
+    moments = RECORDS.split("`moment` is the part of the step", 1)[1].split("`parts`", 1)[0]
+    assert set(MOMENTS) == set(re.findall(r"`([^`]+)`", moments))
 
 
 def test_the_exit_codes():

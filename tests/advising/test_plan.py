@@ -5,6 +5,12 @@ import json
 import pytest
 from small_run import REPOSITORY
 
+from dsgpt.advising.options import read_options
+from dsgpt.advising.picture import held_in_words
+from dsgpt.advising.request import fixed_batch, read_request
+from dsgpt.common.problems import Problems
+
+THREE_D = f"--deepspeed_config {REPOSITORY}/ds_configs/3d.json"
 XL = "--model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9"
 ZERO2 = f"--deepspeed_config {REPOSITORY}/ds_configs/zero2.json"
 
@@ -46,6 +52,18 @@ def test_a_setup_that_does_not_fit_says_what_would(plan):
     assert "take --recommend" in plan(f"{t4} --gpus 1 {ZERO2} --run_type baseline")
 
 
+def test_offload_needs_the_memory_of_the_host(plan):
+    """12 bytes a parameter at least, of each GPU's share."""
+    line = (
+        f"--model_size xl --gpu t4 --tokens 1e9 --micro_batch_size_per_gpu 1 "
+        f"--deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json"
+    )
+    little, much = (json.loads(plan(f"{line} --json --host_memory_gb {size}"))["memory"] for size in (20, 90))
+    assert 12 * 1.56e9 < little["host_bytes"] == much["host_bytes"] < 72e9
+    assert not little["fits"]
+    assert much["fits"]
+
+
 REFUSED = {
     "several mistakes": "--model_size huge --gpu a100 --gpus 0 --tokens none --num_heads 0 --deadline 3 --micro 2",
     "nothing": "",
@@ -61,7 +79,7 @@ REFUSED = {
     "no recipe": f"{XL} --deepspeed_config none.json",
     "no prices": f"{XL} --prices none.json",
     "no calibration": "--machine none.json --tokens 1e9",
-    "fits nowhere": "--model_size xl --gpu t4 --tokens 1e9 --recommend",
+    "fits nowhere": "--model_size xl --num_layers 96 --gpu t4 --tokens 1e9 --recommend",
     "over budget": "--model_size medium --gpu t4 --gpus 4 --tokens 10e9 --recommend --budget 2 --deadline 1h",
     "picture of another kind": f"{XL} --picture plan.gif",
 }
@@ -70,3 +88,27 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_mistakes(refused, what, snapshot):
     assert [line.replace(f"{REPOSITORY}/", "") for line in refused(REFUSED[what])] == snapshot
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_picture_has_the_same_bytes_twice(plan, tmp_path, ending):
+    path = tmp_path / f"plan.{ending}"
+    line = f"--model_size large --gpu a100-40gb --gpus 8 --tokens 1e9 {THREE_D}"
+    plan(f"{line} --picture {path}")
+    first = path.read_bytes()
+    plan(f"{line} --picture {path}")
+    assert path.read_bytes() == first
+    assert first.startswith(b"<?xml" if ending == "svg" else b"\x89PNG")
+
+
+def test_who_holds_what():
+    """As ``Topology`` deals ranks: stages outermost, then data, then tensor."""
+    words = f"--model_size large --gpu t4 --gpus 8 --tokens 1e9 {THREE_D}".split()
+    request = read_request(*read_options(words), repository=REPOSITORY)
+    batch = fixed_batch(request, Problems())
+    setup = request.setup(request.recipe, "optimized", batch, activation_checkpointing=False)
+    assert held_in_words(setup, 0) == "embedding, blocks 0-17, matrices 1/2, data 1/2"
+    assert held_in_words(setup, 3) == "embedding, blocks 0-17, matrices 2/2, data 2/2"
+    assert held_in_words(setup, 6) == "embedding, blocks 18-35, matrices 1/2, data 2/2"
+    whole = request.setup(request.recipe, "ddp", batch, activation_checkpointing=False)
+    assert held_in_words(whole, 5) == "all layers, data 6/8"

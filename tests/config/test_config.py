@@ -1,5 +1,6 @@
 """How a request is resolved: flags over JSON over defaults, with the data and the launcher."""
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -142,6 +143,8 @@ def test_the_plan_shows_what_a_rank_holds_and_sends(here, capsys):
     printed = capsys.readouterr().out
     assert f"state       {16 * elements / 1e6:,.1f} MB of weights, gradients and optimizer per rank" in printed
     assert "each step a rank sends 0.0 MB" in printed
+    peak = float(re.search(r"([\d.]+) MB at the peak of a step, with activations and buffers", printed)[1])
+    assert 16 * elements / 1e6 < peak < 4  # 128 tokens need more than the model
 
 
 def test_any_seed_works(here):

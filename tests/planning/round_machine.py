@@ -6,7 +6,7 @@ from dsgpt.planning.rates import Machine, Rates
 
 RATES = Rates(
     matrix={"fp32": {1: 1e9}, "bf16": {1: 4e9}},
-    attention={"fp32": 1e8, "bf16": 1e8},
+    attention={"fp32": {1: {1: 1e8}}, "bf16": {1: {1: 1e8}}},
     elementwise={"fp32": 1e7, "bf16": 1e7},
     logits={"fp32": 1e6, "bf16": 1e6},
     memory=1e12,
@@ -28,6 +28,7 @@ def machine(kind: str = "cpu", *, devices: int = 8, **changes: object) -> Machin
         kind=kind,
         devices=devices,
         memory_bytes=10**9,
+        host_bytes=10**9,
         precisions=("fp32", "bf16"),
         rates=rates,
         slowest=rates.scaled(compute=2, communication=2),

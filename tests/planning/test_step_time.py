@@ -23,7 +23,7 @@ STREAM = 4 * TOKENS * C
 def test_flops_of_a_micro_batch(setup):
     """Matrices as the PaLM paper counts them, 6 for each weight that multiplies; attention only below the diagonal."""
     tiny = setup(run_type="baseline", world_size=1)
-    forward, backward, head = block_forward(tiny), block_backward(tiny), head_and_loss(tiny)
+    forward, backward, head = block_forward(tiny), block_backward(tiny), head_and_loss(tiny, kind="cpu")
     assert (forward.matrix_flops, backward.matrix_flops) == (24 * TOKENS * C * C, 48 * TOKENS * C * C)
     assert (forward.attention_flops, backward.attention_flops) == (2 * TOKENS * LENGTH * C, 5 * TOKENS * LENGTH * C)
     assert head.matrix_flops == 6 * TOKENS * VOCABULARY * C
@@ -40,14 +40,16 @@ def test_flops_are_split_among_tensor_and_sequence_ranks(setup):
     by_position = block_forward(setup("sequence"))
     assert by_matrix.matrix_flops == by_position.matrix_flops == whole.matrix_flops / 2
     assert by_matrix.attention_flops == by_position.attention_flops == whole.attention_flops / 2
-    assert head_and_loss(setup("tensor")).matrix_flops == head_and_loss(setup()).matrix_flops  # no rank splits the head
+    assert (
+        head_and_loss(setup("tensor"), kind="cpu").matrix_flops == head_and_loss(setup(), kind="cpu").matrix_flops
+    )  # no rank splits the head
 
 
 def test_parts_of_a_step_take_their_flops_and_bytes_at_the_machines_rates(setup):
     step = predict_step(setup(run_type="baseline", world_size=1), machine())
     micro = 24 * TOKENS * C * C / 1e9 + 2 * TOKENS * LENGTH * C / 1e8 + 20 * STREAM / 1e7
     assert step.parts["forward"] == pytest.approx(3 * (LAYERS * micro + 16 / 2 * STREAM / 1e7))
-    head = 6 * TOKENS * VOCABULARY * C / 1e9 + TOKENS * VOCABULARY / 1e6
+    head = 6 * TOKENS * VOCABULARY * C / 1e9 + TOKENS * VOCABULARY / 1e6 + 4 * 4 * VOCABULARY * C / 1e7
     assert step.parts["head and loss"] == pytest.approx(3 * head)
     p = total(model_parameters(setup().model))
     assert step.parts["optimizer"] == pytest.approx(28 * p / 1e12)
@@ -137,6 +139,18 @@ def test_tensor_peers_share_a_machine_and_their_data_peers_share_its_network(set
     both = setup("tensor", world_size=16)
     among = {traffic.axis: bus_rate(both, RATES, traffic, devices=8) for traffic in step_traffic(both)}
     assert among == {"tensor": 1e6, "data": 1e5 / 2}
+
+
+def test_the_heads_gradient_is_added_up_over_chunks(setup):
+    """32 Mi logits a chunk on a CPU: 4 chunks for these 2,400 tokens. In bf16 each is added to a sum in fp32."""
+    vocabulary = 50_257
+    model = replace(setup().model, vocab_size=vocabulary, block_size=1200)
+    fields = {"model": model, "seq_length": 1200, "run_type": "baseline", "world_size": 1}
+    low = head_and_loss(setup(precision="bf16", **fields), kind="cpu").elementwise_bytes
+    assert low == model.padded_vocab_size * C * (4 * (2 + 2 + 8) + 6 + 4 * 2)
+    assert head_and_loss(setup(**fields), kind="cpu").elementwise_bytes == model.padded_vocab_size * C * 16
+    one_chunk = head_and_loss(setup(precision="bf16", **fields), kind="cuda").elementwise_bytes
+    assert one_chunk == model.padded_vocab_size * C * 8
 
 
 def test_rates_between_measured_widths_and_ranks():

@@ -17,8 +17,6 @@ FOOTPRINT = Footprint(
     predicted={**STATE, "activations": 10.0 * MIB, "other": 2.0 * MIB},
     peak=400.0 * MIB,
     peak_kind="resident",
-    sent_bytes_per_step=8e6,
-    communication_share=0.25,
     step_times_sec=[0.1 + 0.001 * step for step in range(21)],
 )
 
@@ -40,7 +38,16 @@ def cell(name: str, devices: int, *, state: State = State.DONE, footprint: Footp
         footprint=footprint if done else None,
     )
     speed = spread(1000.0 * devices) if done else None
-    return SweepCell(name=name, devices=devices, launcher="torchrun", flags=[], turns=[turn], tokens_per_sec=speed)
+    return SweepCell(
+        name=name,
+        devices=devices,
+        launcher="torchrun",
+        flags=[],
+        turns=[turn],
+        tokens_per_sec=speed,
+        sent_bytes_per_step=8e6 if done else None,
+        communication_share=spread(0.25) if done else None,
+    )
 
 
 def compared(name: str, speed_up: float | None, devices: int, *, same: bool = True) -> Compared:

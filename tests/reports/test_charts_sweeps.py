@@ -11,11 +11,13 @@ from chart_sweeps import FOOTPRINT, MIB, cell, compared, scaling, spread, sweep,
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from dsgpt.common.errors import UserError
 from dsgpt.reports.footprint import Footprint, quantile, quantiles
 from dsgpt.reports.lines import STEPS, curve_of, draw_losses, in_money, money_axis, token_axis
-from dsgpt.reports.measured import Measured, of_cells
+from dsgpt.reports.measured import Measured, of_cells, of_runs
 from dsgpt.reports.memory import memory_chart
-from dsgpt.reports.plots import charts_of_runs
+from dsgpt.reports.plots import chart_of_predictions, charts_of_runs
+from dsgpt.reports.predictions import read_predictions
 from dsgpt.reports.runs import read_run
 from dsgpt.reports.scaling import efficiency_rows, scaling_chart
 from dsgpt.reports.step_times import communication_chart, step_times_chart
@@ -104,7 +106,7 @@ def test_memory_is_stacked_and_predicted_beside_measured():
     predicted, measured = [8, 8, 16, 10, 2], [8, 8, 16]
     assert widths(stacks) == [*predicted, *measured] * 2
     assert [patch.get_x() for container in stacks.containers[:5] for patch in container] == [0, 8, 16, 32, 42]
-    assert [text.get_text() for text in stacks.texts] == ["44.0 predicted", "32.0 measured"] * 2
+    assert [text.get_text() for text in stacks.texts] == ["44.0 predicted", "32.0 of model state measured"] * 2
     assert widths(resident) == [400, 400] and "resident (RSS)" in resident.get_xlabel()
 
 
@@ -117,11 +119,28 @@ def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
     assert widths(axes) == [8, 8, 16]
 
 
+def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
+    """Of the rank that needed most."""
+    parts = {"weights": 4 * MIB, "buckets": 2 * MIB, "logits": MIB}
+    ranks = [{"measured": 5 * MIB, "predicted": {"parts": {}}}, {"measured": 8 * MIB, "predicted": {"parts": parts}}]
+    cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
+    chart = chart_of_predictions(read_predictions(path))["plan_memory"]()
+    (axes,) = panels(chart)
+    assert widths(axes) == [4, 1, 2, 8]
+    assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]
+    assert "benchmark.py plan: 2 cells, 2026-03-04; machine: X." in texts(chart)
+    path.write_text('{"schema_version": "2.1", "cells": [{}]}')
+    with pytest.raises(UserError, match="holds no predictions beside measurements"):
+        read_predictions(path)
+
+
 def test_communication_has_a_panel_for_what_is_known():
-    sent, share = panels(communication_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
+    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), **NO_TEXT))
     assert (widths(sent), widths(share)) == ([8.0], [25.0])
-    unknown = replace(FOOTPRINT, communication_share=None)
-    (only,) = panels(communication_chart([Measured("a", unknown), Measured("b", Footprint())], **NO_TEXT))
+    unknown = [Measured("a", FOOTPRINT, sent_bytes_per_step=8e6), Measured("b", Footprint())]
+    (only,) = panels(communication_chart(unknown, **NO_TEXT))
     assert [text.get_text() for text in only.texts] == ["8.0", "not recorded"]
 
 
@@ -129,7 +148,7 @@ def test_step_times_are_drawn_by_their_quantiles():
     (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
     box = axes.patches[0].get_path().vertices[:, 0]
     assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
-    assert axes.texts[0].get_text() == "110.0"
+    assert axes.texts[0].get_text() == "median 110.0"
     assert "does not start at 0" in axes.get_xlabel()
 
 
@@ -141,7 +160,15 @@ def test_quantiles_are_those_of_numpy():
 
 def test_a_record_says_what_its_run_cost(tmp_path):
     """The keys of ``cost`` and ``summary``; of the steps, those that are not marked as warm-up."""
-    parts = {"weights": 1, "new_gradients": 2, "gradients": 3, "logits": 5, "activations": 7, "buckets": 11}
+    parts = {
+        "weights": 1,
+        "new_gradients": 2,
+        "gradients": 3,
+        "logits": 5,
+        "activations": 7,
+        "buckets": 11,
+        "other": 13,
+    }
     values = record(
         cost={
             "model_state_bytes_per_rank": {
@@ -155,10 +182,14 @@ def test_a_record_says_what_its_run_cost(tmp_path):
         summary__max_cuda_mem_allocated_bytes_rank0=1000,
     )  # fmt: skip
     lines = [{"step": step, "warm_up": step < 3, "step_time_sec": float(step)} for step in range(1, 6)]
-    found = read_run(write_run(tmp_path, values, lines=lines), name="a").footprint
+    run = read_run(write_run(tmp_path, values, lines=lines), name="a")
+    (row,) = of_runs([run])
+    assert (row.sent_bytes_per_step, row.communication_share) == (77, 0.125)
+    found = row.footprint
     assert found.model_state == {"weights": 100, "gradients": 50, "optimizer": 200}
-    assert found.predicted == {"weights": 1, "gradients": 5, "activations": 12, "other": 11}
-    assert (found.rest, found.sent_bytes_per_step, found.communication_share) == (700, 77, 0.125)
+    buckets = {"buckets and gathered layers": 11}
+    assert found.predicted == {"weights": 1, "gradients": 5, "activations": 12, "other": 13, **buckets}
+    assert found.rest == 700
     assert found.step_times_sec == [3, 4, 5]
 
 

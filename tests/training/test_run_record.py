@@ -10,6 +10,7 @@ from run_folders import LONG, Killed, record
 from small_run import command_line
 
 from dsgpt.main import train
+from dsgpt.planning.peak_memory import PARTS
 from dsgpt.training import checkpoint as checkpoint_module
 from dsgpt.training import completion, saving, sinks
 from dsgpt.training.journal import Journal
@@ -70,6 +71,16 @@ def test_peak_memory_is_of_training(finished_run, tmp_path, monkeypatch):
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 2}
     assert train(command_line(finished_run, **flags)) == 0
     assert record(tmp_path / "run")["summary"]["peak_rss_bytes_rank0"] == 1000
+
+
+def test_the_record_has_the_predicted_peak(finished_run):
+    predicted = record(finished_run / "run")["summary"]["predicted_peak_memory"]
+    assert predicted["worst"] == {"rank": 0, **predicted["rank0"]}
+    parts, state = predicted["rank0"]["parts"], record(finished_run / "run")["cost"]["model_state_bytes_per_rank"]
+    assert tuple(parts) == PARTS
+    assert sum(parts.values()) == predicted["rank0"]["total"]
+    assert (parts["weights"], parts["optimizer"]) == (state["parameters"], state["optimizer"])
+    assert parts["activations"] > 0
 
 
 def test_no_memory_for_inference_is_no_failure(finished_run, tmp_path, monkeypatch, capsys):

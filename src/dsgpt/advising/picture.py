@@ -1,6 +1,5 @@
 """The picture of a plan: who holds what on which rank, and how much of it."""
 
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ from dsgpt.common.files import write_atomic
 from dsgpt.planning.parameters import EMBEDDING, ParameterSize
 from dsgpt.planning.peak_memory import Peak, peak_memory
 from dsgpt.planning.setup import Setup
-from dsgpt.reports.style import INK, QUIET, frame, look, png_bytes, quiet_style
+from dsgpt.reports.style import FORMATS, frame, look, quiet_style
+from dsgpt.reports.themes import THEMES, current
 from dsgpt.runtime.topology import Topology
 
 MOST_RANKS = 16
@@ -24,21 +24,10 @@ _LEAST_SHARE = 0.005
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Draw the memory of every rank to ``path``, an SVG or PNG by its ending."""
-    with quiet_style():
-        figure = _figure(plan)
-        data = png_bytes(figure) if path.suffix == ".png" else _svg_bytes(figure)
+    with quiet_style(THEMES["light"]):
+        data = FORMATS[path.suffix.removeprefix(".")](_figure(plan))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
-
-
-def _svg_bytes(figure: Figure) -> bytes:
-    """The figure as SVG; the same input gives the same bytes."""
-    import matplotlib as mpl  # noqa: PLC0415 - only its setting for the names inside the file
-
-    buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "plan"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
 
 
 def _figure(plan: Plan) -> Figure:
@@ -64,13 +53,13 @@ def _figure(plan: Plan) -> Figure:
         sizes = [peak.parts[name] / GB for peak in peaks]
         bars = axes.barh(ranks, sizes, left=starts, color=drawn.colour, height=0.66, label=name.replace("_", " "))
         for bar in bars:
-            bar.set(hatch=drawn.hatch, hatchcolor=drawn.hatch_colour, edgecolor="white", linewidth=0.6)
+            bar.set(hatch=drawn.hatch, hatchcolor=drawn.hatch_colour, edgecolor=current().background, linewidth=0.6)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     for rank, end in zip(ranks, starts, strict=True):
-        axes.text(end, rank, f" {end:,.1f} GB", va="center", color=INK, fontsize=8)
+        axes.text(end, rank, f" {end:,.1f} GB", va="center", color=current().ink, fontsize=8)
     usable = plan.usable_bytes / GB
-    axes.axvline(usable, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
-    axes.text(usable, -0.75, f"{usable:,.1f} GB ", ha="right", va="center", color=QUIET, fontsize=8)
+    axes.axvline(usable, color=current().ink, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.text(usable, -0.75, f"{usable:,.1f} GB ", ha="right", va="center", color=current().quiet, fontsize=8)
     axes.set_yticks(list(ranks), [f"rank {rank}: {held_in_words(setup, rank)}" for rank in ranks])
     axes.set(xlabel="GB", xlim=(0, 1.12 * max([usable, *starts])), ylim=(len(ranks) - 0.5, -1.1))
     axes.grid(visible=False, axis="y")

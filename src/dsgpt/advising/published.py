@@ -108,14 +108,14 @@ def _head(table: PublishedTable) -> Iterator[str]:
     yield from (
         "# The planner beside published figures",
         "",
-        "`src/plan.py` predicts times on GPUs from datasheets and assumed shares of their peaks. **This project measured",
-        "none of them: the machine of the committed records has no GPU.** Other programs published what they reached. They",
-        "are not this program: llm.c is CUDA with fused kernels; llm-foundry and nanoGPT are PyTorch with their own",
-        "attention, precision or compiler. A range that contains their figures makes the assumptions plausible. It does not",
-        "prove them.",
+        "`src/plan.py` predicts times on GPUs from datasheets and assumed shares of their peaks. **This project",
+        "measured none of them: the machine of the committed records has no GPU.** Other programs published what",
+        "they reached. They are not this program: llm.c is CUDA with fused kernels; llm-foundry and nanoGPT are",
+        "PyTorch with their own attention, precision or compiler. A range that contains their figures makes the",
+        "assumptions plausible. It does not prove them.",
         "",
-        f"Tokens per second of one of {table.gpus} GPUs, {table.precision}, sequences of {table.seq_length:,} tokens; the",
-        "setup is the one here that is most like theirs, micro batch x accumulation:",
+        f"Tokens per second of one of {table.gpus} GPUs, {table.precision}, {table.seq_length:,} tokens a sequence.",
+        "The setup is the one here that is most like theirs, micro batch x accumulation.",
         "",
     )
 

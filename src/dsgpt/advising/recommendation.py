@@ -42,13 +42,15 @@ def _nothing_fits(found: Sequence[Judged], request: PlanRequest) -> str:
     planned = [each.plan for each in found if each.plan is not None]
     if not planned:
         return f"no setup on {where} can be trained: {found[0].reason}"
-    least = min(planned, key=lambda plan: plan.peak.total)
+    on_device = [plan for plan in planned if plan.host_bytes == 0] or planned
+    least = min(on_device, key=lambda plan: plan.peak.total)
     share = least.usable_bytes / request.machine.memory_bytes
     enough = [gpu.key for gpu in gpus().values() if gpu.memory_bytes * share >= least.peak.total]
     cure = f"take {enough[0]}, or more GPUs" if enough else "take more GPUs, or a smaller model"
     return (
-        f"GPT-2 with {request.model.parameter_count() / 1e6:,.0f}M parameters fits nowhere on {where}: the least needs "
-        f"{size(least.peak.total)} of {size(least.usable_bytes)} a device: {cure}"
+        f"GPT-2 with {request.model.parameter_count() / 1e6:,.0f}M parameters fits nowhere on {where}, not even with "
+        f"offload to its host; without it the least is {size(least.peak.total)} of {size(least.usable_bytes)} a "
+        f"device: {cure}"
     )
 
 

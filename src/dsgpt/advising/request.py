@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dsgpt.advising.measured import read_measured
 from dsgpt.advising.options import CALIBRATION, PlanOptions
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
@@ -14,6 +15,7 @@ from dsgpt.config.run_config import split_batch
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.planning.calibrations import calibrated_machine, read_calibration
 from dsgpt.planning.datasheet_rates import DEVICES_PER_MACHINE, NETWORK_BYTES_PER_SEC, datasheet_machine
+from dsgpt.planning.fitting import fit
 from dsgpt.planning.hardware import find_gpu
 from dsgpt.planning.rates import Machine
 from dsgpt.planning.setup import Setup
@@ -98,7 +100,7 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
         UserError: with every mistake, a line each.
     """
     model = _model(options, problems)
-    machine = _machine(options, problems)
+    machine = _machine(options, problems, repository=repository)
     recipe = _recipe(options, problems, repository=repository)
     seq_length = _seq_length(options, model, problems)
     _check_lengths(options, problems)
@@ -146,21 +148,36 @@ def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Re
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 
-def _machine(options: PlanOptions, problems: Problems) -> Machine | None:
+def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> Machine | None:
     if options.gpu is not None and options.machine is not None:
         problems.add("--gpu and --machine are two machines: give one of them")
     try:
         if options.gpu is not None:
+            if options.measured:
+                problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
+            together = options.gpus_per_machine or DEVICES_PER_MACHINE
+            host = options.host_memory_gb
+            used = min(together, options.gpus or 1)
             return datasheet_machine(
                 find_gpu(options.gpu),
-                devices=options.gpus_per_machine or DEVICES_PER_MACHINE,
+                devices=together,
+                host_bytes=None if host is None else int(host * 1e9 / used),
                 network=NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8,
             )
         path = options.machine or CALIBRATION
         if options.machine is None and not path.exists():
             problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
             return None
-        return calibrated_machine(read_calibration(path), devices=options.gpus)
+        calibration = read_calibration(path)
+        machine = calibrated_machine(calibration, devices=options.gpus)
+        if not options.measured:
+            return machine
+        steps = read_measured(
+            options.measured,
+            lambda devices: calibrated_machine(calibration, devices=devices),
+            repository=repository,
+        )
+        return fit(steps).applied(machine)
     except UserError as error:
         problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
         return None

@@ -19,7 +19,7 @@ ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Of an array that fits into no cache."""
 SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 VOCABULARY = 50_257
-HEAD_SIZE, LENGTH = 64, 512
+HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 512), "cuda": (1024,)}
 _SMALL = 50
 
 
@@ -83,17 +83,18 @@ def matrix_flops_per_sec(clock: Clock, precision: str, width: int) -> float:
     return 3 * 2.0 * rows * width * outputs / clock.seconds(products)
 
 
-def attention_flops_per_sec(clock: Clock, precision: str) -> float:
+def attention_flops_per_sec(clock: Clock, precision: str, head_size: int, length: int) -> float:
     """Causal attention, forward and backward pass: 2MTC and 5MTC FLOPs."""
-    sequences, heads = max(1, TOKENS[clock.device.type] // LENGTH), 12
-    q, k, v = (_random(clock, precision, sequences, heads, LENGTH, HEAD_SIZE).requires_grad_() for _ in range(3))
-    gradient = _random(clock, precision, sequences, heads, LENGTH, HEAD_SIZE)
+    sequences, heads = max(1, TOKENS[clock.device.type] // length), 8
+    shape = (sequences, heads, length, head_size)
+    q, k, v = (_random(clock, precision, *shape).requires_grad_() for _ in range(3))
+    gradient = _random(clock, precision, *shape)
 
     def attend() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)  # type: ignore[no-untyped-call]  # torch's has no types
         q.grad = k.grad = v.grad = None
 
-    return 7.0 * sequences * LENGTH * LENGTH * heads * HEAD_SIZE / clock.seconds(attend)
+    return 7.0 * sequences * length * length * heads * head_size / clock.seconds(attend)
 
 
 def elementwise_bytes_per_sec(clock: Clock, precision: str) -> float:

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import start_processes
 
 from dsgpt.calibration import operations
-from dsgpt.calibration.operations import WIDTHS, Clock
+from dsgpt.calibration.operations import HEAD_SIZES, LENGTHS, WIDTHS, Clock
 from dsgpt.runtime.device import bring_up
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, free_port
@@ -22,9 +22,11 @@ _POLL_SEC = 0.1
 
 
 def operations_of(precisions: tuple[str, ...], kind: str, *, devices: int) -> list[tuple[str, str]]:
-    """Every operation that is timed, and its variant: a precision, a precision and a width, or nothing."""
+    """Every operation that is timed, and its variant: the keys under which its figure is stored; or nothing."""
     found = [("matrix_flops_per_sec", f"{each} {width}") for each in precisions for width in WIDTHS[kind]]
-    for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
+    shapes = [f"{size} {length}" for size in HEAD_SIZES[kind] for length in LENGTHS[kind]]
+    found += [("attention_flops_per_sec", f"{each} {shape}") for each in precisions for shape in shapes]
+    for name in ("elementwise_bytes_per_sec", "logits_per_sec"):
         found += [(name, precision) for precision in precisions]
     found += [("triad_bytes_per_sec", ""), ("operation_sec", ""), ("host_link_bytes_per_sec", "")]
     return found + ([("bus_bytes_per_sec", ""), ("all_reduce_sec", "")] if devices > 1 else [])
@@ -96,23 +98,17 @@ def _measure_rank(rank: int, asked: _Asked, queue: Any) -> None:
 
 
 def _time(clock: Clock, name: str, variant: str) -> float:
+    words = variant.split()
+    measure = operations.all_reduce_bus_bytes_per_sec if name == "bus_bytes_per_sec" else getattr(operations, name)
     with torch.enable_grad():
-        if name == "matrix_flops_per_sec":
-            precision, width = variant.split()
-            return operations.matrix_flops_per_sec(clock, precision, int(width))
-        if name == "bus_bytes_per_sec":
-            return operations.all_reduce_bus_bytes_per_sec(clock)
-        measure = getattr(operations, name)
-        found: float = measure(clock, variant) if variant else measure(clock)
-        return found
+        found: float = measure(clock, *words[:1], *map(int, words[1:]))
+    return found
 
 
 def _put(found: dict[str, Any], name: str, variant: str, value: float) -> None:
     """Store a figure where ``Ceilings`` has it."""
-    precision, _, width = variant.partition(" ")
-    if not variant:
-        found[name] = value
-    elif not width:
-        found.setdefault(name, {})[precision] = value
-    else:
-        found.setdefault(name, {}).setdefault(precision, {})[width] = value
+    *outer, last = [name, *variant.split()]
+    place = found
+    for key in outer:
+        place = place.setdefault(key, {})
+    place[last] = value

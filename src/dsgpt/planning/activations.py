@@ -27,7 +27,7 @@ def stream_bytes(setup: Setup) -> int:
 def block_bytes(setup: Setup) -> int:
     """What the forward pass of a block keeps, its output included."""
     stream, tensor = stream_bytes(setup), setup.sizes.tensor
-    split = 12 + (4 if setup.sizes.sequence > 1 else 0)  # all-to-all copies queries, keys, values and output
+    split = 12 + (1 if setup.sizes.sequence > 1 else 0)  # the output before all-to-all; other copies replace theirs
     statistics = FULL * setup.tokens * (2 * _MOMENTS + setup.model.n_head // tensor)  # the softmax has one per head
     return 4 * stream + split * stream // tensor + statistics
 
@@ -59,18 +59,40 @@ def head_gradient_bytes(setup: Setup, *, device: str) -> int:
 
 
 def logits_bytes(setup: Setup, *, device: str) -> int:
-    """The logits of a chunk and the steps of its softmax; without chunks those of all tokens, and their gradient."""
+    """The logits of a chunk and the steps of its softmax.
+
+    Without chunks: the softmax of all tokens, its gradient and that of the loss, in fp32; and in a pipeline, which
+    keeps what its last stage put out, the logits of two micro batches.
+    """
     vocabulary = setup.model.vocab_size
     if _plain_loss(setup):
-        casts = 0 if setup.low == FULL else setup.low
-        return (2 * FULL + casts) * setup.tokens * vocabulary
+        return 3 * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
     rows = _rows(setup, device)
     chunk = setup.low * rows * vocabulary
     if device == "cuda":
-        return chunk + FULL * rows * vocabulary
-    copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
-    cached = CACHED // vocabulary * vocabulary
-    return chunk + FULL * min(copies * cached, 2 * rows * vocabulary)
+        softmax = FULL * rows * vocabulary
+    else:
+        copies = 2 if setup.low == FULL else 3  # those of this step and of the one before, and this one's cast to fp32
+        softmax = FULL * min(copies * (CACHED // vocabulary * vocabulary), 2 * rows * vocabulary)
+    return max(chunk + softmax, _product_bytes(setup, device))
+
+
+def kept_logits_bytes(setup: Setup) -> int:
+    """Logits that the last stage of a pipeline keeps all the time."""
+    return 2 * setup.low * setup.tokens * setup.model.vocab_size if setup.sizes.pipeline > 1 else 0
+
+
+def _product_bytes(setup: Setup, device: str) -> int:
+    """A chunk's logits and its part of the head's gradient, in the low precision, which is added to the sum in fp32.
+
+    On a CPU the part is cast to fp32 first, except the first one, which is copied.
+    """
+    rows, head = _rows(setup, device), setup.model.vocab_size * setup.model.n_embd
+    if setup.low == FULL or rows == setup.tokens:
+        return 0
+    later = min(rows, setup.tokens - rows)
+    vocabulary, cast = setup.model.vocab_size, FULL * head if device == "cpu" else 0
+    return setup.low * head + max(setup.low * rows * vocabulary, setup.low * later * vocabulary + cast)
 
 
 def _plain_loss(setup: Setup) -> bool:

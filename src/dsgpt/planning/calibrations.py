@@ -21,7 +21,8 @@ class Ceilings:
     devices: Positive
     matrix_flops_per_sec: dict[str, dict[str, Finite]]
     """By precision and width, of a linear layer's forward and backward pass."""
-    attention_flops_per_sec: dict[str, Finite]
+    attention_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
+    """By precision, head size and length."""
     elementwise_bytes_per_sec: dict[str, Finite]
     logits_per_sec: dict[str, Finite]
     triad_bytes_per_sec: Finite
@@ -48,6 +49,7 @@ class Calibration:
     threads_per_device: int | None
     """CPU threads of a process; None on GPUs."""
     memory_bytes_per_device: Positive
+    host_bytes_per_device: Positive
     seconds: Finite
     """That it took."""
     disk_bytes_per_sec: Finite
@@ -96,6 +98,7 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
         kind=calibration.kind,
         devices=most,
         memory_bytes=calibration.memory_bytes_per_device,
+        host_bytes=calibration.host_bytes_per_device,
         precisions=tuple(chosen.matrix_flops_per_sec),
         rates=rates,
         slowest=rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE),
@@ -117,7 +120,13 @@ def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
             precision: {int(width): rate for width, rate in by_width.items()}
             for precision, by_width in ceilings.matrix_flops_per_sec.items()
         },
-        attention=ceilings.attention_flops_per_sec,
+        attention={
+            precision: {
+                int(size): {int(length): rate for length, rate in by_length.items()}
+                for size, by_length in by_size.items()
+            }
+            for precision, by_size in ceilings.attention_flops_per_sec.items()
+        },
         elementwise=ceilings.elementwise_bytes_per_sec,
         logits=ceilings.logits_per_sec,
         memory=ceilings.triad_bytes_per_sec,

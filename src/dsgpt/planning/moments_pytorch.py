@@ -28,14 +28,17 @@ def baseline(setup: Setup, *, device: str) -> list[Moment]:
 
 
 def ddp(setup: Setup, *, device: str) -> list[Moment]:  # noqa: ARG001 - of all strategies
-    """Buckets for all gradients: wP, besides sums in fp32 of several micro batches: 4P. A bucket is reduced in fp32."""
+    """Buckets for all gradients: wP, besides sums in fp32 of several micro batches: 4P.
+
+    A bucket is reduced in fp32. Its copy replaces the sum of its gradients, if there is one, when it is complete.
+    """
     layers, held = setup.model.n_layer, setup.held(0)
     embedding, several = embedding_bytes(setup), setup.gradient_accumulation_steps > 1
     buckets, separate = setup.low * total(held), setup.low != FULL
     if not setup.recipe.dsgpt.ddp.gradient_as_bucket_view:
         buckets *= 2
     earlier = {"buckets": buckets, "gradients": FULL * total(held) if several else 0}
-    reduced = FULL * _last_bucket(setup, held) if separate else 0
+    reduced = FULL * (_last_bucket(setup, held) if several else total(held)) if separate else 0
     pending = embedding if separate else 2 * embedding
     last = earlier | {"new_gradients": pending, "other": reduced}
     stepped = earlier | {"gradients": FULL * total(held) if separate or several else 0}

@@ -12,6 +12,7 @@ from dsgpt.planning.activations import (
     block_gradient_bytes,
     head_gradient_bytes,
     kept_bytes,
+    kept_logits_bytes,
     logits_bytes,
     recomputed_bytes,
     stream_bytes,
@@ -69,7 +70,7 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
     """
     held = _held(setup, rank, device)
     peaks = [
-        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, device))
+        Peak(moment=moment.name, parts=dict.fromkeys(PARTS, 0) | held | _transient(setup, moment, rank, device))
         for moment in _reached(setup, rank, device)
     ]
     return max(peaks, key=lambda peak: peak.total)
@@ -77,7 +78,8 @@ def peak_memory(setup: Setup, *, rank: int = 0, device: str = "cpu") -> Peak:
 
 def worst_peak(setup: Setup, *, device: str = "cpu") -> tuple[int, Peak]:
     """The rank that needs the most memory, and its peak."""
-    ranks = range(0, setup.world_size, setup.sizes.tensor)
+    deals_unevenly = setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2}
+    ranks = range(0, setup.world_size, setup.sizes.tensor) if deals_unevenly else setup.first_ranks
     peaks = {rank: peak_memory(setup, rank=rank, device=device) for rank in ranks}
     worst = max(peaks, key=lambda rank: peaks[rank].total)
     return worst, peaks[worst]
@@ -124,22 +126,31 @@ def _moments(setup: Setup, rank: int, device: str) -> list[Moment]:
 
 def _reached(setup: Setup, rank: int, device: str) -> Iterator[Moment]:
     """The moments that the rank goes through; only the last pipeline stage computes a loss."""
-    computes_loss = setup.stage(rank) == setup.sizes.pipeline - 1
     for moment in _moments(setup, rank, device):
-        if computes_loss or moment.name != "loss":
+        if moment.name != "loss" or _computes_loss(setup, rank):
             yield moment
 
 
-def _transient(setup: Setup, moment: Moment, device: str) -> dict[str, int]:
+def _computes_loss(setup: Setup, rank: int) -> bool:
+    return setup.stage(rank) == setup.sizes.pipeline - 1
+
+
+def _transient(setup: Setup, moment: Moment, rank: int, device: str) -> dict[str, int]:
     """The parts of a moment besides model state."""
-    stream, kept = stream_bytes(setup), kept_bytes(setup, moment.blocks)
-    parts = dict(moment.parts)
+    parts, stream = dict(moment.parts), stream_bytes(setup)
+    kept = 0
+    if setup.sizes.pipeline > 1:
+        kept += stream * (3 if setup.stage(rank) else 1)  # received activations, and gradients
+        parts["logits"] = kept_logits_bytes(setup) if _computes_loss(setup, rank) else 0
+    if moment.name == "step":
+        return parts | {"activations": kept}
+    kept += kept_bytes(setup, moment.blocks) * (setup.micro_batches_in_flight(rank) if moment.blocks else 1)
     if moment.name == "forward":
         parts["activations"] = kept + block_gradient_bytes(setup)
     elif moment.name == "loss":
         parts["activations"] = kept + 2 * stream  # the last LayerNorm's output and its gradient
         parts["logits"] = logits_bytes(setup, device=device)
         parts["new_gradients"] = parts.get("new_gradients", 0) + head_gradient_bytes(setup, device=device)
-    elif moment.name in {"backward", "reduction"}:
+    else:
         parts["activations"] = kept + stream + recomputed_bytes(setup) + block_gradient_bytes(setup)
     return parts

@@ -15,8 +15,8 @@ class Rates:
 
     matrix: Mapping[str, Mapping[int, float]]
     """FLOP/s of the matrix products of a block, by precision and the model's width."""
-    attention: Mapping[str, float]
-    """FLOP/s of causal attention, by precision; FLOPs of the masked half do not count."""
+    attention: Mapping[str, Mapping[int, Mapping[int, float]]]
+    """FLOP/s of causal attention, by precision, head size and length; FLOPs of the masked half do not count."""
     elementwise: Mapping[str, float]
     """Bytes read and written per second by LayerNorm, GELU and sums, by precision."""
     logits: Mapping[str, float]
@@ -39,14 +39,28 @@ class Rates:
     """Bytes written to disk per second by a single process."""
 
     def matrix_at(self, precision: str, width: int) -> float:
-        """FLOP/s at this width, interpolated between the nearest known ones on a scale of powers."""
-        known = sorted(self.matrix[precision].items())
-        below = [point for point in known if point[0] <= width] or known[:1]
-        above = [point for point in known if point[0] >= width] or known[-1:]
-        (low, slow), (high, fast) = below[-1], above[0]
-        share = 0.0 if low == high else math.log(width / low) / math.log(high / low)
-        found: float = slow * (fast / slow) ** min(1.0, max(0.0, share))
-        return found
+        """FLOP/s of matrices at this width."""
+        return interpolated(self.matrix[precision], width)
+
+    def attention_at(self, precision: str, *, head_size: int, length: int) -> float:
+        """FLOP/s of attention with heads of this size in sequences of this length."""
+        by_head_size = self.attention[precision]
+        return interpolated({size: interpolated(rates, length) for size, rates in by_head_size.items()}, head_size)
+
+    def in_precision(self, precision: str, *, slower: float) -> "Rates":
+        """The rates with which computation in ``precision`` takes ``slower`` times as long."""
+
+        def in_one(rates: Mapping[str, float]) -> dict[str, float]:
+            return {name: rate / slower if name == precision else rate for name, rate in rates.items()}
+
+        all_slower = self.scaled(compute=slower, communication=1)
+        return replace(
+            self,
+            matrix={**self.matrix, precision: all_slower.matrix[precision]},
+            attention={**self.attention, precision: all_slower.attention[precision]},
+            elementwise=in_one(self.elementwise),
+            logits=in_one(self.logits),
+        )
 
     def scaled(self, *, compute: float, communication: float) -> "Rates":
         """The rates with which computation and communication take these times as long."""
@@ -60,7 +74,13 @@ class Rates:
                 precision: {width: rate / compute for width, rate in by_width.items()}
                 for precision, by_width in self.matrix.items()
             },
-            attention=slower(self.attention),
+            attention={
+                precision: {
+                    size: {length: rate / compute for length, rate in by_length.items()}
+                    for size, by_length in by_size.items()
+                }
+                for precision, by_size in self.attention.items()
+            },
             elementwise=slower(self.elementwise),
             logits=slower(self.logits),
             memory=self.memory / compute,
@@ -68,6 +88,17 @@ class Rates:
             bus={ranks: rate / communication for ranks, rate in self.bus.items()},
             collective_sec={ranks: seconds * communication for ranks, seconds in self.collective_sec.items()},
         )
+
+
+def interpolated(known: Mapping[int, float], place: int) -> float:
+    """The value at ``place`` between the nearest known ones, on a scale of powers; at the ends the nearest."""
+    points = sorted(known.items())
+    below = [point for point in points if point[0] <= place] or points[:1]
+    above = [point for point in points if point[0] >= place] or points[-1:]
+    (low, slow), (high, fast) = below[-1], above[0]
+    share = 0.0 if low == high else math.log(place / low) / math.log(high / low)
+    found: float = slow * (fast / slow) ** min(1.0, max(0.0, share))
+    return found
 
 
 def at_ranks(known: Mapping[int, float], ranks: int) -> float:
@@ -93,6 +124,8 @@ class Machine:
     """Of one machine."""
     memory_bytes: int
     """Of one device."""
+    host_bytes: int
+    """Memory of the host, for each device; on a CPU it is the device's own."""
     precisions: tuple[str, ...]
     """That the devices have units for, and that were measured."""
     rates: Rates

@@ -115,3 +115,7 @@ class Setup:
     def blocks(self, rank: int) -> int:
         """Transformer blocks that ``rank`` computes."""
         return sum(part.name.endswith(".ln_1.weight") for part in self.held(rank))
+
+    def micro_batches_in_flight(self, rank: int) -> int:
+        """Micro batches whose activations ``rank`` has at a time: in a pipeline, one for each stage from its own on."""
+        return min(self.gradient_accumulation_steps, self.sizes.pipeline - self.stage(rank))

@@ -94,7 +94,7 @@ def _slowest_stage(setup: Setup, rates: Rates, machine: Machine) -> _Rank:
 def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
     """The step of ``rank``, as if the other stages of its pipeline were not slower."""
     micro_batches, stages = setup.gradient_accumulation_steps, setup.sizes.pipeline
-    work = _micro_batch(setup, rank)
+    work = _micro_batch(setup, rank, kind=machine.kind)
     seconds = {name: each.seconds(rates, setup) for name, each in work.items()}
     sent = exposed_communication(
         setup,
@@ -112,7 +112,7 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
     found["offload"] = _offload(setup, rates, machine, rank)
     found["communication"] = sent.once + micro_batches * sent.per_micro_batch
     found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
-    validation = validation_forward(setup, setup.blocks(rank)).seconds(rates, setup)
+    validation = validation_forward(setup, setup.blocks(rank), kind=machine.kind).seconds(rates, setup)
     return _Rank(
         parts={name: each for name, each in found.items() if each},
         hidden=sent.hidden,
@@ -120,7 +120,7 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
     )
 
 
-def _micro_batch(setup: Setup, rank: int) -> dict[str, Work]:
+def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, Work]:
     """The work of one micro batch."""
     blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
     per_tensor = _PER_TENSOR[setup.run_type] * len(setup.held(rank))
@@ -129,7 +129,7 @@ def _micro_batch(setup: Setup, rank: int) -> dict[str, Work]:
         "forward": block_forward(setup).times(blocks) + embedding(setup).times(ends / 4),
         "backward": block_backward(setup).times(blocks) + embedding(setup).times(ends / 4) + Work(kernels=per_tensor),
         "recomputation": block_forward(setup).times(blocks if setup.activation_checkpointing else 0),
-        "head and loss": head_and_loss(setup) if stage == last else Work(),
+        "head and loss": head_and_loss(setup, kind=kind) if stage == last else Work(),
     }
 
 

@@ -6,8 +6,9 @@ a number in the precision of the activations. A stream is the residual stream of
 
 from dataclasses import dataclass
 
+from dsgpt.planning.activations import CHUNK
 from dsgpt.planning.rates import Rates
-from dsgpt.planning.setup import Setup
+from dsgpt.planning.setup import FULL, Setup
 
 _FORWARD_KERNELS, _BACKWARD_KERNELS = 14, 26
 """Operations of a block."""
@@ -34,11 +35,12 @@ class Work:
 
     def seconds(self, rates: Rates, setup: Setup) -> float:
         """The time of all parts. Matrix products take the longer of computing and reading (a roofline)."""
-        precision = setup.precision
-        computing = self.matrix_flops / rates.matrix_at(precision, setup.model.n_embd)
+        precision, model = setup.precision, setup.model
+        attention = rates.attention_at(precision, head_size=model.n_embd // model.n_head, length=setup.seq_length)
+        computing = self.matrix_flops / rates.matrix_at(precision, model.n_embd)
         return (
             max(computing, self.matrix_bytes / rates.memory)
-            + self.attention_flops / rates.attention[precision]
+            + self.attention_flops / attention
             + self.elementwise_bytes / rates.elementwise[precision]
             + self.logits / rates.logits[precision]
             + self.kernels * rates.kernel_sec
@@ -81,16 +83,27 @@ def block_backward(setup: Setup) -> Work:
     )
 
 
-def head_and_loss(setup: Setup) -> Work:
-    """The head, the loss and their gradients: 6MCV FLOPs, all in the forward pass. No rank splits the head."""
-    model, tokens = setup.model, setup.tokens
+def head_and_loss(setup: Setup, *, kind: str) -> Work:
+    """The head, the loss and their gradients: 6MCV FLOPs, all in the forward pass. No rank splits the head.
+
+    The gradient of the head is added up over chunks of tokens, in low precision through fp32; then the gradient of the
+    lookup, which has its size too, is set to zero, filled and added.
+
+    Args:
+        setup: the training.
+        kind: ``cpu`` or ``cuda``, on which the size of a chunk depends.
+    """
+    model, tokens, low = setup.model, setup.tokens, setup.low
     head = model.padded_vocab_size * model.n_embd
     logits = tokens * model.vocab_size
+    chunks = -(-logits // CHUNK[kind])
+    summing = chunks * (2 * low + 2 * FULL) + FULL + low if chunks > 1 and low != FULL else 0
     return Work(
         matrix_flops=6 * head * tokens,
-        matrix_bytes=3 * setup.low * (head + logits),
+        matrix_bytes=3 * low * (head + logits),
+        elementwise_bytes=head * (summing + 4 * low),
         logits=logits,
-        kernels=12,
+        kernels=12 * chunks,
     )
 
 
@@ -100,8 +113,8 @@ def embedding(setup: Setup) -> Work:
     return Work(elementwise_bytes=16 * stream, kernels=16)
 
 
-def validation_forward(setup: Setup, blocks: int) -> Work:
+def validation_forward(setup: Setup, blocks: int, *, kind: str) -> Work:
     """The forward pass of all blocks and the loss without gradients, for a micro batch."""
-    head = head_and_loss(setup)
+    head = head_and_loss(setup, kind=kind)
     loss = Work(matrix_flops=head.matrix_flops / 3, logits=head.logits / 2, kernels=head.kernels)
     return block_forward(setup).times(blocks) + loss

@@ -13,6 +13,7 @@ from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.reports.comparison import comparison_markdown, console_summary
 from dsgpt.reports.pictures_wanted import BOTH, FORMATS, Style, read_only, themes_of
+from dsgpt.reports.predictions import Predictions, read_predictions
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
 from dsgpt.reports.sweeps import Sweep, read_sweep
 from dsgpt.reports.themes import LIGHT, THEMES
@@ -55,6 +56,8 @@ class Request:
     """Of the runs, by name, in the order in which they are drawn."""
     sweeps: list[tuple[str | None, Path]]
     """Name and path; without a name, that of the suite."""
+    plan: Path | None
+    """The record of ``benchmark.py plan``."""
     output: Path
     style: Style
     price: float | None
@@ -70,10 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     request, problems = parse(argv)
     runs, unreadable = read_all(request.paths)
     sweeps, more = read_sweeps(request.sweeps)
-    problems.add(*unreadable, *more)
+    predictions, wrong = read_plan(request.plan)
+    problems.add(*unreadable, *more, *wrong)
     problems.raise_if_any()
     sources = _sources_paragraph(request.paths)
-    absent = write_charts(runs, request=request, sweeps=sweeps, sources=sources)
+    absent = write_charts(runs, request=request, sweeps=sweeps, predictions=predictions, sources=sources)
     if runs:
         print(console_summary(runs))
     for chart, why in absent.items():
@@ -91,6 +95,8 @@ def build_parser(reader: Reader) -> Parser:
     add("--run", action="append", default=[], metavar="NAME=PATH", help=f"one more run ({record}); repeat for more")
     sweep = "a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more"
     add("--sweep", action="append", default=[], metavar="[NAME=]PATH", help=sweep)
+    plan = "the record of src/benchmark.py plan: draws its predicted memory beside the measured"
+    add("--plan", type=Path, metavar="PATH", help=plan)
     add("--output-dir", default="charts", metavar="FOLDER", help="where the charts go (default: %(default)s)")
     add("--only", metavar="LIST", help="names of the charts to draw, separated by commas (default: all)")
     form, theme = reader.choices("--format", FORMATS), reader.choice("--theme", (*THEMES, BOTH), BOTH)
@@ -113,7 +119,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
             problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
         paths[name] = Path(path).expanduser()
     sweeps = _named_sweeps(arguments.sweep, problems)
-    if not (named or sweeps or problems):
+    if not (named or sweeps or arguments.plan or problems):
         problems.add(
             "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
         )
@@ -121,7 +127,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
     problems.add(*_output_problems(output))
     only = read_only(arguments.only, problems)
     style = Style(arguments.format or FORMATS, themes_of(arguments.theme), only)
-    return Request(paths=paths, sweeps=sweeps, output=output, style=style, price=arguments.price or None), problems
+    request = Request(
+        paths=paths,
+        sweeps=sweeps,
+        plan=arguments.plan,
+        output=output,
+        style=style,
+        price=arguments.price or None,
+    )
+    return request, problems
 
 
 def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple[str, str]]:
@@ -183,8 +197,21 @@ def read_sweeps(given: Sequence[tuple[str | None, Path]]) -> tuple[dict[str, Swe
     return sweeps, problems
 
 
+def read_plan(path: Path | None) -> tuple[Predictions | None, list[str]]:
+    """The record of ``benchmark.py plan`` if there is one, and the mistakes in it."""
+    try:
+        return (read_predictions(path) if path else None), []
+    except UserError as error:
+        return None, list(error.problems)
+
+
 def write_charts(
-    runs: Sequence[Run], *, request: Request, sweeps: Mapping[str, Sweep], sources: str = ""
+    runs: Sequence[Run],
+    *,
+    request: Request,
+    sweeps: Mapping[str, Sweep],
+    predictions: Predictions | None = None,
+    sources: str = "",
 ) -> dict[str, str]:
     """Write all charts, and comparison.md of runs; each file is written whole or not at all.
 
@@ -194,6 +221,7 @@ def write_charts(
         runs: the first is the baseline; there may be none.
         request: where the charts go, and how they look.
         sweeps: by name.
+        predictions: beside measurements.
         sources: what comparison.md says about the sources of the records.
 
     Returns:
@@ -204,7 +232,7 @@ def write_charts(
     """
     # matplotlib takes seconds to load; --help and mistakes need none of it
     from dsgpt.reports.drawing import draw, file_name  # noqa: PLC0415
-    from dsgpt.reports.plots import charts_of_runs  # noqa: PLC0415
+    from dsgpt.reports.plots import chart_of_predictions, charts_of_runs  # noqa: PLC0415
     from dsgpt.reports.sweep_plots import charts_of_sweep  # noqa: PLC0415
 
     output, style = request.output, request.style
@@ -212,6 +240,8 @@ def write_charts(
     charts = charts_of_runs(runs, folders=folders, price=request.price) if runs else {}
     for name, sweep in sweeps.items():
         charts |= charts_of_sweep(sweep, name=name)
+    if predictions is not None:
+        charts |= chart_of_predictions(predictions)
     drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
     try:
         output.mkdir(parents=True, exist_ok=True)

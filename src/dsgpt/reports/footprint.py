@@ -1,4 +1,4 @@
-"""What a training cost a rank: memory and what is in it, communication, times of steps. Part of two file contracts."""
+"""Memory of a rank and what it holds, and the times of steps: of runs, and of the turns of sweeps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ PREDICTED_PARTS = {
     "master": "master weights",
     "activations": "activations",
     "logits": "activations",
+    "buckets": "buckets and gathered layers",
+    "gathered": "buckets and gathered layers",
 }
 """Keys of the record's ``predicted_peak_memory``; all others are ``other``."""
 OTHER = "other"
@@ -37,12 +39,9 @@ class Footprint:
     """By part of ``PARTS``, at the peak of a step of rank 0."""
     peak: float | None = None
     """Measured, of rank 0."""
-    peak_kind: Literal["allocated", "resident"] | None = None
-    """By PyTorch on the GPU, or the resident set of the process on a CPU, which holds Python and all libraries too."""
-    sent_bytes_per_step: float | None = None
-    """By the rank that sends most, as rings."""
-    communication_share: float | None = None
-    """Of the time of a step."""
+    peak_kind: Literal["allocated", "resident", "tensors"] | None = None
+    """By PyTorch on the GPU; the resident set of the process on a CPU, which holds Python and all libraries too; or all
+    tensors, counted one by one (``benchmark.py plan``)."""
     step_times_sec: list[float] | None = None
     """Quantiles of the times of the steps after the warm-up, at equal distances from the smallest to the largest."""
 
@@ -65,18 +64,16 @@ def read_footprint(
         host_memory: peak resident set of rank 0's process.
         step_times: seconds of each step after the warm-up.
     """
-    cost, summary = record.section("cost"), record.section("summary")
-    state = cost.section("model_state_bytes_per_rank")
+    state = record.section("cost").section("model_state_bytes_per_rank")
+    predicted = record.section("summary").section("predicted_peak_memory").section("rank0").section("parts")
     parts = {name: size for key, name in STATE_PARTS.items() if (size := state.number(key)) is not None}
     gpu = gpu_memory is not None
     return Footprint(
         model_state=parts or None,
         state_rank0=_state_of_rank_0(state),
-        predicted=_predicted(summary.section("predicted_peak_memory").section("rank0").section("parts")),
+        predicted=parts_of_prediction(predicted),
         peak=gpu_memory if gpu else host_memory,
         peak_kind=("allocated" if gpu else "resident") if gpu or host_memory is not None else None,
-        sent_bytes_per_step=cost.section("communication_per_step").number("ring_bytes_per_rank"),
-        communication_share=summary.number("communication_share"),
         step_times_sec=quantiles(step_times) or None,
     )
 
@@ -107,7 +104,8 @@ def _state_of_rank_0(state: Fields) -> float | None:
     return by_rank[0] if by_rank and len(state.section("by_device").names()) == 1 else None
 
 
-def _predicted(parts: Fields) -> dict[str, float] | None:
+def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
+    """The bytes of a predicted peak by part of ``PARTS``; None if there are none."""
     found: dict[str, float] = {}
     for key in parts.names():
         size = parts.number(key)

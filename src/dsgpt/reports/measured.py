@@ -1,7 +1,6 @@
-"""What runs and the cells of sweeps have in common for charts: a name and a footprint."""
+"""What runs and the cells of sweeps have in common for charts."""
 
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,18 +21,38 @@ class Measured:
     """What is said in place of a figure that it does not have."""
     group: int = 0
     """Equal for the cells of one strategy, which look alike."""
+    sent_bytes_per_step: float | None = None
+    """By the rank that sends most, as rings."""
+    communication_share: float | None = None
+    """Of a step, in which it waits for communication."""
 
 
 def of_runs(runs: Sequence[Run]) -> list[Measured]:
     """Of each run."""
-    return [Measured(run.name, run.footprint, group=index) for index, run in enumerate(runs)]
+    return [
+        Measured(
+            name=run.name,
+            footprint=run.footprint,
+            group=index,
+            sent_bytes_per_step=run.sent_bytes_per_step,
+            communication_share=run.communication_share,
+        )
+        for index, run in enumerate(runs)
+    ]
 
 
 def of_cells(sweep: Sweep) -> list[Measured]:
     """Of each cell of a sweep."""
     groups = groups_of(sweep)
     return [
-        Measured(cell.name, footprint_of(cell), failure(cell) or NOT_RECORDED, groups[strategy_of(cell.name)])
+        Measured(
+            name=cell.name,
+            footprint=footprint_of(cell),
+            lacking=failure(cell) or NOT_RECORDED,
+            group=groups[strategy_of(cell.name)],
+            sent_bytes_per_step=cell.sent_bytes_per_step,
+            communication_share=cell.communication_share.median if cell.communication_share else None,
+        )
         for cell in sweep.cells
     ]
 
@@ -54,14 +73,9 @@ def failure(cell: SweepCell) -> str:
 
 
 def footprint_of(cell: SweepCell) -> Footprint:
-    """Memory and bytes of the first turn that is done, the median share of communication, the times of all turns."""
+    """The memory of the first turn that is done, and the times of the steps of all turns."""
     found = [turn.footprint for turn in cell.done().values() if turn.footprint is not None]
     if not found:
         return Footprint()
-    shares = [each.communication_share for each in found if each.communication_share is not None]
     times = [each.step_times_sec for each in found if each.step_times_sec]
-    return replace(
-        found[0],
-        communication_share=statistics.median(shares) if shares else None,
-        step_times_sec=pooled(times) or None,
-    )
+    return replace(found[0], step_times_sec=pooled(times) or None)

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from dsgpt.reports.footprint import PARTS
+from dsgpt.reports.footprint import OTHER, PARTS, Footprint
 from dsgpt.reports.measured import Measured
 from dsgpt.reports.rows import BAR_WIDTH, Row, draw_rows, name_rows
 from dsgpt.reports.style import Frame, behind_text, frame, note_inside
@@ -15,18 +15,22 @@ from dsgpt.reports.themes import current
 
 REST = "activations and all else"
 """Measured beyond the model state; PyTorch's allocator does not know what it is."""
+WHOLE = "all tensors"
+"""Measured as a whole."""
+COLOURS = ("weights", "gradients", "optimizer", "master weights", "activations", OTHER, PARTS[-2], REST, WHOLE)
+"""The parts in the order of the theme's colours."""
 ABSENT = "no record has model state or a predicted peak"
-CAPTION = (
-    "Measured: model state of the rank that holds most, while the optimizer steps; on a GPU also what PyTorch "
-    "allocated beyond it at rank 0's peak. Predicted: tensors of rank 0 at the peak of a step."
-)
+MEASURED = "Model state: measured on the rank that holds most, while the optimizer steps."
+TENSORS = "Predicted and measured: tensors of the rank that needed most, at the peak of a step."
+ALLOCATED = "Activations and all else: what PyTorch allocated beyond it at rank 0's peak."
+PREDICTED = "Predicted: tensors of rank 0 at the peak of a step."
 RESIDENT = "The resident set of a process is another quantity: it holds Python, libraries and freed memory too."
 
 
 def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:
     """Stacked bars of each run or cell, predicted beside measured; on CPUs also its peak resident set."""
     prints = [row.footprint for row in rows]
-    if not any(each.model_state or each.predicted for each in prints):
+    if not any(each.model_state or each.predicted or each.peak_kind == "tensors" for each in prints):
         return ABSENT
     resident = any(each.peak_kind == "resident" for each in prints)
     pairs = any(each.predicted for each in prints)
@@ -34,7 +38,7 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
     picture = frame(
         title="Memory of a rank, and what it holds",
         warnings=warnings,
-        captions=[CAPTION, *([RESIDENT] if resident else []), *captions],
+        captions=[_caption(prints, resident=resident), *captions],
         width=9.0,
         height=sum(heights),
     )
@@ -46,6 +50,18 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
     handles = _handles(rows, pairs=pairs)
     picture.body.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False)
     return picture
+
+
+def _caption(prints: Sequence[Footprint], *, resident: bool) -> str:
+    counted = any(each.peak_kind == "tensors" for each in prints)
+    said = {
+        MEASURED: any(each.model_state for each in prints),
+        TENSORS: counted,
+        ALLOCATED: any(each.rest for each in prints),
+        PREDICTED: not counted and any(each.predicted for each in prints),
+        RESIDENT: resident,
+    }
+    return " ".join(text for text, applies in said.items() if applies)
 
 
 def unit_of(sizes: Sequence[float]) -> tuple[str, float]:
@@ -60,10 +76,11 @@ def _draw_stacks(axes: Axes, rows: Sequence[Measured], *, unit: str, size: float
         if pairs:
             _stack(axes, predicted or {}, place - 0.19, top=top, size=size, word="predicted", hatched=True)
         if measured:
-            _stack(axes, measured, place + (0.19 if pairs else 0), top=top, size=size, word="measured", thin=pairs)
+            word = "measured" if {REST, WHOLE} & measured.keys() else "of model state measured"
+            _stack(axes, measured, place + (0.19 if pairs else 0), top=top, size=size, word=word, thin=pairs)
         elif not predicted:
             note_inside(axes, row.lacking, x=top * 0.015, y=place)
-    axes.set_xlim(0, top * 1.28)
+    axes.set_xlim(0, top * 1.36)
     name_rows(axes, [row.name for row in rows])
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -83,7 +100,7 @@ def _stack(
 ) -> None:
     """One stacked bar with its total; nothing without parts."""
     end = 0.0
-    for name in (*PARTS, REST):
+    for name in (*PARTS, REST, WHOLE):
         if (value := parts.get(name, 0.0) / size) > 0:
             axes.barh(place, value, left=end, height=0.34 if thin else BAR_WIDTH, **_look(name, hatched=hatched))
             end += value
@@ -94,13 +111,15 @@ def _stack(
 
 def _look(name: str, *, hatched: bool) -> dict[str, Any]:
     theme = current()
-    colour = theme.palette[(*PARTS, REST).index(name) % len(theme.palette)]
+    colour = theme.edge if name == WHOLE else theme.palette[COLOURS.index(name)]
     look: dict[str, Any] = {"facecolor": colour, "edgecolor": theme.background, "linewidth": 0.6}
     return {**look, "hatch": "////", "hatchcolor": theme.background} if hatched else look
 
 
 def _measured(row: Measured) -> dict[str, float]:
     """The model state, and what else was allocated where that is known."""
+    if row.footprint.peak_kind == "tensors" and row.footprint.peak is not None:
+        return {WHOLE: row.footprint.peak}
     found = dict(row.footprint.model_state or {})
     rest = row.footprint.rest
     return found | {REST: rest} if found and rest else found
@@ -124,7 +143,7 @@ def _draw_resident(axes: Axes, rows: Sequence[Measured]) -> None:
 def _handles(rows: Sequence[Measured], *, pairs: bool) -> list[Patch]:
     """The parts that are drawn, and how predictions are told from measurements."""
     drawn = {name for row in rows for name in (*_measured(row), *(row.footprint.predicted or {}))}
-    handles = [Patch(label=name, **_look(name, hatched=False)) for name in (*PARTS, REST) if name in drawn]
+    handles = [Patch(label=name, **_look(name, hatched=False)) for name in (*PARTS, REST, WHOLE) if name in drawn]
     if pairs:
         grey: dict[str, Any] = {"facecolor": current().quiet, "edgecolor": current().background}
         handles += [Patch(**grey, hatch="////", label="predicted"), Patch(**grey, label="measured")]

@@ -26,6 +26,8 @@ RUN_CHARTS = (
 )
 SWEEP_CHARTS = ("throughput", "scaling", "efficiency", "memory", "communication", "step_times", "money")
 """Their files begin with the name of the sweep and ``_``."""
+PLAN_CHART = "plan_memory"
+"""Of the record of ``benchmark.py plan``."""
 FORMATS = ("png", "svg")
 BOTH = "both"
 T = TypeVar("T")
@@ -46,11 +48,9 @@ class Style:
 
     def missing(self, charts: Mapping[str, T]) -> dict[str, str]:
         """The charts that were asked for and cannot be there, and why."""
-        return {
-            name: "no run was given" if name in RUN_CHARTS else "no sweep of this name was given"
-            for name in self.only or ()
-            if name not in charts
-        }
+        whys = dict.fromkeys(RUN_CHARTS, "no run was given") | {PLAN_CHART: "no --plan was given"}
+        gone = [name for name in self.only or () if name not in charts]
+        return {name: whys.get(name, "no sweep of this name was given") for name in gone}
 
 
 def themes_of(name: str) -> tuple[Theme, ...]:
@@ -71,6 +71,6 @@ def read_only(text: str | None, problems: Problems) -> tuple[str, ...] | None:
 
 def _unknown(names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
-        if name not in RUN_CHARTS and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
-            known = f"{', '.join(RUN_CHARTS)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
+        if name not in {*RUN_CHARTS, PLAN_CHART} and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
+            known = f"{', '.join(RUN_CHARTS)}, {PLAN_CHART}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
             yield f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {known}"

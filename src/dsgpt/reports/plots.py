@@ -31,6 +31,8 @@ from dsgpt.reports.lines import (
 from dsgpt.reports.machines import machine_line, setup_stamps
 from dsgpt.reports.measured import of_runs
 from dsgpt.reports.memory import memory_chart
+from dsgpt.reports.pictures_wanted import PLAN_CHART
+from dsgpt.reports.predictions import Predictions
 from dsgpt.reports.runs import FLAT_SCHEMA, Run
 from dsgpt.reports.step_times import communication_chart, step_times_chart
 from dsgpt.reports.style import Frame, frame
@@ -71,6 +73,12 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
         "utilisation": partial(utilisation_chart, folders, **texts),
         "overview": partial(_overview, named),
     }
+
+
+def chart_of_predictions(predictions: Predictions) -> dict[str, Chart]:
+    """The chart of the record of ``benchmark.py plan``, by its name."""
+    texts = {"warnings": [], "captions": [predictions.footer]}
+    return {PLAN_CHART: partial(memory_chart, predictions.rows, **texts)}
 
 
 def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str:

@@ -81,6 +81,10 @@ class Run:
     host_memory: float | None
     """Peak resident set size of rank 0's process, bytes."""
     footprint: Footprint
+    sent_bytes_per_step: float | None
+    """By the rank that sends most, as rings."""
+    communication_share: float | None
+    """Of a step, in which it waits for communication."""
     train_curve: Curve
     val_curve: Curve
     notes: tuple[str, ...]
@@ -190,6 +194,8 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
             host_memory=peaks["host_memory"],
             step_times=read_step_times(log),
         ),
+        sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
+        communication_share=summary.number("communication_share"),
         train_curve=train_curve,
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),

@@ -28,10 +28,11 @@ READY = Path("checkpoint/records/ready")
 EXIT_OLD = 1
 """A source changed while its record was remade."""
 RUNS = ("demo-baseline", "demo-zero1")
-CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,strategies_memory"
+CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory"
 """The charts of the pages, as in the Makefile."""
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
+PLAN = "plan.json"
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
 Runner = Callable[[Sequence[str]], int]
@@ -127,21 +128,23 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
-        if code := run(
-            _show(record, repository)
-        ):  # also for records that were not old: an interruption may have come before this
+        # Also for records that were not old: an interruption may have come before this.
+        if code := run(show_words(record, repository)):
             print(f"{record.name}: its pages failed with exit code {code}", flush=True)
             return code
     print(f"all of {', '.join(record.name for record in records)} are made from the present sources", flush=True)
     return EXIT_DONE
 
 
-def _show(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
+def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     """The command that makes its pages; the charts are of the committed sweeps, too."""
     if record.name != DEMO:
         return record.show
     sweeps = sorted((repository / REFERENCE).glob(SWEEPS))
-    return (*record.show, *(word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")))
+    words = [word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")]
+    if (repository / REFERENCE / PLAN).is_file():
+        words += ["--plan", f"{REFERENCE}/{PLAN}"]
+    return (*record.show, *words)
 
 
 def _replace(record: CommittedRecord, ready: Path, reference: Path) -> None:

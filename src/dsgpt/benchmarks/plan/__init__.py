@@ -1,1 +1,1 @@
-"""Predictions of the planner held against measurements."""
+"""What the planner predicts, held against measurements."""

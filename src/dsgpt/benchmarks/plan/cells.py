@@ -66,6 +66,7 @@ class PlanCell:
         """The cell's name on command lines, and its folder."""
         words = [self.strategy, self.shape.name.replace(" ", ""), self.precision, f"b{self.micro}"]
         words += [f"a{self.accumulation}"] * (self.accumulation > 1) + ["checkpointing"] * self.checkpointing
+        words += ["alone"] * (self.ranks == 1 and self.run_type != "baseline")
         return "-".join([*words, *([self.note.replace(" ", "-")] if self.note else [])])
 
     @property

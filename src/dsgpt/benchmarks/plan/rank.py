@@ -103,12 +103,16 @@ def _cost(strategy: Strategy, batches: Iterator[Batch]) -> dict[str, Any]:
 
 
 def _witnessed(strategy: Strategy, batches: Iterator[Batch]) -> int:
-    """The peak of the step after that, as ``MemTracker`` counts it, which is told which tensors exist before."""
+    """The peak of the step after that, as ``MemTracker`` counts it.
+
+    It finds the parameters of modules itself, and would count them twice if it were told of them.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415 - takes seconds
 
-    tracker = MemTracker()
-    state = strategy.state_tensors()
-    tracker.track_external(*[tensor for tensors in state for tensor in tensors])
+    tracker, state = MemTracker(), strategy.state_tensors()
+    found = {tensor.untyped_storage().data_ptr() for tensor in state.parameters}
+    others = [*state.optimizer, *state.master]
+    tracker.track_external(*[tensor for tensor in others if tensor.untyped_storage().data_ptr() not in found])
     with tracker:
         strategy.train_step(batches, MEASURED_STEP + 2)
     return max(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())

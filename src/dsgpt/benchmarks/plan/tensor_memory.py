@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 _STEP = "the measured step"
 _ALLOCATION = "[memory]"
-RELEASE_SEC = 0.004
+RELEASE_SEC = 0.01
 """How long a rank waits after each collective; see ``_released_here``."""
 
 

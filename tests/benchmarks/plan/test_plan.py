@@ -1,0 +1,97 @@
+"""``python src/benchmark.py plan``: cells, measurements, bounds, page."""
+
+import copy
+import json
+
+import pytest
+from suite_commands import benchmark, refusal
+
+from dsgpt.benchmarks.plan.cells import cells
+from dsgpt.benchmarks.plan.command import PAGE
+from dsgpt.benchmarks.plan.page import failed, plan_page
+from dsgpt.planning.peak_memory import PARTS
+from dsgpt.telemetry.sources import without_sources
+
+ALONE, TOGETHER = "baseline-4x256-bf16-b1-a2", "zero2-4x256-bf16-b1-a2"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two cells, one of them on two ranks, and its folder."""
+    folder = tmp_path_factory.mktemp("plan")
+    done = benchmark("plan", "--only", ALONE, TOGETHER, "--rounds", "1", "--output", "plan.json", cwd=folder)
+    return done, folder
+
+
+@pytest.fixture
+def record(finished):
+    _, folder = finished
+    return json.loads((folder / "plan.json").read_text())
+
+
+def test_the_cells_vary_what_a_plan_depends_on():
+    every = cells()
+    assert len(every) >= 24
+    assert len({cell.key for cell in every}) == len(every)
+    assert len({cell.strategy for cell in every}) >= 12
+    for field in ("precision", "shape", "micro", "accumulation", "checkpointing", "fit"):
+        assert len({getattr(cell, field) for cell in every}) > 1
+    assert sum(cell.fit for cell in every) == len(every) // 2
+
+
+@pytest.mark.parametrize("arguments", ["--rounds -1", "--only nothing", "--table-from no.json"])
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal("plan", *arguments.split(), cwd=tmp_path) == snapshot
+
+
+def test_predictions_are_within_their_bounds(finished, record):
+    done, _ = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 cells are within the goals" in done.stdout
+    assert [cell["key"] for cell in record["cells"]] == [ALONE, TOGETHER]
+    for cell in record["cells"]:
+        assert [rank["rank"] for rank in cell["peak_memory"]] == list(range(cell["ranks"]))
+        for rank in cell["peak_memory"]:
+            assert tuple(rank["predicted"]["parts"]) == PARTS
+            assert rank["ratio"] == rank["predicted"]["total"] / rank["measured"]
+        assert len(cell["step_seconds"]["rounds"]) == 1
+        assert cell["step_seconds"]["measured"] > 0
+    alone, together = record["cells"]
+    assert alone["estimate_bytes"] is None
+    assert together["estimate_bytes"] < together["peak_memory"][0]["measured"]
+    assert together["ring_bytes"]["measured"][0] > 1e7
+
+
+def test_what_is_outside_the_bounds_is_named(record):
+    (cell,) = (cell for cell in record["cells"] if cell["key"] == TOGETHER)
+    assert failed(cell) == []
+    low, high, sent = (copy.deepcopy(cell) for _ in range(3))
+    low["peak_memory"][1]["ratio"], high["peak_memory"][0]["ratio"] = 0.96, 1.11
+    sent["ring_bytes"]["measured"][0] += 1000
+    assert "peak of rank 1 is -4.0%" in failed(low)[0]
+    assert "peak of rank 0 is +11.0%" in failed(high)[0]
+    assert "sends" in failed(sent)[0]
+    page = plan_page(record | {"cells": [low]}, source="plan.json")
+    assert "0 of 1 cells are within the goals" in page
+    assert "## Cells that failed" in page
+
+
+def test_the_page_is_that_of_the_record(finished, record):
+    _, folder = finished
+    page = (folder / "plan.md").read_text()
+    assert without_sources(page) == without_sources(plan_page(record, source="plan.json"))
+    assert page.count("| zero2 on 2 ranks, 4 x 256") == 5  # memory, parts, DeepSpeed's estimate, traffic, time
+    assert "No cell of this record has a predicted time" in page
+    times = copy.deepcopy(record)
+    for cell in times["cells"]:
+        cell["step_seconds"]["predicted"], cell["fit"] = 1.1 * cell["step_seconds"]["measured"], False
+    assert "Of the 2 cells that nothing was fitted to, the median error is 10%" in PAGE.text(times, source="plan.json")
+
+
+def test_a_cell_that_failed_is_a_result(record):
+    (first, second) = record["cells"]
+    broken = {key: first[key] for key in ("key", "title", "strategy", "ranks", "fit", "work")}
+    broken |= {"status": "error", "message": "no memory"}
+    page = plan_page(record | {"cells": [broken, second]}, source="plan.json")
+    assert f"* {first['title']}: no memory" in page
+    assert "1 of 1 cells" in page

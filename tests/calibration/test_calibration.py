@@ -1,0 +1,102 @@
+"""A short calibration of this machine, and machines made from calibrations."""
+
+import json
+
+import pytest
+from small_run import REPOSITORY
+
+from dsgpt.advising.command import act
+from dsgpt.advising.options import read_options
+from dsgpt.common.errors import UserError
+from dsgpt.planning.calibrations import ALLOWANCE, Calibration, calibrated_machine, read_calibration
+
+RECORD = {
+    "schema_version": "1.0",
+    "timestamp_utc": "2026-11-22T18:00:00+00:00",
+    "machine": "Some Processor, 2 devices of 1 core",
+    "hardware": {"device": "cpu"},
+    "env": {},
+    "threads_per_device": 1,
+    "memory_bytes_per_device": 8_000_000_000,
+    "host_bytes_per_device": 8_000_000_000,
+    "seconds": 60.0,
+    "disk_bytes_per_sec": 1e9,
+    "ceilings": [
+        {
+            "devices": devices,
+            "matrix_flops_per_sec": {"fp32": {"128": 1e11 / devices, "768": 2e11 / devices}},
+            "attention_flops_per_sec": {"fp32": {"64": {"128": 1e10, "512": 2e10}}},
+            "elementwise_bytes_per_sec": {"fp32": 5e9},
+            "logits_per_sec": {"fp32": 1e9},
+            "triad_bytes_per_sec": 1e10,
+            "operation_sec": 1e-6,
+            "bus_bytes_per_sec": None if devices == 1 else 1e9,
+            "all_reduce_sec": None if devices == 1 else 1e-4,
+            "host_link_bytes_per_sec": 5e9,
+        }
+        for devices in (1, 2)
+    ],
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(RECORD))
+    return path
+
+
+def test_a_machine_has_the_rates_of_as_many_devices_as_work(path):
+    calibration = read_calibration(path)
+    alone, together = calibrated_machine(calibration, devices=1), calibrated_machine(calibration, devices=2)
+    assert (alone.rates.matrix_at("fp32", 768), together.rates.matrix_at("fp32", 768)) == (2e11, 1e11)
+    assert alone.rates.attention_at("fp32", head_size=64, length=256) == pytest.approx(2e10**0.5 * 1e10**0.5)
+    assert together.rates.bus == {2: 1e9}
+    assert calibrated_machine(calibration, devices=8) == together == calibrated_machine(calibration)
+    assert not together.assumed
+    assert together.slowest.memory == pytest.approx(together.rates.memory / ALLOWANCE)
+    assert together.fastest.bus[2] == pytest.approx(together.rates.bus[2] * ALLOWANCE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": "2.0"}, "has schema 2.0, but this program reads 1.0"),
+        ({"ceilings": []}, "write it again with --calibrate"),
+        ({"disk_bytes_per_sec": None}, "disk_bytes_per_sec: Input should be a valid number"),
+    ],
+)
+def test_other_files_are_refused(path, changes, message):
+    path.write_text(json.dumps(RECORD | changes))
+    with pytest.raises(UserError, match=r"--machine .*calibration\.json: ") as refusal:
+        read_calibration(path)
+    assert message in str(refusal.value)
+
+
+def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys):
+    """Only that figures are there: how fast the machine is, is not a test's business."""
+    monkeypatch.chdir(tmp_path)
+    assert act(*read_options(["--calibrate", "--seconds", "1", "--gpus", "2"]), repository=REPOSITORY) == 0
+    assert capsys.readouterr().out == "checkpoint/calibration.json\n"
+    assert [each.name for each in (tmp_path / "checkpoint").iterdir()] == ["calibration.json"]
+    calibration: Calibration = read_calibration(tmp_path / "checkpoint" / "calibration.json")
+    assert [each.devices for each in calibration.ceilings] == [1, 2]
+    for each in calibration.ceilings:
+        figures = list(_numbers({name: value for name, value in vars(each).items() if value is not None}))
+        assert all(figure > 0 for figure in figures)
+        assert len(figures) == (1 + 6 + 8 + 2 + 2 + 3) + 2 * (each.devices > 1)
+    assert calibration.disk_bytes_per_sec > 0
+    assert "2 devices of 1 core" in calibration.machine
+    words = "--model_size tiny --seq_length 256 --gpus 2 --tokens 1e6 --json"
+    assert act(*read_options(words.split()), repository=REPOSITORY) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert not step["assumed"]
+    assert step["parts"]["communication"] > 0
+
+
+def _numbers(value):
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _numbers(inner)
+    else:
+        yield value
