@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
-    "benchmarks.plan": (*_SUITE, "planning", "strategies.deepspeed"),
+    "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
 }

@@ -41,7 +41,7 @@ TRAININGS = [
     for command in commands_in_blocks(page)
     if command.script == "src/gpt2.py"
 ]
-PROGRAMS = {"cd", "git", "make", "tmux", "python", "deepspeed", "torchrun", "ruff", "mypy", "pre-commit"}
+PROGRAMS = {"cd", "git", "make", "sh", "tmux", "python", "deepspeed", "torchrun", "ruff", "mypy", "pre-commit"}
 """What commands of the pages start."""
 FLAGS_OF_OTHERS = {
     *("--quiet", "--num_gpus", "--nproc_per_node", "--shutdown-timeout", "--signals-to-handle", "--max-restarts"),
@@ -51,7 +51,10 @@ FLAGS_OF_OTHERS = {
 """Launchers', Slurm's, DeepSpeed's tools' and trackers'."""
 FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
-GENERATED = {"parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md", "planner.md"}
+GENERATED = {
+    *("parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"),
+    *("planner.md", "planner-published.md"),
+}
 
 
 def each(pages: list[Path]) -> pytest.MarkDecorator:

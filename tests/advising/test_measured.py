@@ -30,6 +30,7 @@ CALIBRATION = {
     "env": {},
     "threads_per_device": 1,
     "memory_bytes_per_device": 8_000_000_000,
+    "host_bytes_per_device": 8_000_000_000,
     "seconds": 60.0,
     "disk_bytes_per_sec": 1e9,
     "ceilings": [ALONE, TOGETHER],
@@ -84,7 +85,7 @@ def measured(path, record):
 
 
 def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
-    alone, ddp = measured(tmp_path / "plan.json", {"results": [result("baseline", 1, 0.5), result("ddp", 2, 0.7)]})
+    alone, ddp = measured(tmp_path / "plan.json", {"cells": [result("baseline", 1, 0.5), result("ddp", 2, 0.7)]})
     assert (alone.setup.world_size, ddp.setup.world_size) == (1, 2)
     assert ddp.setup.model.n_embd == 256
     assert ddp.setup.recipe.zero_optimization.reduce_bucket_size == 5_000_000
@@ -96,15 +97,15 @@ def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
 
 
 def test_cells_that_only_test_are_not_fitted(tmp_path):
-    record = {"results": [result("baseline", 1, 0.5), result("ddp", 2, 0.7, fit=False)]}
+    record = {"cells": [result("baseline", 1, 0.5), result("ddp", 2, 0.7, fit=False)]}
     assert len(measured(tmp_path / "plan.json", record)) == 1
     with pytest.raises(UserError, match=r"has no measured step of a setup that the planner knows"):
-        measured(tmp_path / "plan.json", {"results": [result("ddp", 2, 0.7, fit=False)]})
+        measured(tmp_path / "plan.json", {"cells": [result("ddp", 2, 0.7, fit=False)]})
 
 
 def test_a_plan_uses_the_fitted_rates(plan, tmp_path, calibration):
     path = tmp_path / "plan.json"
-    step = measured(path, {"results": [result("baseline", 1, 1.0)]})[0]
+    step = measured(path, {"cells": [result("baseline", 1, 1.0)]})[0]
     factor = step.seconds / predict_step(step.setup, step.machine).seconds
     assert fit([step]).compute["fp32"] == pytest.approx(factor)
     line = f"--machine {calibration} --gpus 1 --run_type baseline --model_size demo --tokens 1e6 --json"

@@ -52,6 +52,18 @@ def test_a_setup_that_does_not_fit_says_what_would(plan):
     assert "take --recommend" in plan(f"{t4} --gpus 1 {ZERO2} --run_type baseline")
 
 
+def test_offload_needs_the_memory_of_the_host(plan):
+    """12 bytes a parameter at least, of each GPU's share."""
+    line = (
+        f"--model_size xl --gpu t4 --tokens 1e9 --micro_batch_size_per_gpu 1 "
+        f"--deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json"
+    )
+    little, much = (json.loads(plan(f"{line} --json --host_memory_gb {size}"))["memory"] for size in (20, 90))
+    assert 12 * 1.56e9 < little["host_bytes"] == much["host_bytes"] < 72e9
+    assert not little["fits"]
+    assert much["fits"]
+
+
 REFUSED = {
     "several mistakes": "--model_size huge --gpu a100 --gpus 0 --tokens none --num_heads 0 --deadline 3 --micro 2",
     "nothing": "",
@@ -67,7 +79,7 @@ REFUSED = {
     "no recipe": f"{XL} --deepspeed_config none.json",
     "no prices": f"{XL} --prices none.json",
     "no calibration": "--machine none.json --tokens 1e9",
-    "fits nowhere": "--model_size xl --embedding_size 25600 --gpu t4 --tokens 1e9 --recommend",
+    "fits nowhere": "--model_size xl --num_layers 96 --gpu t4 --tokens 1e9 --recommend",
     "over budget": "--model_size medium --gpu t4 --gpus 4 --tokens 10e9 --recommend --budget 2 --deadline 1h",
     "picture of another kind": f"{XL} --picture plan.gif",
 }

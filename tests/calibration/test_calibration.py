@@ -18,6 +18,7 @@ RECORD = {
     "env": {},
     "threads_per_device": 1,
     "memory_bytes_per_device": 8_000_000_000,
+    "host_bytes_per_device": 8_000_000_000,
     "seconds": 60.0,
     "disk_bytes_per_sec": 1e9,
     "ceilings": [

@@ -28,6 +28,7 @@ def machine(kind: str = "cpu", *, devices: int = 8, **changes: object) -> Machin
         kind=kind,
         devices=devices,
         memory_bytes=10**9,
+        host_bytes=10**9,
         precisions=("fp32", "bf16"),
         rates=rates,
         slowest=rates.scaled(compute=2, communication=2),

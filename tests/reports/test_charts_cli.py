@@ -54,7 +54,7 @@ def test_two_runs_from_any_folder_twice_the_same_bytes(tmp_path, two_runs):
 def test_the_comparison_says_whether_the_sources_of_its_records_have_changed(tmp_path, two_runs):
     """For records that a ``SOURCES.json`` names, as the committed ones."""
     runs = [word for path in two_runs for word in ("--run", f"{path.parent.name}={path.parent}")]
-    arguments = [*runs, "--output-dir", str(tmp_path / "charts")]
+    arguments = [*runs, "--only", "throughput", "--format", "png", "--output-dir", str(tmp_path / "charts")]
 
     def paragraphs() -> list[str]:
         assert main(arguments) == 0
@@ -156,6 +156,7 @@ def test_all_mistakes_are_reported_together_one_line_each(tmp_path, two_runs, ca
         (["--output-dir", "-x"], "--output-dir needs a value"),
         (["--sweep", "gone/sweep.json"], "gone/sweep.json: cannot be read as the record of a sweep"),
         (["--sweep", "a/b=c"], "--sweep 'a/b=c': expected NAME=PATH"),
+        (["--plan", "gone.json"], "gone.json: cannot be read (No such file or directory)"),
         (["--only", "overveiw"], "--only overveiw: is not a chart (did you mean overview?); known are training_time"),
         (["--only", ","], "--only names no chart"),
         (["--format", "pdf"], "--format must be png or svg, or several with commas between them, not pdf"),

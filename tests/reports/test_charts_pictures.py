@@ -18,6 +18,7 @@ from dsgpt.reports.lines import (
     window_of,
 )
 from dsgpt.reports.plots import charts_of_runs
+from dsgpt.reports.rows import in_two_lines
 from dsgpt.reports.runs import read_run
 from dsgpt.reports.style import look, quiet_style
 from dsgpt.reports.themes import DARK, LIGHT
@@ -207,6 +208,13 @@ def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
         axes = Figure().subplots()
         ends = draw_losses(axes, runs, kind="validation", axis=STEPS)
         assert ends_can_be_labelled(axes, ends) is expected
+
+
+def test_names_of_rows_take_two_lines_before_they_are_cut():
+    assert in_two_lines("zero1", 8) == "zero1"
+    assert in_two_lines("zero1 on 2 ranks", 8) == "zero1 on\n2 ranks"
+    assert in_two_lines("zero1 on 2 ranks, bf16", 8) == "zer…bf16"
+    assert in_two_lines("a-very-long-name", 8) == "a-v…name"
 
 
 def test_runs_can_be_distinguished_without_colour():

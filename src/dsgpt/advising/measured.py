@@ -39,10 +39,10 @@ def _steps(path: Path, machine_of: MachineOf, *, repository: Path) -> Iterator[M
         record = read_object(path, max_bytes=MAX_BYTES)
     except JsonError as error:
         raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
-    if "cells" in record:
+    if "comparisons" in record:
         yield from _of_a_sweep(path, machine_of, repository=repository)
         return
-    for result in record.get("results", []):
+    for result in record.get("cells", []):
         seconds = (result.get("step_seconds") or {}).get("measured")
         if result.get("fit") and seconds:
             setup = _setup_of_result(result, repository=repository)

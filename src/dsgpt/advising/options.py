@@ -54,6 +54,7 @@ class PlanOptions:
     gpus: int | None = None
     gpus_per_machine: int | None = None
     network_gbps: float | None = None
+    host_memory_gb: float | None = None
     machine: Path | None = None
     measured: tuple[Path, ...] = ()
     tokens: float | None = None
@@ -180,6 +181,8 @@ def _add_machine(flags: _Flags) -> None:
     flags.whole("--gpus", "how many devices (default: 1; of a calibration: all that it measured)")
     flags.whole("--gpus_per_machine", "GPUs of one machine (default: 8)")
     flags.value("--network_gbps", flags.reader.number("--network_gbps"), "X", "Gbit/s between machines (100)")
+    host = flags.reader.number("--host_memory_gb")
+    flags.value("--host_memory_gb", host, "X", "memory of a machine for offload (default: twice that of its GPUs)")
     flags.path("--machine", "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)")
     flags.paths("--measured", "JSON", "records of sweeps of this machine, to which the rates are fitted")
 

@@ -16,6 +16,8 @@ GPU_SHARE, GPU_CONTEXT_BYTES = 0.94, 600_000_000
 """Of a GPU's memory, tensors can fill this share, after the driver's and NCCL's part: an allocator leaves gaps."""
 CPU_SHARE, CPU_PROCESS_BYTES = 0.9, 700_000_000
 """The same of a CPU device's share of its machine's memory, after the process without tensors."""
+HOST_SHARE = 0.8
+"""Of a host's memory, offload can fill this share, beside processes, data and the cache of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Plan:
     usable_bytes: int
     """Of a device, for tensors."""
     host_bytes: int
-    """Of model state that all ranks of a machine keep in the memory of their host."""
+    """Of model state that a rank keeps in the memory of its host."""
     step: StepTime
     run: RunTime
     costs: list[Cost]
@@ -38,8 +40,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs most has the memory."""
-        return self.peak.total <= self.usable_bytes
+        """Whether the rank that needs most has the memory, and its host too."""
+        if self.machine.kind == "cpu":
+            return self.peak.total + self.host_bytes <= self.usable_bytes
+        return self.peak.total <= self.usable_bytes and self.host_bytes <= HOST_SHARE * self.machine.host_bytes
 
     @property
     def tokens_per_step(self) -> int:
@@ -102,16 +106,19 @@ def plan_of(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceT
         rank=rank,
         peak=peak,
         usable_bytes=usable_bytes(machine),
-        host_bytes=_host_bytes(setup, machine, rank),
+        host_bytes=_host_bytes(setup, rank),
         step=step,
         run=run,
         costs=_costs(setup, machine, options, prices, run),
     )
 
 
-def _host_bytes(setup: Setup, machine: Machine, rank: int) -> int:
-    state = model_state(setup, rank=rank)
-    return (state.total - state.on_device) * min(setup.world_size, machine.devices)
+def _host_bytes(setup: Setup, rank: int) -> int:
+    """What is off the device and not swapped to files."""
+    state, recipe = model_state(setup, rank=rank), setup.recipe
+    files = {"optimizer", "master"} if recipe.offload_optimizer == "nvme" else set()
+    files |= {"parameters"} if recipe.offload_param == "nvme" else set()
+    return sum(getattr(state, name) for name in set(state.off_device) - files)
 
 
 def _costs(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable, run: RunTime) -> list[Cost]:

@@ -42,13 +42,15 @@ def _nothing_fits(found: Sequence[Judged], request: PlanRequest) -> str:
     planned = [each.plan for each in found if each.plan is not None]
     if not planned:
         return f"no setup on {where} can be trained: {found[0].reason}"
-    least = min(planned, key=lambda plan: plan.peak.total)
+    on_device = [plan for plan in planned if plan.host_bytes == 0] or planned
+    least = min(on_device, key=lambda plan: plan.peak.total)
     share = least.usable_bytes / request.machine.memory_bytes
     enough = [gpu.key for gpu in gpus().values() if gpu.memory_bytes * share >= least.peak.total]
     cure = f"take {enough[0]}, or more GPUs" if enough else "take more GPUs, or a smaller model"
     return (
-        f"GPT-2 with {request.model.parameter_count() / 1e6:,.0f}M parameters fits nowhere on {where}: the least needs "
-        f"{size(least.peak.total)} of {size(least.usable_bytes)} a device: {cure}"
+        f"GPT-2 with {request.model.parameter_count() / 1e6:,.0f}M parameters fits nowhere on {where}, not even with "
+        f"offload to its host; without it the least is {size(least.peak.total)} of {size(least.usable_bytes)} a "
+        f"device: {cure}"
     )
 
 
@@ -100,9 +102,13 @@ def write_recommendation(best: Judged, request: PlanRequest) -> list[Path]:
 
 
 def command_text(best: Judged, request: PlanRequest, recipe: Path) -> str:
-    """The script that starts the training; what is given to it is added: ``sh plan/train.sh --dry_run``."""
+    """The script that starts the training from the root of the repository.
+
+    It prefers the environment that ``make demo`` creates there. What is given to it is added to the command:
+    ``sh plan/train.sh --dry_run``.
+    """
     words = [*launcher_words(best.way.run_type, request), "src/gpt2.py", *_training_words(best, request, recipe)]
-    lines = [f'exec {shlex.join(words)} "$@"']
+    lines = ['PATH="$PWD/.venv/bin:$PATH"', f'exec {shlex.join(words)} "$@"']
     if request.devices > request.machine.devices and request.machine.kind == "cuda":
         lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
     return "\n".join(["#!/bin/sh", *lines]).replace("'$MASTER:29500'", '"$MASTER:29500"') + "\n"

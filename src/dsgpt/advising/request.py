@@ -155,9 +155,13 @@ def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> M
         if options.gpu is not None:
             if options.measured:
                 problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
+            together = options.gpus_per_machine or DEVICES_PER_MACHINE
+            host = options.host_memory_gb
+            used = min(together, options.gpus or 1)
             return datasheet_machine(
                 find_gpu(options.gpu),
-                devices=options.gpus_per_machine or DEVICES_PER_MACHINE,
+                devices=together,
+                host_bytes=None if host is None else int(host * 1e9 / used),
                 network=NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8,
             )
         path = options.machine or CALIBRATION

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.advising.plan import Plan, plan_of
+from dsgpt.advising.plan import HOST_SHARE, Plan, plan_of
 from dsgpt.advising.request import PlanRequest
 from dsgpt.advising.ways import Way, ways
 from dsgpt.advising.words import dollars, duration, size
@@ -168,6 +168,9 @@ def _reason(request: PlanRequest, best: Plan | None, smallest: Plan | None) -> s
     options = request.options
     if best is None:
         assert smallest is not None
+        if smallest.peak.total <= smallest.usable_bytes:
+            room = size(HOST_SHARE * smallest.machine.host_bytes)
+            return f"does not fit: needs {size(smallest.host_bytes)} of {room} in the host's memory for each device"
         part = max(smallest.peak.parts, key=lambda name: smallest.peak.parts[name])
         return (
             f"does not fit: needs {size(smallest.peak.total)} of {size(smallest.usable_bytes)} with micro batch "

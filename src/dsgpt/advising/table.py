@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dsgpt.advising.plan import Plan
+from dsgpt.advising.plan import HOST_SHARE, Plan
 from dsgpt.advising.words import batch_in_words, between, dollars, duration, size, strategy_name
 
 SCHEMA_VERSION = "1.0"
@@ -33,8 +33,17 @@ def _memory(plan: Plan) -> list[str]:
         f"memory of rank {plan.rank}, which needs most ({plan.peak.moment}): {size(plan.peak.total)} of "
         f"{size(plan.usable_bytes)} that tensors can fill, {used:.0%}: {verdict}",
         *_rows(plan.peak.parts, size, least=1.0),
-        *([f"  and {size(plan.host_bytes)} in the memory of each host"] if plan.host_bytes else []),
+        *(
+            [f"  and {size(plan.host_bytes)} of {size(_host(plan))} in the memory of its host"]
+            if plan.host_bytes
+            else []
+        ),
     ]
+
+
+def _host(plan: Plan) -> float:
+    """Bytes that offload can fill."""
+    return HOST_SHARE * plan.machine.host_bytes
 
 
 def _step(plan: Plan) -> list[str]:

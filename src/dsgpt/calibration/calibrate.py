@@ -56,7 +56,7 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
             measure_ceilings(kind, devices=count, precisions=precisions, threads=threads, seconds=each, report=report)
             for count in counts
         ]
-    memory = int(str(hardware["gpu_memory_bytes"] if kind == "cuda" else hardware["memory_bytes"]))
+    host = int(str(hardware["memory_bytes"])) // most
     record = {
         "schema_version": SCHEMA_VERSION,
         "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -64,7 +64,8 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
         "hardware": hardware,
         "env": software_versions(),
         "threads_per_device": threads,
-        "memory_bytes_per_device": memory if kind == "cuda" else memory // most,
+        "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
+        "host_bytes_per_device": host,
         "seconds": round(time.perf_counter() - started, 1),
         "disk_bytes_per_sec": disk,
         "ceilings": ceilings,

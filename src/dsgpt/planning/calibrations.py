@@ -49,6 +49,7 @@ class Calibration:
     threads_per_device: int | None
     """CPU threads of a process; None on GPUs."""
     memory_bytes_per_device: Positive
+    host_bytes_per_device: Positive
     seconds: Finite
     """That it took."""
     disk_bytes_per_sec: Finite
@@ -97,6 +98,7 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
         kind=calibration.kind,
         devices=most,
         memory_bytes=calibration.memory_bytes_per_device,
+        host_bytes=calibration.host_bytes_per_device,
         precisions=tuple(chosen.matrix_flops_per_sec),
         rates=rates,
         slowest=rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE),

@@ -32,6 +32,8 @@ HOST_LINK_BYTES_PER_SEC = Share(8e9, 16e9, 25e9)
 """PCIe 3.0 x16 to 4.0 x16; GPUs of a machine often share a switch."""
 HOST_MEMORY_BYTES_PER_SEC = Share(8e9, 16e9, 32e9)
 """Of the process of each GPU; a host's memory bandwidth is divided by its GPUs."""
+HOST_SHARE = 2
+"""Assumed memory of a host, in units of that of its GPUs; cloud instances have from 1.5 to 4."""
 DISK_BYTES_PER_SEC = Share(0.3e9, 1e9, 2e9)
 KERNEL_SEC = Share(8e-6, 4e-6, 2e-6)
 """A short kernel and its launch."""
@@ -41,7 +43,11 @@ BYTES_PER_LOGIT = {"fp32": 24, "bf16": 20, "fp16": 28}
 
 
 def datasheet_machine(
-    gpu: Gpu, *, devices: int = DEVICES_PER_MACHINE, network: float = NETWORK_BYTES_PER_SEC
+    gpu: Gpu,
+    *,
+    devices: int = DEVICES_PER_MACHINE,
+    network: float = NETWORK_BYTES_PER_SEC,
+    host_bytes: int | None = None,
 ) -> Machine:
     """Machines with GPUs of this kind.
 
@@ -49,12 +55,14 @@ def datasheet_machine(
         gpu: from the table.
         devices: GPUs of a machine.
         network: bytes per second between two machines, in one direction.
+        host_bytes: memory of the host for each GPU; None for ``HOST_SHARE`` of the GPU's.
     """
     return Machine(
         name=gpu.key,
         kind="cuda",
         devices=devices,
         memory_bytes=gpu.memory_bytes,
+        host_bytes=HOST_SHARE * gpu.memory_bytes if host_bytes is None else host_bytes,
         precisions=tuple(name for name in ("fp32", "bf16", "fp16") if gpu.peak(name)),
         rates=_rates(gpu, "likely", network),
         slowest=_rates(gpu, "least", network),

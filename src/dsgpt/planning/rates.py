@@ -124,6 +124,8 @@ class Machine:
     """Of one machine."""
     memory_bytes: int
     """Of one device."""
+    host_bytes: int
+    """Memory of the host, for each device; on a CPU it is the device's own."""
     precisions: tuple[str, ...]
     """That the devices have units for, and that were measured."""
     rates: Rates

@@ -21,9 +21,9 @@ COLOURS = ("weights", "gradients", "optimizer", "master weights", "activations",
 """The parts in the order of the theme's colours."""
 ABSENT = "no record has model state or a predicted peak"
 MEASURED = "Model state: measured on the rank that holds most, while the optimizer steps."
-TENSORS = "Measured: all tensors of the rank that needed most, at the peak of a step."
+TENSORS = "Predicted and measured: tensors of the rank that needed most, at the peak of a step."
 ALLOCATED = "Activations and all else: what PyTorch allocated beyond it at rank 0's peak."
-PREDICTED = "Predicted: tensors at the peak of a step, of rank 0 in a run."
+PREDICTED = "Predicted: tensors of rank 0 at the peak of a step."
 RESIDENT = "The resident set of a process is another quantity: it holds Python, libraries and freed memory too."
 
 
@@ -53,11 +53,12 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
 
 
 def _caption(prints: Sequence[Footprint], *, resident: bool) -> str:
+    counted = any(each.peak_kind == "tensors" for each in prints)
     said = {
         MEASURED: any(each.model_state for each in prints),
-        TENSORS: any(each.peak_kind == "tensors" for each in prints),
+        TENSORS: counted,
         ALLOCATED: any(each.rest for each in prints),
-        PREDICTED: any(each.predicted for each in prints),
+        PREDICTED: not counted and any(each.predicted for each in prints),
         RESIDENT: resident,
     }
     return " ".join(text for text, applies in said.items() if applies)
@@ -141,7 +142,8 @@ def _draw_resident(axes: Axes, rows: Sequence[Measured]) -> None:
 
 def _handles(rows: Sequence[Measured], *, pairs: bool) -> list[Patch]:
     """The parts that are drawn, and how predictions are told from measurements."""
-    drawn = {name for row in rows for name in (*_measured(row), *(row.footprint.predicted or {}))}
+    stacks = [parts for row in rows for parts in (_measured(row), row.footprint.predicted or {})]
+    drawn = {name for parts in stacks for name, size in parts.items() if size > 0}
     handles = [Patch(label=name, **_look(name, hatched=False)) for name in (*PARTS, REST, WHOLE) if name in drawn]
     if pairs:
         grey: dict[str, Any] = {"facecolor": current().quiet, "edgecolor": current().background}

@@ -28,8 +28,10 @@ def read_predictions(path: Path) -> Predictions:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as a record of benchmark.py plan ({error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file; give a record of benchmark.py plan") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     record = Fields(read_object(text, source=str(path), notes=[]), notes=[])
     rows = tuple(_row(cell) for cell in record.sections("cells"))
     if not any(row.footprint.predicted for row in rows):

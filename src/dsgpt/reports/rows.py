@@ -1,5 +1,6 @@
 """One horizontal bar per run or cell, from zero, labelled with its value."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,9 +57,16 @@ def draw_rows(axes: Axes, rows: Sequence[Row], *, label_width: int = 30) -> None
         axes.set_xticks([])
 
 
+def in_two_lines(name: str, width: int) -> str:
+    """``name`` in at most two lines of ``width`` characters; cut in the middle if its words do not fit."""
+    lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
+    fits = len(lines) <= 2 and all(len(line) <= width for line in lines)
+    return "\n".join(lines) if fits else shorten(name, width)
+
+
 def name_rows(axes: Axes, names: Sequence[str], *, label_width: int = 30) -> None:
     """Write a name beside each row, and leave only the lines that help to read values."""
-    axes.set_yticks(range(len(names)), [shorten(name, label_width) for name in names])
+    axes.set_yticks(range(len(names)), [in_two_lines(name, label_width) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(ylabel="")
     axes.grid(visible=False, axis="y")

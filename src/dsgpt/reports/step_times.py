@@ -16,7 +16,7 @@ NO_TIMES = "no run recorded the times of its steps"
 NO_TRAFFIC = "no run recorded what it sent"
 TIMES = (
     "Steps after the warm-up. Box: the middle half of the steps, with the median; line: from the fastest 5% to the "
-    "slowest 5%; dots: the fastest and the slowest; number: the median."
+    "slowest 5%; dots: the fastest and the slowest."
 )
 TRAFFIC = "Bytes count what the rank that sends most sends, if collectives are rings."
 
@@ -41,7 +41,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
             _box(axes, [value * scale for value in values], place, look(row.group, count=len(rows)))
     name_rows(axes, [row.name for row in rows])
     low, high = axes.get_xlim()
-    axes.set_xlim(max(0.0, low), high + 0.12 * (high - low))
+    axes.set_xlim(max(0.0, low), high + 0.18 * (high - low))
     for place, (row, values) in enumerate(zip(rows, times, strict=True)):
         if not values:
             note_inside(axes, row.lacking, x=low + 0.02 * (high - low), y=place)
@@ -74,7 +74,7 @@ def _box(axes: Axes, values: Sequence[float], place: int, style: Look) -> None:
     )
     drawn["boxes"][0].set(hatch=style.hatch, hatchcolor=style.hatch_colour)
     median = stats["med"]
-    text = f"{median:,.{0 if median >= 1000 else 1 if median >= 10 else 2}f}"
+    text = f"median {median:,.{0 if median >= 1000 else 1 if median >= 10 else 2}f}"
     axes.annotate(text, (values[-1], place), xytext=(9, 0), textcoords="offset points", va="center", bbox=behind_text())
 
 

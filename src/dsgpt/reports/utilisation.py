@@ -116,6 +116,7 @@ def _draw(
             low, high = [min(gpus) for _, gpus in known], [max(gpus) for _, gpus in known]
             axes.fill_between(x, low, high, color=style.colour, alpha=0.2, linewidth=0)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.set_xlim(left=0)
     sns.despine(ax=axes)

@@ -1,7 +1,7 @@
 """Runs the cells: memory first, then rounds of step times, in which all cells take turns."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ from dsgpt.benchmarks.harness.launch import Assignment, Launch
 from dsgpt.benchmarks.harness.random_tokens import write_random_tokens
 from dsgpt.benchmarks.harness.runner import CellEnd, CellRunner
 from dsgpt.benchmarks.plan.cells import VOCABULARIES, PlanCell
+from dsgpt.benchmarks.plan.times import calibration_in, fitted, predicted_times
+from dsgpt.planning.calibrations import Calibration
 from dsgpt.planning.communication import sent_bytes
 from dsgpt.planning.model_state import model_state
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.peak_memory import peak_memory
 from dsgpt.planning.setup import Setup
+from dsgpt.planning.step_time import StepTime
 
 TOKENS = 200_000
 STEPS = 3
@@ -22,6 +25,8 @@ STEPS = 3
 RANK = "dsgpt.benchmarks.plan.rank"
 ESTIMATED = (2, 3)
 """ZeRO stages that DeepSpeed has an estimator for."""
+
+CALIBRATION_SEC = 60.0
 
 Result = dict[str, Any]
 
@@ -45,13 +50,26 @@ class PlanSuite:
     def run(self, cells: Sequence[PlanCell]) -> Iterator[Result]:
         """The result of each cell; all memory is measured before the first time is."""
         memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
+        calibration = calibration_in(self._folder, seconds=CALIBRATION_SEC) if self._rounds else None
         times: dict[str, list[list[float]]] = {cell.key: [] for cell in cells}
         for number in range(1, self._rounds + 1):
             for cell, end in self._pass(cells, f"time-{number}"):
                 if end.status == "done":
                     times[cell.key].append(max((rank["seconds"] for rank in end.ranks), key=sum))
+        predicted = self._predicted(cells, times, calibration)
         for cell in cells:
-            yield self._result(cell, memory[cell.key], times[cell.key])
+            yield self._result(cell, memory[cell.key], times[cell.key], predicted.get(cell.key))
+
+    def _predicted(
+        self, cells: Sequence[PlanCell], times: Mapping[str, list[list[float]]], calibration: Calibration | None
+    ) -> dict[str, StepTime]:
+        """Predicted step times; empty if no cell that may be fitted to was measured."""
+        measured = [
+            (self._setups[cell.key], _middle(times[cell.key])) for cell in cells if cell.fit and times[cell.key]
+        ]
+        if calibration is None or not measured:
+            return {}
+        return predicted_times(self._setups, calibration, fitted(calibration, measured))
 
     def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
         """Run every cell once, those with the same launcher and ranks in one launch."""
@@ -73,13 +91,14 @@ class PlanSuite:
         arguments = {"witness": cell.ranks == 1 and cell.accumulation == 1, "estimate": _estimate(setup)}
         return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_memory", arguments=arguments)
 
-    def _result(self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]]) -> Result:
+    def _result(
+        self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]], predicted: StepTime | None
+    ) -> Result:
         head = {"key": cell.key, "title": cell.title, "strategy": cell.strategy, "ranks": cell.ranks}
         head |= {"fit": cell.fit, "work": cell.work, "status": end.status, "message": end.message}
         if end.status != "done":
             return head
         setup = self._setups[cell.key]
-        steps = [second for seconds in rounds for second in seconds]
         return head | {
             "peak_memory": [_of_rank(setup, rank, facts) for rank, facts in enumerate(end.ranks)],
             "model_state": _state(setup, end.ranks[0]["cost"]),
@@ -87,9 +106,9 @@ class PlanSuite:
             "estimate_bytes": end.ranks[0].get("estimate_bytes"),
             "step_seconds": {
                 "rounds": [list(seconds) for seconds in rounds],
-                "measured": statistics.median(steps) if steps else None,
-                "predicted": None,
-                "predicted_parts": None,
+                "measured": _middle(rounds) if rounds else None,
+                "predicted": predicted and predicted.seconds,
+                "predicted_parts": predicted and predicted.parts,
             },
         }
 
@@ -97,6 +116,11 @@ class PlanSuite:
 def _launch(cell: PlanCell) -> tuple[str, int]:
     """Cells that agree in this share a launch."""
     return cell.launcher, cell.ranks
+
+
+def _middle(rounds: Sequence[Sequence[float]]) -> float:
+    """The median of all steps."""
+    return statistics.median(second for seconds in rounds for second in seconds)
 
 
 def _of_rank(setup: Setup, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
