@@ -98,7 +98,7 @@ faults: $(BIN)/.installed
 records: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py records
 
-# Of the README and docs/charts.md. All charts, in both formats and themes, would be 8 MB at every change.
+# Of the README and docs/charts.md. All charts, in both formats and themes, would be several MB at every change.
 SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory
 PLAN := $(wildcard $(REFERENCE)/cpu-2-cores/plan.json)
 SWEEPS := $(wildcard $(REFERENCE)/*/sweep-*.json)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from chart_records import record, step_lines, write_run
-from chart_sweeps import FOOTPRINT, MIB, cell, compared, scaling, spread, sweep, write_sweep
+from chart_sweeps import FOOTPRINT, MIB, STATE, cell, compared, scaling, spread, sweep, write_sweep
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -102,11 +102,16 @@ def test_other_work_and_failures_are_marked_and_have_no_bar():
 
 
 def test_memory_is_stacked_and_predicted_beside_measured():
-    stacks, resident = panels(memory_chart(of_cells(scaling({"ddp": {2: 1.5}})), **NO_TEXT))
+    footprint = replace(FOOTPRINT, model_state={**STATE, "master weights": 0.0})  # no such part is in the legend
+    found = sweep([cell("a", 1, footprint=footprint), cell("b", 2, footprint=footprint)], [])
+    picture = memory_chart(of_cells(found), **NO_TEXT)
+    stacks, resident = panels(picture)
     predicted, measured = [8, 8, 16, 10, 2], [8, 8, 16]
     assert widths(stacks) == [*predicted, *measured] * 2
     assert [patch.get_x() for container in stacks.containers[:5] for patch in container] == [0, 8, 16, 32, 42]
     assert [text.get_text() for text in stacks.texts] == ["44.0 predicted", "32.0 of model state measured"] * 2
+    (legend,) = picture.body.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*footprint.predicted, "predicted", "measured"]
     assert widths(resident) == [400, 400] and "resident (RSS)" in resident.get_xlabel()
 
 

@@ -11,6 +11,7 @@ from small_run import command_line
 from training_runs import finished, read_lines, read_record, train, write_recipe
 
 from dsgpt.main import train as train_here
+from dsgpt.training import measurements
 
 RANGES = {"data", "train_step", "forward", "backward", "optimizer"}
 STEPS = ("--max_train_steps", "10", "--steps_per_print", "3", "--max_val_steps", "1", "--no_inference")
@@ -98,6 +99,9 @@ def test_a_baseline(finished_run, tmp_path):
     assert train_here(command_line(finished_run, **flags)) == 0
     assert record(run)["summary"]["communication_share"] == 0
     assert "--profile: the run ended before" in (run / "train.log").read_text()
+    flags |= {"max_train_steps": 5, "profile_comm": 0, "overwrite": True}
+    assert train_here(command_line(finished_run, **flags)) == 0
+    assert "--profile: too few steps were left" in (run / "train.log").read_text()
     flags |= {"max_train_steps": 7, "profile_comm": 0, "overwrite": True}
     assert train_here(command_line(finished_run, **flags)) == 0
     assert not (run / "communication.json").exists()
@@ -106,9 +110,16 @@ def test_a_baseline(finished_run, tmp_path):
     assert not (run / "profile").exists()
 
 
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(finished_run, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr(measurements, "trace_file", lambda rank: "x" * 300)
+    assert train_here(command_line(finished_run, checkpoint_path=run, max_train_steps=7, profile=3)) == 0
+    assert "--profile: rank 0 wrote no trace: File name too long" in (run / "train.log").read_text()
+
+
 def test_too_many_steps_are_refused(finished_run, tmp_path, capsys):
-    flags = {"checkpoint_path": tmp_path / "run", "profile_comm": 101, "profile": 1000}
+    flags = {"checkpoint_path": tmp_path / "run", "profile_comm": 21, "profile": 1000}
     assert train_here(command_line(finished_run, **flags)) == 2
     errors = capsys.readouterr().err
-    for flag in ("--profile_comm must be at most 100, not 101", "--profile must be at most 100, not 1000"):
+    for flag in ("--profile_comm must be at most 20, not 21", "--profile must be at most 20, not 1000"):
         assert flag in errors

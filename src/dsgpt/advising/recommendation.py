@@ -102,9 +102,13 @@ def write_recommendation(best: Judged, request: PlanRequest) -> list[Path]:
 
 
 def command_text(best: Judged, request: PlanRequest, recipe: Path) -> str:
-    """The script that starts the training; what is given to it is added: ``sh plan/train.sh --dry_run``."""
+    """The script that starts the training from the root of the repository.
+
+    It prefers the environment that ``make demo`` creates there. What is given to it is added to the command:
+    ``sh plan/train.sh --dry_run``.
+    """
     words = [*launcher_words(best.way.run_type, request), "src/gpt2.py", *_training_words(best, request, recipe)]
-    lines = [f'exec {shlex.join(words)} "$@"']
+    lines = ['PATH="$PWD/.venv/bin:$PATH"', f'exec {shlex.join(words)} "$@"']
     if request.devices > request.machine.devices and request.machine.kind == "cuda":
         lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
     return "\n".join(["#!/bin/sh", *lines]).replace("'$MASTER:29500'", '"$MASTER:29500"') + "\n"

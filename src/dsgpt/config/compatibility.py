@@ -14,7 +14,7 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
 from dsgpt.runtime.topology import ParallelSizes, Topology
 
-MOST_PROFILED_STEPS = 100
+MOST_PROFILED_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,8 @@ def _draw_resident(axes: Axes, rows: Sequence[Measured]) -> None:
 
 def _handles(rows: Sequence[Measured], *, pairs: bool) -> list[Patch]:
     """The parts that are drawn, and how predictions are told from measurements."""
-    drawn = {name for row in rows for name in (*_measured(row), *(row.footprint.predicted or {}))}
+    stacks = [parts for row in rows for parts in (_measured(row), row.footprint.predicted or {})]
+    drawn = {name for parts in stacks for name, size in parts.items() if size > 0}
     handles = [Patch(label=name, **_look(name, hatched=False)) for name in (*PARTS, REST, WHOLE) if name in drawn]
     if pairs:
         grey: dict[str, Any] = {"facecolor": current().quiet, "edgecolor": current().background}

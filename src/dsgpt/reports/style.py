@@ -22,7 +22,7 @@ DOTS_PER_INCH = 150
 STAMP_LINE_INCHES, CAPTION_LINE_INCHES = 0.175, 0.165
 _CLIP_ID = re.compile(rb"\bp[0-9a-f]{10}\b")
 """Matplotlib hashes the place of a panel, of which the last digits differ from call to call, so these are numbered."""
-_HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "+++", "oo", "**")
+_HATCHES = ("", "///", "..", "xxx", "\\\\\\", "---", "+++", "|||", "o")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _DASHES = ((0, ()), (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 

@@ -40,7 +40,7 @@ class Trace:
         device: of this rank.
         steps: how many to trace.
         path: the file of this rank.
-        report: called on every rank with the table for people, and a line for each rank that could not write.
+        report: called on every rank with the table for people, and lines that say why a trace is missing.
     """
 
     def __init__(
@@ -69,10 +69,12 @@ class Trace:
         """Write the trace and report the table; collective."""
         self._profiler.stop()
         traced = self._taken[WARM_UP_STEPS:]
-        failed: list[str | None] = gather_objects(self._written() if traced else "too few steps were left")
+        if not traced:
+            self._report([], ["too few steps were left: there is no trace"])
+            return
+        reasons: list[str | None] = gather_objects(self._written())
         table = top_table(self._profiler.key_averages(), steps=traced, on_gpu=self._device.type == "cuda")
-        lines = [f"rank {rank} wrote no trace: {reason}" for rank, reason in enumerate(failed) if reason]
-        self._report(table if traced else [], lines)
+        self._report(table, [f"rank {rank} wrote no trace: {why}" for rank, why in enumerate(reasons) if why])
 
     def _written(self) -> str | None:
         """Write the file; why that failed, or None."""
