@@ -1,5 +1,7 @@
 """Figures of a plan in words: bytes, times, money, and the name of a setup."""
 
+from collections.abc import Callable
+
 from dsgpt.planning.setup import Setup
 
 GB = 10**9
@@ -23,9 +25,8 @@ def dollars(amount: float) -> str:
     return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
 
 
-def between(low: float, high: float, form: object) -> str:
+def between(low: float, high: float, form: Callable[[float], str]) -> str:
     """``1.0 h to 2.0 h``."""
-    assert callable(form)
     return f"{form(low)} to {form(high)}"
 
 

@@ -26,7 +26,8 @@ RANK = "dsgpt.benchmarks.plan.rank"
 ESTIMATED = (2, 3)
 """ZeRO stages that DeepSpeed has an estimator for."""
 
-CALIBRATION_SEC = 60.0
+CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL = 60.0, 4.0
+"""Seconds of the calibration that times are predicted from; a few cells get a shorter one."""
 
 Result = dict[str, Any]
 
@@ -50,7 +51,8 @@ class PlanSuite:
     def run(self, cells: Sequence[PlanCell]) -> Iterator[Result]:
         """The result of each cell; all memory is measured before the first time is."""
         memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
-        calibration = calibration_in(self._folder, seconds=CALIBRATION_SEC) if self._rounds else None
+        seconds = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells))
+        calibration = calibration_in(self._folder, seconds=seconds) if self._rounds else None
         times: dict[str, list[list[float]]] = {cell.key: [] for cell in cells}
         for number in range(1, self._rounds + 1):
             for cell, end in self._pass(cells, f"time-{number}"):
