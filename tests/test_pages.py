@@ -53,7 +53,7 @@ FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
 GENERATED = {
     *("parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"),
-    *("planner.md", "planner-published.md"),
+    *("planner.md", "planner-published.md", "sweep-scaling.md", "sweep-strategies.md"),
 }
 
 

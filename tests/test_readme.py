@@ -66,3 +66,26 @@ def test_every_result_is_a_row_of_the_comparison(comparison):
     assert "same work: yes" in comparison
     machine = re.search(r"^machine: (.*?)\.", comparison, flags=re.MULTILINE).group(1)
     assert machine in results
+
+
+def answer() -> str:
+    return README.split("## The answer", 1)[1].split("\n## ", 1)[0]
+
+
+def test_the_plan_is_what_its_command_prints(tmp_path):
+    command, shown = re.search(r"```bash\n(.*plan\.py.*)\n```.*?```text\n(.*?)```", answer(), flags=re.DOTALL).groups()
+    words = [sys.executable, *shlex.split(command)[1:], "--into", str(tmp_path)]
+    done = subprocess.run(words, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    lines = [line for line in shown.splitlines() if line.strip() != "..."]
+    assert len(lines) >= 8
+    assert [line for line in lines if line not in done.stdout.splitlines()] == []
+
+
+def test_the_sweep_is_that_of_its_page():
+    """``tests/benchmarks/sweep`` holds the page to the record."""
+    page = (REPOSITORY / "docs" / "sweep-strategies.md").read_text(encoding="utf-8")
+    rows = [line for line in answer().splitlines() if line.startswith("|") and "---" not in line]
+    assert len(rows) >= 6
+    assert [row for row in rows if row not in page.splitlines()] == []
+    words = re.search(r"benchmark\.py run (.*)", answer()).group(1).split()
+    assert words[words.index("--repeats") + 1] in re.search(r"trained (\d+) times", page).group(1)
