@@ -68,6 +68,16 @@ def test_activation_checkpointing_runs_every_block_forward_again(setup):
     assert again.seconds == pytest.approx(plain.seconds + again.parts["recomputation"])
 
 
+def test_the_hooks_of_zero3_take_time_for_each_parameter_and_pass_on_a_cpu(setup):
+    micro_batches, parameters = 3, 12 * LAYERS + 4
+    hooks = predict_step(setup("zero3"), machine(kernel_sec=1e-3)).parts["hooks"]
+    assert hooks == pytest.approx(micro_batches * 2 * parameters * 100 * 1e-3)
+    again = predict_step(setup("zero3", activation_checkpointing=True), machine(kernel_sec=1e-3)).parts["hooks"]
+    assert again == pytest.approx(1.5 * hooks)
+    assert "hooks" not in predict_step(setup("zero3"), machine("cuda", kernel_sec=1e-3)).parts
+    assert "hooks" not in predict_step(setup("zero2"), machine(kernel_sec=1e-3)).parts
+
+
 def test_matrices_that_are_read_longer_than_multiplied(setup):
     slow_memory = predict_step(setup(run_type="baseline", world_size=1), machine(memory=1e3))
     fast_memory = predict_step(setup(run_type="baseline", world_size=1), machine())

@@ -20,6 +20,9 @@ from dsgpt.planning.work import Work, block_backward, block_forward, embedding, 
 
 _PER_TENSOR = {"baseline": 1, "ddp": 2, "fsdp": 4, "optimized": 8}
 """Operations for each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
+_ZERO3_OPERATIONS = 100
+"""Operations for each parameter in each pass over the blocks under ZeRO-3: its hooks look up, gather, wait for and
+release parameters in Python. On a GPU they run ahead of it; on a CPU nothing else runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +126,22 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
 def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, Work]:
     """The work of one micro batch."""
     blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
-    per_tensor = _PER_TENSOR[setup.run_type] * len(setup.held(rank))
+    held = len(setup.held(rank))
+    per_tensor = _PER_TENSOR[setup.run_type] * held
+    passes = 3 if setup.activation_checkpointing else 2
+    hooks = _ZERO3_OPERATIONS * passes * held if _has_zero3_hooks(setup) and kind == "cpu" else 0
     ends = (stage == 0) + (stage == last)
     return {
         "forward": block_forward(setup).times(blocks) + embedding(setup).times(ends / 4),
         "backward": block_backward(setup).times(blocks) + embedding(setup).times(ends / 4) + Work(kernels=per_tensor),
+        "hooks": Work(kernels=hooks),
         "recomputation": block_forward(setup).times(blocks if setup.activation_checkpointing else 0),
         "head and loss": head_and_loss(setup, kind=kind) if stage == last else Work(),
     }
+
+
+def _has_zero3_hooks(setup: Setup) -> bool:
+    return setup.run_type == "optimized" and setup.recipe.zero_stage == 3
 
 
 def stepped_elements(setup: Setup, rank: int) -> int:

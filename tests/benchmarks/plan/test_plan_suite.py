@@ -7,6 +7,7 @@ import pytest
 from suite_commands import benchmark, refusal
 
 from dsgpt.benchmarks.plan.cells import cells
+from dsgpt.benchmarks.plan.choice import choice_table, choices
 from dsgpt.benchmarks.plan.command import PAGE
 from dsgpt.benchmarks.plan.page import failed, plan_page
 from dsgpt.planning.peak_memory import PARTS
@@ -86,6 +87,25 @@ def test_the_page_is_that_of_the_record(finished, record):
     for cell in times["cells"]:
         cell["step_seconds"]["predicted"], cell["fit"] = 1.1 * cell["step_seconds"]["measured"], False
     assert "Of the 2 cells that nothing was fitted to, the median error is 10%" in PAGE.text(times, source="plan.json")
+
+
+def timed(title: str, *, measured: float, predicted: float, batch: int = 8) -> dict:
+    work = {"model": {"name": "4 x 256"}, "precision": "fp32", "seq_length": 256, "activation_checkpointing": False}
+    times = {"measured": measured, "predicted": predicted}
+    return {"title": f"{title}, 4 x 256", "work": work | {"global_batch_size": batch}, "step_seconds": times}
+
+
+def test_the_choice_is_judged_by_measured_times_of_the_same_work():
+    cells = [
+        timed("ddp", measured=0.40, predicted=0.30),
+        timed("fsdp", measured=0.36, predicted=0.32),
+        timed("zero1", measured=0.50, predicted=0.50),
+        timed("zero2", measured=0.10, predicted=0.10, batch=4),  # less work
+    ]
+    (choice,) = choices(cells)
+    assert (choice.cells, choice.chosen["title"][:3], choice.fastest["title"][:4]) == (3, "ddp", "fsdp")
+    assert choice.slower == pytest.approx(0.40 / 0.36 - 1)
+    assert "| 4 x 256, fp32, 8 sequences of 256 | 3 | ddp: 0.400 s | fsdp: 0.360 s | **11.1%** |" in choice_table(cells)
 
 
 def test_a_cell_that_failed_is_a_result(record):

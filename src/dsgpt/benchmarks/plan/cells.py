@@ -78,6 +78,11 @@ class PlanCell:
         return ", ".join(words)
 
     @property
+    def sequences(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.micro * self.accumulation * self.ranks // self.copy
+
+    @property
     def launcher(self) -> str:
         """The launcher that users start it with."""
         if self.run_type == "baseline":
@@ -92,6 +97,7 @@ class PlanCell:
             "seq_length": self.length,
             "micro_batch_size": self.micro,
             "gradient_accumulation_steps": self.accumulation,
+            "global_batch_size": self.sequences,
             "precision": self.precision,
             "activation_checkpointing": self.checkpointing,
             "run_type": self.run_type,
@@ -102,7 +108,7 @@ class PlanCell:
     def write_recipe(self, path: Path, *, recipes: Path) -> Path:
         """Write the shipped recipe, found in ``recipes``, with the cell's changes to ``path``."""
         recipe = json.loads((recipes / self.recipe).read_text(encoding="utf-8"))
-        recipe["train_batch_size"] = self.micro * self.accumulation * self.ranks // self.copy
+        recipe["train_batch_size"] = self.sequences
         write_json_atomic(path, merged(recipe, dict(self.changes)))
         return path
 

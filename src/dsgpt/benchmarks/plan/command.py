@@ -1,7 +1,7 @@
 """``python src/benchmark.py plan``: the planner's predictions, held against measurements."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,6 +89,8 @@ class _PlanCommand(SuiteCommand[Result]):
         return record_head(SCHEMA_VERSION, device="cpu") | {
             "rounds": self._options.rounds,
             "seconds": round(seconds, 1),
+            "calibration": self._suite.calibration and asdict(self._suite.calibration),
+            "factors": self._suite.factors and asdict(self._suite.factors),
             "cells": list(results),
         }
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.benchmarks.plan.choice import choice_table
 from dsgpt.benchmarks.plan.page_method import METHOD
 
 Result = Mapping[str, Any]
@@ -50,7 +51,8 @@ Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; torch {env["torc
         ("What the peaks consist of", _parts_table(measured)),
         ("DeepSpeed's estimator", _estimates(measured)),
         ("Bytes sent in a step", _traffic_table(measured)),
-        ("Step time", _time_table(measured)),
+        ("Step time", _time_table(measured) + _fit(record)),
+        ("The choice", choice_table(measured)),
         ("Cells that failed", _failures(record["cells"])),
     ]
     return "\n".join([head, *(f"\n## {title}\n\n{text}" for title, text in sections if text), ""])
@@ -212,6 +214,18 @@ def _time_table(measured: Sequence[Result]) -> str:
     if not rows:
         return ""
     return f"{_time_verdict(measured)}{table(['cell', 'measured, s', 'predicted, s', 'off', 'used as'], rows)}"
+
+
+def _fit(record: Record) -> str:
+    """The factors that were fitted; empty without predictions."""
+    factors = record["factors"]
+    if factors is None:
+        return ""
+    compute = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
+    return (
+        f"\n\nFitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates "
+        f"say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
+    )
 
 
 def _time_verdict(measured: Sequence[Result]) -> str:

@@ -13,6 +13,7 @@ from dsgpt.benchmarks.plan.cells import VOCABULARIES, PlanCell
 from dsgpt.benchmarks.plan.times import calibration_in, fitted, predicted_times
 from dsgpt.planning.calibrations import Calibration
 from dsgpt.planning.communication import sent_bytes
+from dsgpt.planning.fitting import Factors
 from dsgpt.planning.model_state import model_state
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.peak_memory import peak_memory
@@ -46,32 +47,35 @@ class PlanSuite:
         self._folder, self._recipes, self._rounds, self._started = folder, repository / "ds_configs", rounds, started
         self._runner = CellRunner(folder, repository=repository, device="cpu")
         self._setups: dict[str, Setup] = {}
+        self.calibration: Calibration | None = None
+        """Of this machine, from which times are predicted; None before it, and without rounds."""
+        self.factors: Factors | None = None
+        """What was fitted to measured times; None before that."""
         write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS)
 
     def run(self, cells: Sequence[PlanCell]) -> Iterator[Result]:
         """The result of each cell; all memory is measured before the first time is."""
         memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
         seconds = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells))
-        calibration = calibration_in(self._folder, seconds=seconds) if self._rounds else None
+        self.calibration = calibration_in(self._folder, seconds=seconds) if self._rounds else None
         times: dict[str, list[list[float]]] = {cell.key: [] for cell in cells}
         for number in range(1, self._rounds + 1):
             for cell, end in self._pass(cells, f"time-{number}"):
                 if end.status == "done":
                     times[cell.key].append(max((rank["seconds"] for rank in end.ranks), key=sum))
-        predicted = self._predicted(cells, times, calibration)
+        predicted = self._predicted(cells, times)
         for cell in cells:
             yield self._result(cell, memory[cell.key], times[cell.key], predicted.get(cell.key))
 
-    def _predicted(
-        self, cells: Sequence[PlanCell], times: Mapping[str, list[list[float]]], calibration: Calibration | None
-    ) -> dict[str, StepTime]:
+    def _predicted(self, cells: Sequence[PlanCell], times: Mapping[str, list[list[float]]]) -> dict[str, StepTime]:
         """Predicted step times; empty if no cell that may be fitted to was measured."""
         measured = [
             (self._setups[cell.key], _middle(times[cell.key])) for cell in cells if cell.fit and times[cell.key]
         ]
-        if calibration is None or not measured:
+        if self.calibration is None or not measured:
             return {}
-        return predicted_times(self._setups, calibration, fitted(calibration, measured))
+        self.factors = fitted(self.calibration, measured)
+        return predicted_times(self._setups, self.calibration, self.factors)
 
     def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
         """Run every cell once, those with the same launcher and ranks in one launch."""
