@@ -106,10 +106,12 @@ def test_cells_that_only_test_are_not_fitted(tmp_path):
 def test_a_plan_uses_the_fitted_rates(plan, tmp_path, calibration):
     path = tmp_path / "plan.json"
     step = measured(path, {"cells": [result("baseline", 1, 1.0)]})[0]
-    factor = step.seconds / predict_step(step.setup, step.machine).seconds
-    assert fit([step]).compute["fp32"] == pytest.approx(factor)
+    factors = fit([step])
+    assert predict_step(step.setup, factors.applied(step.machine)).seconds == pytest.approx(step.seconds)
     line = f"--machine {calibration} --gpus 1 --run_type baseline --model_size demo --tokens 1e6 --json"
     plain, fitted = (json.loads(plan(f"{line} {more}")) for more in ("", f"--measured {path}"))
     for part in ("forward", "backward", "head and loss"):
-        assert fitted["step"]["parts"][part] == pytest.approx(factor * plain["step"]["parts"][part], rel=0.01)
+        assert fitted["step"]["parts"][part] == pytest.approx(
+            factors.compute["fp32"] * plain["step"]["parts"][part], rel=0.01
+        )
     assert "fitted to measured steps (1)" in fitted["machine"]["rates"]

@@ -1,10 +1,10 @@
-"""Fits the rates of a machine to measured steps: a factor of computation for each precision, one of communication.
+"""Fits the rates of a machine to measured steps: a factor of computation for each precision, two of communication.
 
 A roofline from rates that were measured one by one leaves out what happens between them: allocation, caches, Python.
 The factors say how much longer a step takes. They are few, so that they hold for setups that were never measured.
 """
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +13,15 @@ from dsgpt.planning.setup import Setup
 from dsgpt.planning.step_time import predict_step
 
 _LEAST_SHARE = 0.05
-"""Of a step: cells that communicate less say nothing about communication."""
+"""Of a step: a step says nothing about what takes less of it."""
 _BOUNDS = (0.2, 5.0)
 """Of factors: beyond them the machine is not the one that was calibrated."""
 _LEAST_SPREAD = 0.05
-_NEARLY = 0.8
-"""Of the largest share: steps whose share of the fitted part is smaller do not count."""
+_ROUNDS = 30
+_FARTHEST = 0.5
+"""Change of a factor's logarithm in a round."""
+SENT = ("communication", "gathers")
+"""The parts of a step that communicate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class Factors:
     compute: Mapping[str, float]
     """By precision."""
     communication: float
+    gathering: float
+    """Of all-gathers and reduce-scatters, besides ``communication``: a calibration measures all-reduces."""
     spread: float
     """The largest share by which a fitted prediction misses a measured step."""
     steps: int
@@ -61,43 +66,76 @@ class Factors:
     def _scaled(self, rates: Rates) -> Rates:
         for precision, factor in self.compute.items():
             rates = rates.in_precision(precision, slower=factor)
-        return rates.scaled(compute=1, communication=self.communication)
+        rates = rates.scaled(compute=1, communication=self.communication)
+        return replace(rates, gathering=rates.gathering * self.gathering)
 
 
 def fit(steps: Sequence[MeasuredStep]) -> Factors:
-    """The factors with which predictions are nearest to ``steps``, of which there is at least one."""
-    compute = {
-        precision: _median([_computing(step) for step in steps if step.setup.precision == precision])
-        for precision in sorted({step.setup.precision for step in steps})
-    }
-    waited = [found for step in steps if (found := _communicating(step, compute)) is not None]
-    factors = Factors(compute=compute, communication=_median(waited) if waited else 1.0, spread=0.0, steps=len(steps))
+    """The factors with which predictions are nearest to ``steps``, of which there is at least one.
+
+    A prediction is a sum of terms that grow with one factor each. Gauss-Newton steps on the logarithms of the factors
+    minimize the sum of squares of log(predicted / measured).
+    """
+    names = [*sorted({step.setup.precision for step in steps}), *SENT]
+    terms = [_terms(step, names) for step in steps]
+    if not _matters("gathers", steps, terms):  # then they take as much longer as all-reduces
+        for term in terms:
+            term["communication"] += term.pop("gathers")
+    free = [name for name in names if _matters(name, steps, terms)]
+    found = dict.fromkeys(names, 1.0)
+    for _ in range(_ROUNDS):
+        found |= _nearer(found, free, steps, terms)
+    if "gathers" not in free:
+        found["gathers"] = found["communication"]
+    factors = replace(_factors(found), steps=len(steps))
     return replace(factors, spread=max(_missed(step, factors) for step in steps))
 
 
-def _computing(step: MeasuredStep) -> tuple[float, float]:
-    """Measured per predicted seconds of a step, and the share of it that computes: such steps say most."""
-    predicted = predict_step(step.setup, step.machine)
-    sent = predicted.parts.get("communication", 0.0)
-    return max(0.0, step.seconds - sent) / (predicted.seconds - sent), 1 - sent / predicted.seconds
+def _matters(name: str, steps: Sequence[MeasuredStep], terms: Sequence[Mapping[str, float]]) -> bool:
+    return any(term.get(name, 0.0) >= _LEAST_SHARE * step.seconds for step, term in zip(steps, terms, strict=True))
 
 
-def _communicating(step: MeasuredStep, compute: Mapping[str, float]) -> tuple[float, float] | None:
-    """Measured per predicted seconds of communication; None if there is little."""
-    predicted = predict_step(step.setup, step.machine)
-    sent = predicted.parts.get("communication", 0.0)
-    if sent < _LEAST_SHARE * predicted.seconds:
-        return None
-    rest = compute[step.setup.precision] * (predicted.seconds - sent)
-    return (step.seconds - rest) / sent, sent / predicted.seconds
+def _nearer(
+    found: Mapping[str, float],
+    free: Sequence[str],
+    steps: Sequence[MeasuredStep],
+    terms: Sequence[Mapping[str, float]],
+) -> dict[str, float]:
+    """The free factors after another Gauss-Newton step."""
+    import numpy as np  # noqa: PLC0415 - only fits need it
+
+    predicted = np.array([_sum(term, found) for term in terms])
+    off = np.log(predicted / np.array([step.seconds for step in steps]))
+    slopes = np.array([[term[name] * found[name] for name in free] for term in terms]) / predicted[:, None]
+    change, *_ = np.linalg.lstsq(slopes, -off, rcond=None)
+    within = np.clip(change, -_FARTHEST, _FARTHEST)
+    return {
+        name: min(_BOUNDS[1], max(_BOUNDS[0], found[name] * math.exp(by)))
+        for name, by in zip(free, within.tolist(), strict=True)
+    }
 
 
-def _median(ratios: Sequence[tuple[float, float]]) -> float:
-    """The median of those that say most, within bounds."""
-    best = max(weight for _, weight in ratios)
-    middle = statistics.median(ratio for ratio, weight in ratios if weight >= _NEARLY * best)
-    return min(_BOUNDS[1], max(_BOUNDS[0], middle))
+def _factors(found: Mapping[str, float]) -> Factors:
+    compute = {name: factor for name, factor in found.items() if name not in SENT}
+    sent, gathered = (found[part] for part in SENT)
+    return Factors(compute=compute, communication=sent, gathering=gathered / sent, spread=0.0, steps=0)
+
+
+def _terms(step: MeasuredStep, names: Sequence[str]) -> dict[str, float]:
+    """The seconds of ``step`` that grow with each factor; under the empty name those that grow with none."""
+    ones = dict.fromkeys(names, 1.0)
+    once = _predicted(step, _factors(ones))
+    terms = {name: _predicted(step, _factors(ones | {name: 2.0})) - once for name in names}
+    return terms | {"": once - sum(terms.values())}
+
+
+def _sum(terms: Mapping[str, float], found: Mapping[str, float]) -> float:
+    return sum(found.get(name, 1.0) * seconds for name, seconds in terms.items())
+
+
+def _predicted(step: MeasuredStep, factors: Factors) -> float:
+    return predict_step(step.setup, factors.applied(step.machine)).seconds
 
 
 def _missed(step: MeasuredStep, factors: Factors) -> float:
-    return abs(predict_step(step.setup, factors.applied(step.machine)).seconds / step.seconds - 1)
+    return abs(_predicted(step, factors) / step.seconds - 1)

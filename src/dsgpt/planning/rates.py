@@ -6,7 +6,7 @@ They are measured (``dsgpt.planning.calibrations``), or shares of a datasheet's 
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class Rates:
     """Bytes that a device sends per second in a ring, by the number of ranks of the ring."""
     collective_sec: Mapping[int, float]
     """Seconds of a collective operation without data, by the number of its ranks."""
+    gathering: float = field(default=1.0, kw_only=True)
+    """How many times as long as an all-reduce of as many bytes an all-gather or a reduce-scatter takes."""
     network: float
     """Bytes per second between two machines, in one direction, all links of a machine together."""
     host_link: float
