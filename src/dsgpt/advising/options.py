@@ -224,6 +224,7 @@ def _amount(reader: Reader, flag: str) -> Callable[[str], float | None]:
     """A reader of amounts above 0: ``10e9``, ``1_000_000``."""
 
     def read(word: str) -> float | None:
+        """The amount, or None after noting the mistake."""
         try:
             value = float(word.replace("_", "").replace(",", ""))
         except ValueError:
@@ -240,6 +241,7 @@ def _duration(reader: Reader, flag: str) -> Callable[[str], float | None]:
     """A reader of durations, in seconds: ``90m``, ``72h``, ``3d``."""
 
     def read(word: str) -> float | None:
+        """The seconds, or None after noting the mistake."""
         try:
             value = float(word[:-1]) * _UNITS[word[-1:]]
         except (ValueError, KeyError):

@@ -134,9 +134,7 @@ def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) 
             gradient_accumulation_steps=share // micro,
             data_parallel_size=ranks,
         )
-        wanted = (options.micro_batch_size_per_gpu, options.grad_accum_steps)
-        sizes = (micro, batch.gradient_accumulation_steps)
-        if any(want is not None and want != have for want, have in zip(wanted, sizes, strict=True)):
+        if not _asked_for(batch, request):
             continue
         recipe = way.recipe(
             request.recipe,
@@ -152,6 +150,13 @@ def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) 
             yield recipe, batch
     if not count:
         raise _Refused(f"no micro batch as asked for divides the {share} sequences of a rank")
+
+
+def _asked_for(batch: BatchPlan, request: PlanRequest) -> bool:
+    """Whether the flags permit its micro batch and accumulation."""
+    wanted = (request.options.micro_batch_size_per_gpu, request.options.grad_accum_steps)
+    sizes = (batch.micro_batch_size, batch.gradient_accumulation_steps)
+    return all(want is None or want == have for want, have in zip(wanted, sizes, strict=True))
 
 
 def _first_line(problems: Problems, path: Path) -> str:

@@ -243,18 +243,27 @@ def write_charts(
     if predictions is not None:
         charts |= chart_of_predictions(predictions)
     drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, picture in drawn.files.items():
-            write_atomic(output / name, picture)
-        for name in drawn.absent:
-            for theme, form in itertools.product(style.themes, style.formats):
-                (output / file_name(name, theme, form)).unlink(missing_ok=True)
-        if runs:
-            write_atomic(output / "comparison.md", comparison_markdown(runs, sources=sources).encode(errors=PRINTABLE))
-    except OSError as error:
-        raise UserError(f"--output-dir {output}: cannot be written ({error.strerror})") from error
+    stale = [
+        file_name(name, theme, form)
+        for name, theme, form in itertools.product(drawn.absent, style.themes, style.formats)
+    ]
+    files = dict(drawn.files)
+    if runs:
+        files["comparison.md"] = comparison_markdown(runs, sources=sources).encode(errors=PRINTABLE)
+    _write(output, files, stale=stale)
     return drawn.absent | style.missing(charts)
+
+
+def _write(folder: Path, files: Mapping[str, bytes], *, stale: Sequence[str]) -> None:
+    """Write ``files`` to ``folder``, and remove ``stale`` ones of earlier calls."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomic(folder / name, content)
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror})") from error
 
 
 def _sources_paragraph(paths: Mapping[str, Path]) -> str:
