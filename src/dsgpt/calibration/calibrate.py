@@ -56,22 +56,29 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
             measure_ceilings(kind, devices=count, precisions=precisions, threads=threads, seconds=each, report=report)
             for count in counts
         ]
-    host = int(str(hardware["memory_bytes"])) // most
     record = {
-        "schema_version": SCHEMA_VERSION,
-        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_name(hardware, devices=most),
-        "hardware": hardware,
-        "env": software_versions(),
+        **_description(kind, hardware, devices=most),
         "threads_per_device": threads,
-        "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
-        "host_bytes_per_device": host,
         "seconds": round(time.perf_counter() - started, 1),
         "disk_bytes_per_sec": disk,
         "ceilings": ceilings,
     }
     write_json_atomic(path, record)
     return record
+
+
+def _description(kind: str, hardware: dict[str, object], *, devices: int) -> dict[str, Any]:
+    """When and on what the machine is measured."""
+    host = int(str(hardware["memory_bytes"])) // devices
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine_name(hardware, devices=devices),
+        "hardware": hardware,
+        "env": software_versions(),
+        "memory_bytes_per_device": int(str(hardware["gpu_memory_bytes"])) if kind == "cuda" else host,
+        "host_bytes_per_device": host,
+    }
 
 
 def machine_name(hardware: dict[str, object], *, devices: int) -> str:

@@ -80,11 +80,7 @@ def fsdp(setup: Setup, *, device: str) -> list[Moment]:
     gathered = setup.low * (root + kept * block + flight)
     one_less = width * ((layers - 1) * block + root) if several else 0
     return [
-        Moment(
-            name="loss",
-            blocks=layers,
-            parts={"gradients": earlier, "gathered": setup.low * (root + kept * block)},
-        ),
+        Moment(name="loss", blocks=layers, parts={"gradients": earlier, "gathered": setup.low * (root + kept * block)}),
         Moment(
             name="backward",
             blocks=layers - 1,
@@ -106,10 +102,7 @@ def fsdp(setup: Setup, *, device: str) -> list[Moment]:
         ),
         Moment(
             name="step",
-            parts={
-                "gradients": shards + FULL * root // ranks,
-                "buckets": (1 + copies) * width * root,
-            },
+            parts={"gradients": shards + FULL * root // ranks, "buckets": (1 + copies) * width * root},
         ),
     ]
 

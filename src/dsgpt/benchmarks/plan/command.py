@@ -58,6 +58,7 @@ class _PlanCommand(SuiteCommand[Result]):
         self._console: Console
 
     def plan(self, console: Console) -> int:
+        """See ``SuiteCommand``."""
         from dsgpt.benchmarks.plan.cells import cells  # noqa: PLC0415 - pydantic takes its time
 
         self._console, wanted, every = console, self._options.only, cells()
