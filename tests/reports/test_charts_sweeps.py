@@ -269,6 +269,25 @@ def test_a_sweep_with_footprints_is_read_as_it_was_written(tmp_path):
     assert read_sweep(write_sweep(tmp_path, found)) == found
 
 
+CONTRADICTIONS = {
+    "a baseline that is no cell": lambda found: replace(
+        found, comparisons=[replace(found.comparisons[0], baseline="ddp on 8 devices")]
+    ),
+    "a compared cell that is none": lambda found: replace(found, cells=found.cells[:1]),
+    "a name twice": lambda found: replace(found, cells=[*found.cells, found.cells[0]]),
+    "a name that clears the screen": lambda found: replace(found, suite="mine\x1b[2J"),
+    "no device": lambda found: replace(found, cells=[replace(found.cells[0], devices=0), *found.cells[1:]]),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_record_that_contradicts_itself_is_refused_in_a_line(what, tmp_path):
+    path = write_sweep(tmp_path, CONTRADICTIONS[what](scaling(SPEEDS)))
+    with pytest.raises(UserError, match=r"cannot be read as the record of a sweep: [^\n]+$") as refused:
+        read_sweep(path)
+    assert str(refused.value).isprintable()
+
+
 @pytest.mark.parametrize("theme", THEMES.values(), ids=lambda theme: theme.name)
 def test_texts_and_colours_stand_out_from_the_background(theme):
     """WCAG 2.2: 4.5 for text, 3 for what is drawn; light orange and pink bars have hatches and figures besides."""

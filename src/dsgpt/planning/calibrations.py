@@ -1,14 +1,17 @@
 """``calibration.json``: what a machine was measured to do, and its rates for predictions. Imports no torch."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, read_as
+from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, read_as
 from dsgpt.planning.rates import Machine, Rates, nearest_ranks
 
 SCHEMA_VERSION = "1.0"
+_PRECISION, _SIZE = re.compile("fp32|bf16|fp16"), re.compile("[1-9][0-9]{0,8}")
 ALLOWANCE = 1.25
 """How much longer, or shorter, a step may take than measured rates say: a roofline leaves out caches, memory
 allocation and how processes disturb each other."""
@@ -79,7 +82,39 @@ def read_calibration(path: Path) -> Calibration:
             f"--machine {path}: has schema {found.schema_version}, but this program reads {SCHEMA_VERSION}: write it "
             "again with --calibrate"
         )
+    wrong = next(_impossible(asdict(found)), None)
+    if wrong:
+        raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
     return found
+
+
+def _impossible(calibration: dict[str, Any]) -> Iterator[str]:
+    """Rates with which a prediction would be wrong or end in an error."""
+    if not calibration["machine"].isprintable():
+        yield "its machine has a name that cannot be printed"
+    if calibration["disk_bytes_per_sec"] <= 0:
+        yield "disk_bytes_per_sec must be above 0"
+    for number, ceilings in enumerate(calibration["ceilings"]):
+        place, precisions = f"ceilings.{number}", set(ceilings["matrix_flops_per_sec"])
+        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
+            if set(ceilings[name]) != precisions:
+                yield f"{place}.{name}: has other precisions than matrix_flops_per_sec"
+        for name, value in ceilings.items():
+            yield from _impossible_rates(value, f"{place}.{name}")
+
+
+def _impossible_rates(value: Any, place: str, *, key: re.Pattern[str] = _PRECISION) -> Iterator[str]:
+    """The same inside a part of the file whose keys match ``key``; below precisions they are sizes."""
+    if not isinstance(value, dict):
+        if value is not None and value <= 0:
+            yield f"{place} must be above 0, not {value:g}"
+        return
+    if not value:
+        yield f"{place}: has no rate"
+    for name, part in value.items():
+        if not key.fullmatch(name):
+            yield f"{place}: has the key {clipped(name)}"
+        yield from _impossible_rates(part, f"{place}.{name}", key=_SIZE)
 
 
 def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:
