@@ -151,3 +151,10 @@ def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factor
     path.write_text(json.dumps(CALIBRATION | {"ceilings": [ALONE, TOGETHER | changes]}))
     (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
     assert why in line
+
+
+def test_more_devices_than_were_measured_are_refused(refused, tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    path.write_text(json.dumps(CALIBRATION))
+    (line,) = refused(f"--machine {path} --gpus 4 --model_size tiny --tokens 1e6")
+    assert line.startswith("--gpus 4: the calibration measured 2 devices:")

@@ -105,7 +105,7 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     recipe = _recipe(options, problems, repository=repository)
     seq_length = _seq_length(options, model, problems)
     _check_lengths(options, problems)
-    _check_machines(options, problems)
+    _check_machines(options, machine, problems)
     _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
@@ -216,8 +216,13 @@ def _check_lengths(options: PlanOptions, problems: Problems) -> None:
         problems.add(f"--picture {options.picture} must end in .svg or .png")
 
 
-def _check_machines(options: PlanOptions, problems: Problems) -> None:
-    """Launchers start equally many ranks on every machine."""
+def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
+    """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
+    if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
+        problems.add(
+            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: take "
+            "no more, or name other GPUs with --gpu"
+        )
     devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
     if options.gpu is not None and devices > together and devices % together:
         problems.add(

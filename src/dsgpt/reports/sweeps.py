@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_bytes
+from dsgpt.common.problems import is_number
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.footprint import Footprint
 
@@ -101,6 +102,7 @@ class SweepCell:
     final_loss: float | None = None
     """Of the first turn that is done: all turns compute the same."""
     time_to_target_sec: Spread | None = None
+    """None if a turn that is done did not reach the target."""
     cost: Spread | None = None
     """Of the training time of all devices, in the unit of the price."""
 
@@ -166,6 +168,14 @@ class Sweep:
     def cell(self, name: str) -> SweepCell:
         """The cell of that name."""
         return next(cell for cell in self.cells if cell.name == name)
+
+    def unequal_tokens(self) -> str:
+        """That some cells trained on more tokens than others, which cost more; empty if none did."""
+        found = [work.get("tokens") for cell in self.cells for turn in cell.done().values() if (work := turn.work)]
+        tokens = sorted({count for count in found if is_number(count)})
+        if len(tokens) < 2:
+            return ""
+        return f"not all cells trained on the same number of tokens: {tokens[0]:,.0f} to {tokens[-1]:,.0f}"
 
 
 @dataclass(frozen=True)

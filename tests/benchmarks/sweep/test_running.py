@@ -239,6 +239,14 @@ def test_a_repeat_in_which_one_failed_has_no_speed_up():
     assert compared.speed_up.values == [2.0]
 
 
+def test_a_target_that_one_turn_missed_has_no_time():
+    reached, missed = (
+        made_up("one", repeat, speed=100, time_to_target_sec=time) for repeat, time in ((1, 3.0), (2, None))
+    )
+    assert cell_of(planned("one", 1), [reached], price=None).time_to_target_sec.median == 3.0
+    assert cell_of(planned("one", 1), [reached, missed], price=None).time_to_target_sec is None
+
+
 def test_cells_whose_records_show_other_work_have_no_speed_up():
     base = cell_of(planned("one", 1), [made_up("one", 1, speed=100)], price=None)
     other = cell_of(planned("two", 2), [made_up("two", 1, speed=150, work=WORK | {"global batch": 16.0})], price=None)

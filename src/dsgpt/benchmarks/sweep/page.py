@@ -86,6 +86,9 @@ def _legend(sweep: Sweep) -> str:
         )
     if sweep.target_loss is not None:
         lines.append(f"Time to target is the seconds of training until a step had a loss of {sweep.target_loss:g}.")
+    totals = any(cell.joules or cell.time_to_target_sec or cell.cost for cell in sweep.cells)
+    if totals and (unequal := sweep.unequal_tokens()):
+        lines.append(f"Time to target, joules and cost cannot be compared between all cells: {unequal}.")
     if sweep.price_per_device_hour is not None:
         price = f"{sweep.price_per_device_hour:g}"
         lines.append(f"Cost is of the training time of all devices, at {price} for a device hour.")
