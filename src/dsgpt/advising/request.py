@@ -220,8 +220,8 @@ def _check_machines(options: PlanOptions, machine: Machine | None, problems: Pro
     """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
     if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
         problems.add(
-            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: take "
-            "no more, or name other GPUs with --gpu"
+            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: "
+            "take no more, or name other GPUs with --gpu"
         )
     devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
     if options.gpu is not None and devices > together and devices % together:
