@@ -245,11 +245,7 @@ def _check_ignored(options: PlanOptions, problems: Problems) -> None:
         (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
         (searched, options.recommend, "is what --recommend searches: leave it out"),
         (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
-        (
-            priced,
-            options.price_per_gpu_hour is not None,
-            "is of a price table, which --price_per_gpu_hour replaces: leave it out",
-        ),
+        (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
     ):
         for flag, value in flags.items():
             if meaningless and value is not None:
