@@ -8,9 +8,10 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from small_run import REPOSITORY
+from small_run import REPOSITORY, TOKENS, random_ids, write_tokens
 from suite_commands import benchmark
 from sweep_files import WORK, cell, made_up, options, write_description
 
@@ -127,7 +128,7 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
     ] * 2
 
 
-def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_path, monkeypatch):
+def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
     run_sweep(options(tmp_path, three), repository=REPOSITORY)
     with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
@@ -138,6 +139,12 @@ def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_pat
     with pytest.raises(UserError, match=r"with other recipes, which"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
     recipe.write_text(before)
+    train_data = (tmp_path / "train.bin").read_bytes()
+    write_tokens(tmp_path / "train.bin", random_ids(TOKENS, seed=9))
+    with pytest.raises(UserError, match=r"with other data, which"):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    write_tokens(tmp_path / "train.bin", np.frombuffer(train_data, dtype="<u2"))
+    assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
     monkeypatch.setattr(command, "source_hashes", lambda *_: {"src/gpt2.py": "edited"})
     with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
