@@ -151,6 +151,19 @@ def test_tensor_peers_share_a_machine_and_their_data_peers_share_its_network(set
     assert among == {"tensor": 1e6, "data": 1e5 / 2}
 
 
+def test_peers_that_do_not_fill_machines_and_stages_on_two_machines_pass_their_network(setup):
+    """Three peers of 8 GPUs a machine: ranks 6, 7 and 8. Four stages of 4 ranks: the second and the third, 7 and 8."""
+    model = replace(setup().model, n_head=3, n_embd=12)
+    odd = setup("tensor", world_size=24, model=model, top={"tensor_parallel": {"autotp_size": 3}})
+    rates = {bus_rate(odd, RATES, traffic, devices=8) for traffic in step_traffic(odd) if traffic.axis == "tensor"}
+    assert rates == {1e5}
+    model = replace(setup().model, n_layer=4)
+    stages = {"stages": 4, "partition": "uniform"}
+    deep = setup("pipeline", world_size=16, model=model, top={"pipeline": stages})
+    rates = {bus_rate(deep, RATES, traffic, devices=8) for traffic in step_traffic(deep) if traffic.axis == "pipeline"}
+    assert rates == {1e5 / 4}
+
+
 def test_the_heads_gradient_is_added_up_over_chunks(setup):
     """32 Mi logits a chunk on a CPU: 4 chunks for these 2,400 tokens. In bf16 each is added to a sum in fp32."""
     vocabulary = 50_257

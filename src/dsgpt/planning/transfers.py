@@ -115,14 +115,17 @@ def _seconds(setup: Setup, rates: Rates, traffic: Traffic, *, rank: int, devices
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines.
+    A ring over several machines passes their network once for each group that has ranks on the same machines. Machines
+    take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and the last
+    stage, are on two of them, and all stages wait for those.
     """
     sizes = setup.sizes
     stride = {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
         traffic.axis, setup.world_size // sizes.pipeline
     )
     inside = at_ranks(rates.bus, traffic.group_size)
-    if stride * (traffic.group_size - 1) < devices:
+    shared = traffic.axis != "pipeline" and devices % (stride * traffic.group_size) == 0
+    if shared or setup.world_size <= devices:
         return inside
     return min(inside, rates.network / min(stride, devices))
 
