@@ -12,6 +12,7 @@ from dsgpt.runtime.launcher import launcher_command
 CODE = """
 import os, sys
 import torch, torch.distributed as dist
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import joined
 from dsgpt.runtime.topology import read_topology
 
@@ -24,6 +25,7 @@ try:
 except ArithmeticError:
     pass
 print("left" if dist.is_initialized() else "destroyed")
+leave(0)
 """
 
 
@@ -44,6 +46,7 @@ def test_a_single_process_forms_a_group(end, state, leftover):
 
 RANKS = """
 import torch
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import HostGroup, joined
 from dsgpt.runtime.topology import read_topology
 
@@ -53,6 +56,7 @@ with joined(topology, torch.device("cpu")):
     values, largest = ranks.gathered([topology.rank + 0.1, 2]), ranks.largest(topology.rank)
     if topology.rank == 0:
         print(values, largest)
+leave(0)
 """
 
 

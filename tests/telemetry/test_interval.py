@@ -91,6 +91,7 @@ RANKS = """
 import json, time
 import torch
 import torch.distributed as dist
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import HostGroup, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult
@@ -114,6 +115,7 @@ with joined(topology, torch.device("cpu")):
     shares = ranks.gathered(RankShare(0.0, computing, meter.last_own_loss))
     if topology.rank == 0:
         print(json.dumps([sum(figures.step_secs), interval_figures(figures, ranks=[RankShare(*s) for s in shares])[0]]))
+leave(0)
 """
 
 
