@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from dsgpt.benchmarks.harness.launch import ELSEWHERE, IMPORTS, environment_for
 from dsgpt.benchmarks.harness.worker import identify_cpu_once
-from dsgpt.main import leave
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.topology import free_port
 
 MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
