@@ -1,10 +1,12 @@
 """A recommendation for people, as JSON, and as the files that carry it out."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dsgpt.advising.plan import Plan
 from dsgpt.advising.request import PlanRequest
 from dsgpt.advising.search import Judged
 from dsgpt.advising.table import plan_json, plan_lines
@@ -141,11 +143,17 @@ def _training_words(best: Judged, request: PlanRequest, recipe: Path) -> list[st
         "--num_heads": options.num_heads,
         "--embedding_size": options.embedding_size,
         "--max_position_embeddings": options.max_position_embeddings,
-        "--vocab_size": options.vocab_size,
+        "--vocab_size": request.model.vocab_size,
         "--seq_length": request.seq_length,
         "--max_train_steps": best.plan.run.steps,
         "--eval_every": options.eval_every or None,
+        "--max_val_steps": _validation_steps(best.plan, options.val_tokens),
         "--save_every": options.save_every,
         "--precision": None if options.precision == "auto" else options.precision,
     }
     return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def _validation_steps(plan: Plan, val_tokens: float) -> int | None:
+    """Global batches of a validation as it is planned; None to validate on the whole file."""
+    return math.ceil(val_tokens / plan.tokens_per_step) if val_tokens else None

@@ -184,7 +184,7 @@ def _reason(request: PlanRequest, best: Plan | None, smallest: Plan | None) -> s
     if options.deadline is not None and best.run.seconds > options.deadline:
         return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
     if options.budget is not None and not best.costs:
-        return "has no known price: give --price_per_gpu_hour"
+        return f"has no known {'spot price' if options.spot else 'price'}: give --price_per_gpu_hour"
     if options.budget is not None and best.costs[0].usd > options.budget:
         return f"costs {dollars(best.costs[0].usd)}, more than the budget of {dollars(options.budget)}"
     return ""

@@ -114,7 +114,6 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
     found["optimizer"] = _optimizer(setup, rates, rank)
     found["offload"] = _offload(setup, rates, machine, rank)
     found["communication"] = sent.once + micro_batches * sent.per_micro_batch
-    found["gathers"] = sent.gathers
     found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
     validation = validation_forward(setup, setup.blocks(rank), kind=machine.kind).seconds(rates, setup)
     return _Rank(

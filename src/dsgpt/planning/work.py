@@ -4,6 +4,7 @@ Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V
 a number in the precision of the activations. A stream is the residual stream of a micro batch, wMC bytes.
 """
 
+import math
 from dataclasses import dataclass
 
 from dsgpt.planning.activations import CHUNK
@@ -37,7 +38,8 @@ class Work:
         """The time of all parts. Matrix products take the longer of computing and reading (a roofline)."""
         precision, model = setup.precision, setup.model
         attention = rates.attention_at(precision, head_size=model.n_embd // model.n_head, length=setup.seq_length)
-        computing = self.matrix_flops / rates.matrix_at(precision, model.n_embd)
+        width = model.n_embd / math.sqrt(setup.sizes.tensor)  # of a square with as many weights as a rank has
+        computing = self.matrix_flops / rates.matrix_at(precision, width=width, rows=setup.tokens)
         return (
             max(computing, self.matrix_bytes / rates.memory)
             + self.attention_flops / attention
