@@ -40,6 +40,12 @@ def test_flops_are_split_among_tensor_and_sequence_ranks(setup):
     by_position = block_forward(setup("sequence"))
     assert by_matrix.matrix_flops == by_position.matrix_flops == whole.matrix_flops / 2
     assert by_matrix.attention_flops == by_position.attention_flops == whole.attention_flops / 2
+    biases = 4 + 14 / 2  # added after the products of tensor ranks
+    assert by_matrix.elementwise_bytes == (10 + 10 / 2 + biases) * STREAM
+    assert block_backward(setup("tensor")).elementwise_bytes == (18 + 25 / 2) * STREAM
+    arranged = 4 * 4  # around all-to-alls of half the tokens
+    assert by_position.elementwise_bytes == (20 + arranged) * STREAM / 2
+    assert block_backward(setup("sequence")).elementwise_bytes == (43 + arranged) * STREAM / 2
     assert (
         head_and_loss(setup("tensor"), kind="cpu").matrix_flops == head_and_loss(setup(), kind="cpu").matrix_flops
     )  # no rank splits the head
