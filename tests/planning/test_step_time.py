@@ -12,7 +12,7 @@ from dsgpt.planning.hardware import find_gpu
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.rates import at_ranks
 from dsgpt.planning.step_time import bubble_fraction, predict_step
-from dsgpt.planning.transfers import bus_rate
+from dsgpt.planning.transfers import bus_rate, calls
 from dsgpt.planning.work import Work, block_backward, block_forward, head_and_loss
 
 C, LAYERS, VOCABULARY, TOKENS, LENGTH = 8, 2, 64, 8, 4
@@ -115,6 +115,14 @@ def test_collectives_take_their_ring_bytes_and_a_start_for_each_bucket(setup):
     assert predict_step(ddp, machine(collective_sec={2: 5.0})).parts["communication"] == pytest.approx(
         bytes_of_a_rank / 1e6 + 2 * 5.0
     )
+
+
+@pytest.mark.parametrize(("name", "plain", "checkpointed"), [("tensor", 4, 5), ("sequence", 8, 12)])
+def test_sums_and_all_to_alls_of_a_block_start_anew_in_recomputation(setup, name, plain, checkpointed):
+    for again, each in ((False, plain), (True, checkpointed)):
+        found = setup(name, activation_checkpointing=again)
+        traffic = next(traffic for traffic in step_traffic(found) if traffic.what == "activations")
+        assert calls(found, traffic, rank=0) == 3 * LAYERS * each
 
 
 def test_what_a_gpu_hides(setup):
