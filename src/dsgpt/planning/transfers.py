@@ -124,7 +124,8 @@ def calls(setup: Setup, traffic: Traffic, *, rank: int) -> int:
     """Collective operations in a step that send ``traffic``."""
     micro_batches, blocks = setup.gradient_accumulation_steps, setup.blocks(rank)
     if traffic.what == "activations":
-        each = {"tensor": 5 * blocks, "sequence": 12 * blocks, "pipeline": 2}[traffic.axis]
+        again = setup.activation_checkpointing
+        each = {"tensor": (4 + again) * blocks, "sequence": (8 + 4 * again) * blocks, "pipeline": 2}[traffic.axis]
         return each * micro_batches
     if traffic.axis == "pipeline":
         return 1
