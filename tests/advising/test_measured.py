@@ -12,7 +12,7 @@ from dsgpt.planning.fitting import fit
 from dsgpt.planning.step_time import predict_step
 
 CEILINGS = {
-    "matrix_flops_per_sec": {"fp32": {"256": 1e11}},
+    "matrix_flops_per_sec": {"fp32": {"256": {"256": 1e11}}},
     "attention_flops_per_sec": {"fp32": {"64": {"256": 2e10}}},
     "elementwise_bytes_per_sec": {"fp32": 5e9},
     "logits_per_sec": {"fp32": 1e9},
@@ -21,9 +21,9 @@ CEILINGS = {
     "host_link_bytes_per_sec": 5e9,
 }
 ALONE = CEILINGS | {"devices": 1, "bus_bytes_per_sec": None, "all_reduce_sec": None}
-TOGETHER = CEILINGS | {"devices": 2, "bus_bytes_per_sec": 1e9, "all_reduce_sec": 1e-4}
+TOGETHER = CEILINGS | {"devices": 2, "bus_bytes_per_sec": {"all_reduce": {"fp32": 1e9}}, "all_reduce_sec": 1e-4}
 CALIBRATION = {
-    "schema_version": "1.0",
+    "schema_version": "2.0",
     "timestamp_utc": "2026-11-22T18:00:00+00:00",
     "machine": "Some Processor",
     "hardware": {"device": "cpu"},
@@ -138,9 +138,10 @@ def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"matrix_flops_per_sec": {"fp32": {"256": 0.0}}}, "fp32.256 must be above 0, not 0"),
-        ({"matrix_flops_per_sec": {"fp32": {"wide": 1e11}}}, "fp32: has the key 'wide'"),
+        ({"matrix_flops_per_sec": {"fp32": {"256": {"1024": 0.0}}}}, "fp32.256.1024 must be above 0, not 0"),
+        ({"matrix_flops_per_sec": {"fp32": {"wide": {"1024": 1e11}}}}, "fp32: has the key 'wide'"),
         ({"matrix_flops_per_sec": {"fp32": {}}}, "fp32: has no rate"),
+        ({"bus_bytes_per_sec": {"all_gather": {"fp32": 1e9}}}, "bus_bytes_per_sec: has no all_reduce of fp32"),
         ({"operation_sec": -1.0}, "operation_sec must be above 0, not -1"),
         ({"logits_per_sec": {}}, "logits_per_sec: has other precisions than matrix_flops_per_sec"),
     ],

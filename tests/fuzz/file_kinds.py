@@ -45,7 +45,7 @@ from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_t
 from dsgpt.training.sinks import open_sinks
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
-RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
+RUN = {"num_layers": 1, "max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
 """12 steps, with 5 in an epoch."""
 CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]

@@ -131,6 +131,9 @@ class Compared:
     """Median speed-up, divided by the devices per device of the baseline."""
     loss_difference: float | None = None
     """Final loss minus the baseline's; None unless they are the same training."""
+    largest_loss_difference: float | None = None
+    """Largest distance of a step's loss from the baseline's at that step in the same repeat; None unless they are the
+    same training, and in records made before this field existed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,11 +98,16 @@ def _legend(sweep: Sweep) -> str:
 def _comparison(sweep: Sweep, comparison: Comparison) -> str:
     """The table of a comparison; losses are only compared between equal trainings."""
     base, with_loss = sweep.cell(comparison.baseline), comparison.kind == "same training"
-    rows = [[_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN, _EMPTY, _EMPTY, _EMPTY]]
+    first = [_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN]
+    header = ["cell", "devices", "speed-up", "efficiency", "work"]
+    if with_loss:
+        header.append("loss minus baseline")
+        if any(one.largest_loss_difference is not None for one in comparison.cells):  # older records lack it
+            header.append("largest difference, all steps")
+    columns = len(header)
+    rows = [first + [_EMPTY] * (columns - len(first))]
     rows += [_compared(sweep, comparison, one) for one in comparison.cells]
-    header = ["cell", "devices", "speed-up", "efficiency", "work", "loss minus baseline"]
-    columns = len(header) if with_loss else len(header) - 1
-    return "\n\n".join([LABELS[comparison.kind], table(header[:columns], [row[:columns] for row in rows])])
+    return "\n\n".join([LABELS[comparison.kind], table(header, [row[:columns] for row in rows])])
 
 
 def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
@@ -113,6 +118,7 @@ def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
         _value(one.efficiency, lambda value: f"{value:.0%}"),
         EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
         _value(one.loss_difference, lambda value: f"{value:+.2g}"),
+        _value(one.largest_loss_difference, lambda value: f"{value:.2g}"),
     ]
 
 
