@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from calibration_record import RECORD
 from small_run import REPOSITORY
 
 from dsgpt.advising.measured import read_measured
@@ -11,30 +12,6 @@ from dsgpt.planning.calibrations import Calibration, Ceilings, calibrated_machin
 from dsgpt.planning.fitting import fit
 from dsgpt.planning.step_time import predict_step
 
-CEILINGS = {
-    "matrix_flops_per_sec": {"fp32": {"256": {"256": 1e11}}},
-    "attention_flops_per_sec": {"fp32": {"64": {"256": 2e10}}},
-    "elementwise_bytes_per_sec": {"fp32": 5e9},
-    "logits_per_sec": {"fp32": 1e9},
-    "triad_bytes_per_sec": 1e10,
-    "operation_sec": 1e-6,
-    "host_link_bytes_per_sec": 5e9,
-}
-ALONE = CEILINGS | {"devices": 1, "bus_bytes_per_sec": None, "all_reduce_sec": None}
-TOGETHER = CEILINGS | {"devices": 2, "bus_bytes_per_sec": {"all_reduce": {"fp32": 1e9}}, "all_reduce_sec": 1e-4}
-CALIBRATION = {
-    "schema_version": "2.0",
-    "timestamp_utc": "2026-11-22T18:00:00+00:00",
-    "machine": "Some Processor",
-    "hardware": {"device": "cpu"},
-    "env": {},
-    "threads_per_device": 1,
-    "memory_bytes_per_device": 8_000_000_000,
-    "host_bytes_per_device": 8_000_000_000,
-    "seconds": 60.0,
-    "disk_bytes_per_sec": 1e9,
-    "ceilings": [ALONE, TOGETHER],
-}
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 8192}
 
 
@@ -71,14 +48,14 @@ def sweep(*cells: dict) -> dict:
 @pytest.fixture
 def calibration(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(CALIBRATION))
+    path.write_text(json.dumps(RECORD))
     return path
 
 
 def measured(path, record):
     path.write_text(json.dumps(record))
-    ceilings = [Ceilings(**each) for each in (ALONE, TOGETHER)]
-    calibration = Calibration(**CALIBRATION | {"ceilings": ceilings})
+    ceilings = [Ceilings(**each) for each in RECORD["ceilings"]]
+    calibration = Calibration(**RECORD | {"ceilings": ceilings})
     return read_measured(
         (path,), lambda devices: calibrated_machine(calibration, devices=devices), repository=REPOSITORY
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import Parser, Reader, read_words, ungrouped
 from dsgpt.common.problems import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES
 from dsgpt.model.config import PRESETS
@@ -223,33 +223,19 @@ def _add_calibration(flags: _Flags) -> None:
 
 def _amount(reader: Reader, flag: str, *, example: str = "10e9") -> Callable[[str], float | None]:
     """A reader of amounts above 0: ``10e9``, ``1_000_000``."""
-
-    def read(word: str) -> float | None:
-        """The amount, or None after noting the mistake."""
-        try:
-            value = float(word.replace("_", "").replace(",", ""))
-        except ValueError:
-            value = 0.0
-        if not 0 < value < 1e18:
-            reader.problems.add(f"{flag} must be a number above 0, such as {example}, not {word}")
-            return None
-        return value
-
-    return read
+    return reader.value(
+        flag,
+        lambda word: float(ungrouped(word)),
+        accepts=lambda value: 0 < value < 1e18,
+        must_be=f"a number above 0, such as {example}",
+    )
 
 
 def _duration(reader: Reader, flag: str) -> Callable[[str], float | None]:
     """A reader of durations, in seconds: ``90m``, ``72h``, ``3d``."""
-
-    def read(word: str) -> float | None:
-        """The seconds, or None after noting the mistake."""
-        try:
-            value = float(word[:-1]) * _UNITS[word[-1:]]
-        except (ValueError, KeyError):
-            value = 0.0
-        if not 0 < value < 1e12:
-            reader.problems.add(f"{flag} must be a time with its unit, such as 90m, 72h or 3d, not {word}")
-            return None
-        return value
-
-    return read
+    return reader.value(
+        flag,
+        lambda word: float(word[:-1]) * _UNITS.get(word[-1:], 0),
+        accepts=lambda value: 0 < value < 1e12,
+        must_be="a time with its unit, such as 90m, 72h or 3d",
+    )
