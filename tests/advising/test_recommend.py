@@ -116,7 +116,8 @@ def recommended(data: Path, devices: int) -> tuple[PlanRequest, list[Judged]]:
     """Everything that fits, on data of a small vocabulary."""
     request = request_of(
         f"--gpu h100-80gb --gpus {devices} --tokens {SEQUENCE * 16} {SHAPE} --vocab_size {VOCABULARY} "
-        f"--precision fp32 --deepspeed_config {data}/base.json --into {data}/plan --recommend "
+        f"--val_tokens {SEQUENCE * 8} --precision fp32 --recommend "
+        f"--deepspeed_config {data}/base.json --into {data}/plan "
         f"--train_data_path {data}/train.bin --val_data_path {data}/val.bin"
     )
     return request, [each for each in search(request, read_prices(), repository=REPOSITORY) if each.fits]
@@ -144,6 +145,8 @@ def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
         assert config.activation_checkpointing == setup.activation_checkpointing
         assert config.strategy_name == each.way.name
         assert config.total_steps == each.plan.run.steps == 2
+        assert config.val_windows == 8
+        assert config.model == setup.model
 
 
 @pytest.mark.parametrize(("devices", "name"), [(1, "baseline"), (2, "fsdp"), (2, "pipeline2-zero1")])

@@ -180,8 +180,9 @@ def _add_machine(flags: _Flags) -> None:
     flags.value("--gpu", str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...")
     flags.whole("--gpus", "how many devices (default: 1; of a calibration: all that it measured)")
     flags.whole("--gpus_per_machine", "GPUs of one machine (default: 8)")
-    flags.value("--network_gbps", flags.reader.number("--network_gbps"), "X", "Gbit/s between machines (100)")
-    host = flags.reader.number("--host_memory_gb")
+    network = _amount(flags.reader, "--network_gbps", example="100")
+    flags.value("--network_gbps", network, "X", "Gbit/s between machines (100)")
+    host = _amount(flags.reader, "--host_memory_gb", example="512")
     flags.value("--host_memory_gb", host, "X", "memory of a machine for offload (default: twice that of its GPUs)")
     flags.path("--machine", "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)")
     flags.paths("--measured", "JSON", "records of sweeps of this machine, to which the rates are fitted")
@@ -220,7 +221,7 @@ def _add_calibration(flags: _Flags) -> None:
     flags.value("--seconds", flags.reader.number("--seconds"), "X", "about how long to measure (default: 60)")
 
 
-def _amount(reader: Reader, flag: str) -> Callable[[str], float | None]:
+def _amount(reader: Reader, flag: str, *, example: str = "10e9") -> Callable[[str], float | None]:
     """A reader of amounts above 0: ``10e9``, ``1_000_000``."""
 
     def read(word: str) -> float | None:
@@ -230,7 +231,7 @@ def _amount(reader: Reader, flag: str) -> Callable[[str], float | None]:
         except ValueError:
             value = 0.0
         if not 0 < value < 1e18:
-            reader.problems.add(f"{flag} must be a number above 0, such as 10e9, not {word}")
+            reader.problems.add(f"{flag} must be a number above 0, such as {example}, not {word}")
             return None
         return value
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.multiprocessing.spawn import start_processes
 from dsgpt.calibration import operations
 from dsgpt.calibration.operations import HEAD_SIZES, LENGTHS, ROWS, WIDTHS, Clock
 from dsgpt.runtime.device import bring_up
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, free_port
 
@@ -86,8 +87,8 @@ class _Asked:
     seconds: float
 
 
-def _measure_rank(rank: int, asked: _Asked, queue: Any) -> None:
-    """Time every operation; rank 0 reports, and at the end sends the figures of the slowest rank."""
+def _measure_rank(rank: int, asked: _Asked, queue: Any) -> NoReturn:
+    """The process of a rank: time every operation; rank 0 reports, and at the end sends the slowest rank's figures."""
     devices = asked.devices
     topology = Topology(
         rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration"
@@ -104,6 +105,7 @@ def _measure_rank(rank: int, asked: _Asked, queue: Any) -> None:
                 queue.put((name, {}))
         if rank == 0:
             queue.put(("", {"bus_bytes_per_sec": None, "all_reduce_sec": None} | found))
+    leave(0)
 
 
 def _time(clock: Clock, name: str, variant: str) -> float:

@@ -166,7 +166,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
 def _is_all_reduced(setup: Setup, part: ParameterSize) -> bool:
     """Whether ZeRO-3 all-reduces the gradient, in a bucket, instead of reducing each piece to its rank."""
     zero = setup.recipe.zero_optimization
-    return zero.contiguous_gradients and not zero.reduce_scatter and part.numel <= zero.reduce_bucket_size
+    return zero.contiguous_gradients and not zero.reduce_scatter and part.numel <= setup.reduce_bucket_size
 
 
 def _split_model(setup: Setup, rank: int) -> list[Traffic]:

@@ -138,6 +138,7 @@ def calls(setup: Setup, traffic: Traffic, *, rank: int) -> int:
 
 
 def _zero_calls(setup: Setup, traffic: Traffic) -> int:
+    """With the recipe's bucket: a smaller one that holds all gradients sends no more messages."""
     zero, micro_batches = setup.recipe.zero_optimization, setup.gradient_accumulation_steps
     if traffic.what == "weights":
         return micro_batches * len(gathered(setup)) // 2 + 1 if zero.stage == 3 else 2

@@ -15,8 +15,8 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.planning.setup import Setup
 
 BUCKET = 5_000_000
-"""Elements of DeepSpeed's reduce bucket in most cells. The shipped recipes have ten times as many, which would hide
-everything else in models of this size; one cell keeps them."""
+"""Elements of DeepSpeed's reduce bucket in most cells, so that several are filled. One cell keeps the shipped recipe's,
+of which the whole model is one bucket."""
 
 
 @dataclass(frozen=True)
