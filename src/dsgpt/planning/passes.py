@@ -4,7 +4,7 @@ Letters: w bytes of a number in the precision of the activations, n ranks that r
 are bytes per element. They describe this package, PyTorch 2.13 and DeepSpeed 0.19.8.
 """
 
-from dsgpt.planning.communication import step_traffic
+from dsgpt.planning.communication import gradient_width, step_traffic
 from dsgpt.planning.flat_groups import flat_groups, parts
 from dsgpt.planning.parameters import total
 from dsgpt.planning.setup import FULL, Setup
@@ -40,6 +40,17 @@ def gradient_bytes(setup: Setup, rank: int, *, kind: str) -> float:
     if setup.run_type == "optimized" and setup.recipe.zero_stage:
         copies = 2 * setup.low * _reductions(setup)
     return elements * (adding + copies)
+
+
+def low_arithmetic_bytes(setup: Setup, rank: int, *, kind: str) -> int:
+    """Arithmetic on gradients in 16-bit precision, which a CPU does at the rate of elementwise operations.
+
+    DeepSpeed divides them by the ranks, 2w. ZeRO-0 also looks for their least and their largest, 2w.
+    """
+    if kind != "cpu" or setup.run_type != "optimized" or gradient_width(setup) == FULL:
+        return 0
+    searched = 2 * setup.low if setup.recipe.zero_stage == 0 else 0
+    return total(setup.held(rank)) * (_divided(setup) + searched)
 
 
 def norm_bytes(setup: Setup, rank: int) -> float:
@@ -84,34 +95,44 @@ def _copied(setup: Setup) -> float:
 def _zero_copied(setup: Setup) -> float:
     """Passes around the reductions of DeepSpeed.
 
-    * ZeRO-0: a flat copy, 2w; divided, 2w; and back, 2w. In low precision the sum of several micro batches is rounded,
-      w + 4, every gradient is searched for infinities, 2w, and copied to fp32, w + 4.
+    * ZeRO-0: a flat copy, 2w, and back, 2w. In low precision the sum of several micro batches is rounded, w + 4, and
+      every gradient is copied to fp32, w + 4.
     * ZeRO-1: the same with a bucket, unless a rank is alone, and the own part in fp32 made flat, 8/n.
-    * ZeRO-2: to the bucket and from it to a flat copy, 4w; divided, 2w; the own part added to its sum, (w + 8)/n.
-    * ZeRO-3: to the bucket, 2w; divided, 2w; the own part added to its sum.
+    * ZeRO-2: to the bucket and from it to a flat copy, 4w; the own part added to its sum, (w + 8)/n.
+    * ZeRO-3: to the bucket, 2w; the own part added to its sum.
+    * In fp32 the division by the ranks.
     """
     low, ranks, stage = setup.low, setup.zero_ranks, setup.recipe.zero_stage
+    divided = _divided(setup) if gradient_width(setup) == FULL else 0
     if setup.uses_bf16_optimizer:
-        return _bf16_optimizer_copied(setup)
+        return _bf16_optimizer_copied(setup) + divided
     if stage == 0:
         rounded = low + FULL if setup.gradient_accumulation_steps > 1 else 0
-        return 6 * low + (0 if setup.precision == "fp32" else rounded + 3 * low + FULL)
+        return 4 * low + divided + (0 if setup.precision == "fp32" else rounded + low + FULL)
     if stage == 1:
-        return (6 * low if ranks > 1 else 0) + 2 * FULL / ranks
-    return _reductions(setup) * ((6 if stage == 2 else 4) * low + (low + 2 * FULL) / ranks)
+        return (4 * low if ranks > 1 else 0) + divided + 2 * FULL / ranks
+    return _reductions(setup) * ((4 if stage == 2 else 2) * low + (low + 2 * FULL) / ranks) + divided
 
 
 def _bf16_optimizer_copied(setup: Setup) -> float:
-    """``BF16_Optimizer``: a flat copy of the fp32 sums and back, 16; in between to bf16, divided, and back, 4w + 8.
+    """``BF16_Optimizer``: a flat copy of the fp32 sums and back, 16; in between to bf16 and back, 2w + 8.
 
-    Sequence ranks divide in fp32, 8. With several micro batches the gradients in bf16 stay: each is set to zero, w, and
+    Sequence ranks stay in fp32. With several micro batches the gradients in bf16 stay: each is set to zero, w, and
     later ones are added to it, 3w.
     """
     micro_batches, low = setup.gradient_accumulation_steps, setup.low
     kept = low * micro_batches + 3 * low * (micro_batches - 1) if micro_batches > 1 else 0
     if setup.world_size == 1:
         return kept
-    return kept + 4 * FULL + (4 * low + 2 * FULL if setup.sizes.sequence == 1 else 2 * FULL)
+    return kept + 4 * FULL + (2 * low + 2 * FULL if gradient_width(setup) == low else 0)
+
+
+def _divided(setup: Setup) -> int:
+    """DeepSpeed divides what it reduces by the ranks: 2w."""
+    is_alone = setup.world_size == 1 if setup.uses_bf16_optimizer else setup.zero_ranks == 1
+    if is_alone and setup.recipe.zero_stage == 1:
+        return 0
+    return 2 * gradient_width(setup) * _reductions(setup)
 
 
 def _gathered(setup: Setup, rank: int) -> float:

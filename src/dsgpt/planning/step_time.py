@@ -10,7 +10,7 @@ section 2.2). ``--compile`` is not modelled.
 from dataclasses import dataclass
 
 from dsgpt.planning.gathering import gathered
-from dsgpt.planning.passes import gradient_bytes, norm_bytes, optimizer_bytes, stepped_elements
+from dsgpt.planning.passes import gradient_bytes, low_arithmetic_bytes, norm_bytes, optimizer_bytes, stepped_elements
 from dsgpt.planning.rates import Machine, Rates
 from dsgpt.planning.setup import FULL, Setup
 from dsgpt.planning.sharded import zero_piece
@@ -109,6 +109,8 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
     )
     found = {name: micro_batches * each for name, each in seconds.items()}
     found["gradients"] = gradient_bytes(setup, rank, kind=machine.kind) / rates.memory
+    low = low_arithmetic_bytes(setup, rank, kind=machine.kind)
+    found["gradients"] += low / rates.elementwise[setup.precision]
     found["norm and clipping"] = norm_bytes(setup, rank) / rates.memory
     found["optimizer"] = _optimizer(setup, rates, rank)
     found["offload"] = _offload(setup, rates, machine, rank)

@@ -14,7 +14,7 @@ On a CPU nothing overlaps: the thread that sends needs the core that computes.
 import math
 from dataclasses import dataclass
 
-from dsgpt.planning.communication import Traffic, step_traffic
+from dsgpt.planning.communication import Traffic, gradient_width, step_traffic
 from dsgpt.planning.gathering import gathered
 from dsgpt.planning.parameters import EMBEDDING, model_parameters, total
 from dsgpt.planning.rates import Rates, at_ranks
@@ -146,5 +146,4 @@ def _zero_calls(setup: Setup, traffic: Traffic) -> int:
     if traffic.what == "weights":
         return micro_batches * len(gathered(setup)) // 2 + 1 if zero.stage == 3 else 2
     times = micro_batches if zero.stage >= 2 else 1
-    width = FULL if setup.sizes.sequence > 1 else setup.low
-    return times + math.ceil(traffic.payload_bytes / (width * zero.reduce_bucket_size))
+    return times + math.ceil(traffic.payload_bytes / (gradient_width(setup) * zero.reduce_bucket_size))
