@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--without-launchers",
         action="store_true",
-        help="skip each test that starts deepspeed or torchrun, and read a tenth of the mangled files",
+        help="skip each test that starts deepspeed or torchrun, and read 20 mangled files of each kind",
     )
     parser.addoption(
         "--without-processes",
