@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dsgpt.advising.options import CALIBRATION, PlanOptions
+from dsgpt.advising.options import PlanOptions
 from dsgpt.advising.plan import Plan, plan_of
 from dsgpt.advising.published import published_page
 from dsgpt.advising.recommendation import (
@@ -23,6 +23,7 @@ from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.planning.prices import TABLE, PriceTable, read_prices
+from dsgpt.planning.rates import CALIBRATION
 
 
 def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:

@@ -9,6 +9,7 @@ from dsgpt.common.command_line import Parser, Reader, read_words, ungrouped
 from dsgpt.common.problems import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES
 from dsgpt.model.config import PRESETS
+from dsgpt.planning.rates import CALIBRATION
 
 DESCRIPTION = """\
 Predict memory, time and cost of a training before it is paid for, and recommend a setup. Memory follows from formulas.
@@ -28,7 +29,6 @@ examples:
     python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
 INTO = Path("plan")
-CALIBRATION = Path("checkpoint") / "calibration.json"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

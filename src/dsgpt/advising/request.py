@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsgpt.advising.measured import read_measured
-from dsgpt.advising.options import CALIBRATION, PlanOptions
+from dsgpt.advising.options import PlanOptions
 from dsgpt.common.divisors import divisors_around, multiples_around
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
@@ -18,7 +18,7 @@ from dsgpt.planning.calibrations import calibrated_machine, read_calibration
 from dsgpt.planning.datasheet_rates import DEVICES_PER_MACHINE, NETWORK_BYTES_PER_SEC, datasheet_machine
 from dsgpt.planning.fitting import fit
 from dsgpt.planning.hardware import find_gpu
-from dsgpt.planning.rates import Machine
+from dsgpt.planning.rates import CALIBRATION, Machine
 from dsgpt.planning.setup import Setup
 from dsgpt.runtime.topology import Topology
 

@@ -132,6 +132,23 @@ def _impossible_rates(value: Any, place: str, *, keys: Sequence[re.Pattern[str]]
         yield from _impossible_rates(part, f"{place}.{name}", keys=keys[1:])
 
 
+def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precision: str) -> float | None:
+    """FLOP/s of the fastest matrix product that one device reached; None if it was measured on other hardware.
+
+    Args:
+        calibration: a machine's.
+        hardware: the block of that name of a record.
+        precision: of the product.
+    """
+    same = all(calibration.hardware.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count"))
+    ranks, threads = hardware.get("local_world_size"), hardware.get("threads_per_device")
+    if not same or calibration.kind != "cpu" or ranks is None or threads != calibration.threads_per_device:
+        return None
+    by_devices = {each.devices: each for each in calibration.ceilings}
+    by_width = by_devices[nearest_ranks(by_devices, ranks)].matrix_flops_per_sec.get(precision, {})
+    return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
+
+
 def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:
     """The machine that was measured.
 

@@ -7,6 +7,10 @@ They are measured (``dsgpt.planning.calibrations``), or shares of a datasheet's 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+CALIBRATION = Path("checkpoint") / "calibration.json"
+"""Where a calibration is written and looked for by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
