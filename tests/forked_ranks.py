@@ -29,6 +29,7 @@ from dsgpt.runtime.topology import free_port
 
 MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
 """Modules that take long to import."""
+OF_A_RANK = ("RANK", "WORLD_SIZE")
 LIMIT_SEC = 600
 """Seconds after which ranks count as stuck."""
 POLL_SEC = 0.01
@@ -57,7 +58,7 @@ def run_script(
         terminated, as by a launcher.
     """
     if environment is None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(ELSEWHERE)}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith((*ELSEWHERE, *OF_A_RANK))}
     with tempfile.TemporaryDirectory() as folder:
         request = {
             "words": [str(script), *map(str, words)],

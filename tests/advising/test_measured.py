@@ -25,8 +25,8 @@ def result(run_type: str, ranks: int, seconds: float, *, fit: bool = True) -> di
 
 def cell(name: str, run_type: str, devices: int, tokens_per_sec: float) -> dict:
     """A cell of a sweep."""
-    work = {f"model {field}": size for field, size in MODEL.items()}
-    work |= {"model block_size": 256, "global batch": 8, "sequence length": 256, "precision": "fp32"}
+    work = {f"model {field}": float(size) for field, size in MODEL.items()}
+    work |= {"model block_size": 256.0, "global batch": 8.0, "sequence length": 256.0, "precision": "fp32"}
     turn = {"cell": name, "repeat": 1, "place": 1, "state": "done", "message": None, "seconds": 9.0, "work": work}
     speed = {
         "median": tokens_per_sec,
@@ -92,3 +92,47 @@ def test_a_plan_uses_the_fitted_rates(plan, tmp_path, calibration):
             factors.compute["fp32"] * plain["step"]["parts"][part], rel=0.01
         )
     assert "fitted to measured steps (1)" in fitted["machine"]["rates"]
+
+
+def test_the_committed_sweep_is_read(plan, calibration):
+    sweep = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "sweep-scaling.json"
+    line = f"--machine {calibration} --gpus 2 --model_size demo --tokens 1e6 --measured {sweep} --json"
+    assert "fitted to measured steps (7)" in json.loads(plan(line))["machine"]["rates"]
+
+
+def test_steps_in_a_precision_without_rates_are_not_fitted(tmp_path):
+    bf16 = result("ddp", 2, 0.7)
+    bf16["work"]["precision"] = "bf16"
+    assert len(measured(tmp_path / "plan.json", {"cells": [result("baseline", 1, 0.5), bf16]})) == 1
+
+
+@pytest.mark.parametrize("cells", [[{"fit": True, "step_seconds": {"measured": 1.0}}], [3], {"fit": True}])
+def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
+    with pytest.raises(UserError, match=r"plan.json: a cell is not as this program writes it \(\w+: [^\n]+\)$"):
+        measured(tmp_path / "plan.json", {"cells": cells})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"matrix_flops_per_sec": {"fp32": {"256": {"1024": 0.0}}}}, "fp32.256.1024 must be above 0, not 0"),
+        ({"matrix_flops_per_sec": {"fp32": {"wide": {"1024": 1e11}}}}, "fp32: has the key 'wide'"),
+        ({"matrix_flops_per_sec": {"fp32": {}}}, "fp32: has no rate"),
+        ({"bus_bytes_per_sec": {"all_gather": {"fp32": 1e9}}}, "bus_bytes_per_sec: has no all_reduce of fp32"),
+        ({"operation_sec": -1.0}, "operation_sec must be above 0, not -1"),
+        ({"logits_per_sec": {}}, "logits_per_sec: has other precisions than matrix_flops_per_sec"),
+    ],
+)
+def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factory, changes, why):
+    """A negative time of an operation would be a plan with negative steps; a rate of 0 ended in a traceback."""
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    path.write_text(json.dumps(CALIBRATION | {"ceilings": [ALONE, TOGETHER | changes]}))
+    (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
+    assert why in line
+
+
+def test_more_devices_than_were_measured_are_refused(refused, tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    path.write_text(json.dumps(CALIBRATION))
+    (line,) = refused(f"--machine {path} --gpus 4 --model_size tiny --tokens 1e6")
+    assert line.startswith("--gpus 4: the calibration measured 2 devices:")

@@ -167,6 +167,13 @@ def test_the_written_command_passes_a_dry_run(data, devices, name):
     assert f"strategy    {name} " in done.stdout
 
 
+def test_tensor_peers_are_never_on_two_machines():
+    names = {way.name for way in ways(24, together=8, repository=REPOSITORY)}
+    assert {"tensor2-zero1", "tensor8-zero1", "sequence4-zero1", "pipeline3-tensor8-zero1", "pipeline6-zero1"} <= names
+    assert not [name for name in names if "tensor3" in name or "tensor6" in name or "sequence3" in name]
+    assert "tensor3-zero1" in {way.name for way in ways(6, together=8, repository=REPOSITORY)}
+
+
 def test_several_machines_are_joined_by_torchrun(data):
     request, found = recommended(data, 16)
     text = command_text(found[0], request, data / "recipe.json")

@@ -76,7 +76,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys)
     for each in calibration.ceilings:
         figures = list(_numbers({name: value for name, value in vars(each).items() if value is not None}))
         assert all(figure > 0 for figure in figures)
-        assert len(figures) == (1 + 18 + 8 + 2 + 2 + 3) + 8 * (each.devices > 1)
+        assert len(figures) == (1 + 18 + 12 + 2 + 2 + 3) + 8 * (each.devices > 1)
     assert calibration.disk_bytes_per_sec > 0
     assert "2 devices of 1 core" in calibration.machine
     words = "--model_size tiny --seq_length 256 --gpus 2 --tokens 1e6 --json"

@@ -12,7 +12,7 @@ from dsgpt.planning.hardware import find_gpu
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.rates import at_ranks
 from dsgpt.planning.step_time import bubble_fraction, predict_step
-from dsgpt.planning.transfers import bus_rate
+from dsgpt.planning.transfers import bus_rate, calls
 from dsgpt.planning.work import Work, block_backward, block_forward, head_and_loss
 
 C, LAYERS, VOCABULARY, TOKENS, LENGTH = 8, 2, 64, 8, 4
@@ -40,6 +40,12 @@ def test_flops_are_split_among_tensor_and_sequence_ranks(setup):
     by_position = block_forward(setup("sequence"))
     assert by_matrix.matrix_flops == by_position.matrix_flops == whole.matrix_flops / 2
     assert by_matrix.attention_flops == by_position.attention_flops == whole.attention_flops / 2
+    biases = 4 + 14 / 2  # added after the products of tensor ranks
+    assert by_matrix.elementwise_bytes == (10 + 10 / 2 + biases) * STREAM
+    assert block_backward(setup("tensor")).elementwise_bytes == (18 + 25 / 2) * STREAM
+    arranged = 4 * 4  # around all-to-alls of half the tokens
+    assert by_position.elementwise_bytes == (20 + arranged) * STREAM / 2
+    assert block_backward(setup("sequence")).elementwise_bytes == (43 + arranged) * STREAM / 2
     assert (
         head_and_loss(setup("tensor"), kind="cpu").matrix_flops == head_and_loss(setup(), kind="cpu").matrix_flops
     )  # no rank splits the head
@@ -109,6 +115,14 @@ def test_collectives_take_their_ring_bytes_and_a_start_for_each_bucket(setup):
     assert predict_step(ddp, machine(collective_sec={2: 5.0})).parts["communication"] == pytest.approx(
         bytes_of_a_rank / 1e6 + 2 * 5.0
     )
+
+
+@pytest.mark.parametrize(("name", "plain", "checkpointed"), [("tensor", 4, 5), ("sequence", 8, 12)])
+def test_sums_and_all_to_alls_of_a_block_start_anew_in_recomputation(setup, name, plain, checkpointed):
+    for again, each in ((False, plain), (True, checkpointed)):
+        found = setup(name, activation_checkpointing=again)
+        traffic = next(traffic for traffic in step_traffic(found) if traffic.what == "activations")
+        assert calls(found, traffic, rank=0) == 3 * LAYERS * each
 
 
 def test_what_a_gpu_hides(setup):
@@ -193,6 +207,19 @@ def test_tensor_peers_share_a_machine_and_their_data_peers_share_its_network(set
     both = setup("tensor", world_size=16)
     among = {traffic.axis: bus_rate(both, RATES, traffic, devices=8) for traffic in step_traffic(both)}
     assert among == {"tensor": 1e6, "data": 1e5 / 2}
+
+
+def test_peers_that_do_not_fill_machines_and_stages_on_two_machines_pass_their_network(setup):
+    """Three peers of 8 GPUs a machine: ranks 6, 7 and 8. Four stages of 4 ranks: the second and the third, 7 and 8."""
+    model = replace(setup().model, n_head=3, n_embd=12)
+    odd = setup("tensor", world_size=24, model=model, top={"tensor_parallel": {"autotp_size": 3}})
+    rates = {bus_rate(odd, RATES, traffic, devices=8) for traffic in step_traffic(odd) if traffic.axis == "tensor"}
+    assert rates == {1e5}
+    model = replace(setup().model, n_layer=4)
+    stages = {"stages": 4, "partition": "uniform"}
+    deep = setup("pipeline", world_size=16, model=model, top={"pipeline": stages})
+    rates = {bus_rate(deep, RATES, traffic, devices=8) for traffic in step_traffic(deep) if traffic.axis == "pipeline"}
+    assert rates == {1e5 / 4}
 
 
 def test_the_heads_gradient_is_added_up_over_chunks(setup):

@@ -182,7 +182,7 @@ def _add_machine(flags: _Flags) -> None:
     flags.whole("--gpus_per_machine", "GPUs of one machine (default: 8)")
     network = _amount(flags.reader, "--network_gbps", example="100")
     flags.value("--network_gbps", network, "X", "Gbit/s between machines (100)")
-    host = flags.reader.number("--host_memory_gb")
+    host = _amount(flags.reader, "--host_memory_gb", example="512")
     flags.value("--host_memory_gb", host, "X", "memory of a machine for offload (default: twice that of its GPUs)")
     flags.path("--machine", "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)")
     flags.paths("--measured", "JSON", "records of sweeps of this machine, to which the rates are fitted")

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsgpt.advising.plan import Plan
 from dsgpt.advising.request import PlanRequest
-from dsgpt.advising.search import Judged
+from dsgpt.advising.search import Judged, no_price
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.advising.words import dollars, duration, size
 from dsgpt.common.errors import UserError
@@ -36,6 +36,8 @@ def _nothing_fits(found: Sequence[Judged], request: PlanRequest) -> str:
     if inside:
         fastest = min(inside, key=lambda each: each.plan.run.seconds if each.plan else 0.0)
         assert fastest.plan is not None
+        if request.options.budget is not None and not fastest.plan.costs:
+            return f"--budget cannot be judged, because {request.machine.name} {no_price(request.options.spot)}"
         cost = f" and costs {dollars(fastest.plan.costs[0].usd)}" if fastest.plan.costs else ""
         return (
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "

@@ -105,7 +105,7 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     recipe = _recipe(options, problems, repository=repository)
     seq_length = _seq_length(options, model, problems)
     _check_lengths(options, problems)
-    _check_machines(options, problems)
+    _check_machines(options, machine, problems)
     _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
@@ -216,8 +216,13 @@ def _check_lengths(options: PlanOptions, problems: Problems) -> None:
         problems.add(f"--picture {options.picture} must end in .svg or .png")
 
 
-def _check_machines(options: PlanOptions, problems: Problems) -> None:
-    """Launchers start equally many ranks on every machine."""
+def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
+    """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
+    if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
+        problems.add(
+            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: "
+            "take no more, or name other GPUs with --gpu"
+        )
     devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
     if options.gpu is not None and devices > together and devices % together:
         problems.add(
@@ -240,11 +245,7 @@ def _check_ignored(options: PlanOptions, problems: Problems) -> None:
         (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
         (searched, options.recommend, "is what --recommend searches: leave it out"),
         (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
-        (
-            priced,
-            options.price_per_gpu_hour is not None,
-            "is of a price table, which --price_per_gpu_hour replaces: leave it out",
-        ),
+        (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
     ):
         for flag, value in flags.items():
             if meaningless and value is not None:

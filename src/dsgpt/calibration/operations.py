@@ -20,12 +20,12 @@ TOKENS = {"cpu": 1024, "cuda": 16384}
 ROWS = {"cpu": (128, 256, 1024), "cuda": (1024, 4096, 16384)}
 """Tokens of micro batches for which matrix products are timed."""
 WEIGHT_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Of the weights that matrix products take turns with: as in a model, none is still in a cache when it is needed."""
+"""Of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
 ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Of an array that fits into no cache."""
 SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 VOCABULARY = 50_257
-HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 512), "cuda": (1024,)}
+HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 256, 512), "cuda": (1024,)}
 _SMALL = 50
 _PIECES = 8
 """Of the calls of a collective operation: each is timed for itself."""
@@ -86,7 +86,7 @@ def matrix_flops_per_sec(clock: Clock, precision: str, width: int, rows: int) ->
     outputs = 4 * width
     x, y = _random(clock, precision, rows, width), _random(clock, precision, rows, outputs)
     layers = -(-WEIGHT_BYTES[clock.device.type] // (x.element_size() * outputs * width))
-    weights = itertools.cycle(_random(clock, precision, layers, outputs, width))
+    weights = itertools.cycle(_random(clock, precision, outputs, width).repeat(layers, 1, 1))
 
     def products() -> None:
         w = next(weights)

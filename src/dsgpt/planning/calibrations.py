@@ -1,17 +1,20 @@
 """``calibration.json``: what a machine was measured to do, and its rates for predictions. Imports no torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, read_as
+from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, read_as
 from dsgpt.planning.rates import Machine, Rates, nearest_ranks
 
 SCHEMA_VERSION = "2.0"
+_PRECISION, _SIZE = re.compile("fp32|bf16|fp16"), re.compile("[1-9][0-9]{0,8}")
+_OPERATION = re.compile("all_reduce|reduce_scatter|all_gather|all_to_all|send")
 ALLOWANCE = 1.25
 """How much longer, or shorter, a step may take than measured rates say: a roofline leaves out caches, memory
 allocation and how processes disturb each other."""
@@ -80,16 +83,53 @@ def read_calibration(path: Path) -> Calibration:
     """
     try:
         schema = read_as(path, _Schema, unknown_keys=True).schema_version
-        if schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]:
-            return read_as(path, Calibration, unknown_keys=True)
+        readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
+        found = read_as(path, Calibration, unknown_keys=True) if readable else None
     except JsonError as error:
         raise UserError(
             f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
         ) from error
-    raise UserError(
-        f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
-        "--calibrate"
-    )
+    if found is None:
+        raise UserError(
+            f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
+            "--calibrate"
+        )
+    wrong = next(_impossible(asdict(found)), None)
+    if wrong:
+        raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
+    return found
+
+
+def _impossible(calibration: dict[str, Any]) -> Iterator[str]:
+    """Rates with which a prediction would be wrong or end in an error."""
+    if not calibration["machine"].isprintable():
+        yield "its machine has a name that cannot be printed"
+    if calibration["disk_bytes_per_sec"] <= 0:
+        yield "disk_bytes_per_sec must be above 0"
+    for number, ceilings in enumerate(calibration["ceilings"]):
+        place, precisions = f"ceilings.{number}", set(ceilings["matrix_flops_per_sec"])
+        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
+            if set(ceilings[name]) != precisions:
+                yield f"{place}.{name}: has other precisions than matrix_flops_per_sec"
+        if ceilings["bus_bytes_per_sec"] and "fp32" not in ceilings["bus_bytes_per_sec"].get("all_reduce", {}):
+            yield f"{place}.bus_bytes_per_sec: has no all_reduce of fp32"
+        for name, value in ceilings.items():
+            keys = (_OPERATION, _PRECISION) if name == "bus_bytes_per_sec" else (_PRECISION, _SIZE, _SIZE)
+            yield from _impossible_rates(value, f"{place}.{name}", keys=keys)
+
+
+def _impossible_rates(value: Any, place: str, *, keys: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    """The same inside a part of the file, whose keys at each depth match the pattern of that depth."""
+    if not isinstance(value, dict):
+        if value is not None and value <= 0:
+            yield f"{place} must be above 0, not {value:g}"
+        return
+    if not value:
+        yield f"{place}: has no rate"
+    for name, part in value.items():
+        if not keys[0].fullmatch(name):
+            yield f"{place}: has the key {clipped(name)}"
+        yield from _impossible_rates(part, f"{place}.{name}", keys=keys[1:])
 
 
 def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:

@@ -100,7 +100,7 @@ def _zero(setup: Setup, rank: int) -> list[Traffic]:
     return _zero3(setup, held) if setup.recipe.zero_stage == 3 else _zero012(setup, held)
 
 
-def _gradient_width(setup: Setup) -> int:
+def gradient_width(setup: Setup) -> int:
     """Bytes per gradient: sent in the precision of the activations, but with sequence ranks in fp32."""
     return FULL if setup.sizes.sequence > 1 else setup.low
 
@@ -112,7 +112,7 @@ def _zero012(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
     """
     stage, ranks = setup.recipe.zero_stage, setup.zero_ranks
     times = setup.gradient_accumulation_steps if stage == 2 else 1
-    width = _gradient_width(setup)
+    width = gradient_width(setup)
     size = times * width * total(held)
     operation = "reduce" if _reduces_to_owner(setup) else "all_reduce"
     found = [
@@ -144,7 +144,7 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
 
     after_step = pieces(persistent(setup.recipe.zero_optimization, held))
     weights = setup.low * (micro_batches * pieces(gathered(setup)) + after_step)
-    width = _gradient_width(setup)
+    width = gradient_width(setup)
     bucketed = [part for part in held if _is_all_reduced(setup, part)]
     alone = [part for part in held if not _is_all_reduced(setup, part)]
     reduced = {"reduce_scatter": pieces(alone), "all_reduce": total(bucketed)}

@@ -14,7 +14,7 @@ On a CPU nothing overlaps: the thread that sends needs the core that computes.
 import math
 from dataclasses import dataclass
 
-from dsgpt.planning.communication import Traffic, step_traffic
+from dsgpt.planning.communication import Traffic, gradient_width, step_traffic
 from dsgpt.planning.gathering import gathered
 from dsgpt.planning.parameters import EMBEDDING, model_parameters, total
 from dsgpt.planning.rates import Rates, at_ranks
@@ -108,14 +108,17 @@ def _seconds(setup: Setup, rates: Rates, traffic: Traffic, *, rank: int, devices
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines.
+    A ring over several machines passes their network once for each group that has ranks on the same machines. Machines
+    take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and the last
+    stage, are on two of them, and all stages wait for those.
     """
     sizes = setup.sizes
     stride = {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
         traffic.axis, setup.world_size // sizes.pipeline
     )
     inside = at_ranks(rates.bus, traffic.group_size)
-    if stride * (traffic.group_size - 1) < devices:
+    shared = traffic.axis != "pipeline" and devices % (stride * traffic.group_size) == 0
+    if shared or setup.world_size <= devices:
         return inside
     return min(inside, rates.network / min(stride, devices))
 
@@ -124,7 +127,8 @@ def calls(setup: Setup, traffic: Traffic, *, rank: int) -> int:
     """Collective operations in a step that send ``traffic``."""
     micro_batches, blocks = setup.gradient_accumulation_steps, setup.blocks(rank)
     if traffic.what == "activations":
-        each = {"tensor": 5 * blocks, "sequence": 12 * blocks, "pipeline": 2}[traffic.axis]
+        again = setup.activation_checkpointing
+        each = {"tensor": (4 + again) * blocks, "sequence": (8 + 4 * again) * blocks, "pipeline": 2}[traffic.axis]
         return each * micro_batches
     if traffic.axis == "pipeline":
         return 1
@@ -142,5 +146,4 @@ def _zero_calls(setup: Setup, traffic: Traffic) -> int:
     if traffic.what == "weights":
         return micro_batches * len(gathered(setup)) // 2 + 1 if zero.stage == 3 else 2
     times = micro_batches if zero.stage >= 2 else 1
-    width = FULL if setup.sizes.sequence > 1 else setup.low
-    return times + math.ceil(traffic.payload_bytes / (width * zero.reduce_bucket_size))
+    return times + math.ceil(traffic.payload_bytes / (gradient_width(setup) * zero.reduce_bucket_size))

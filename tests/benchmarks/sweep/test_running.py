@@ -8,9 +8,10 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from small_run import REPOSITORY
+from small_run import REPOSITORY, TOKENS, random_ids, write_tokens
 from suite_commands import benchmark
 from sweep_files import STEPS, WORK, cell, made_up, options, write_description
 
@@ -139,7 +140,7 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
     ] * 2
 
 
-def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_path, monkeypatch):
+def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
     run_sweep(options(tmp_path, three), repository=REPOSITORY)
     with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
@@ -150,6 +151,12 @@ def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_pat
     with pytest.raises(UserError, match=r"with other recipes, which"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
     recipe.write_text(before)
+    train_data = (tmp_path / "train.bin").read_bytes()
+    write_tokens(tmp_path / "train.bin", random_ids(TOKENS, seed=9))
+    with pytest.raises(UserError, match=r"with other data, which"):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    write_tokens(tmp_path / "train.bin", np.frombuffer(train_data, dtype="<u2"))
+    assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
     monkeypatch.setattr(command, "source_hashes", lambda *_: {"src/gpt2.py": "edited"})
     with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
@@ -261,6 +268,14 @@ def test_a_repeat_in_which_one_failed_has_no_speed_up():
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
     (compared,) = comparison_of(plan, [base, other], losses={}).cells
     assert compared.speed_up.values == [2.0]
+
+
+def test_a_target_that_one_turn_missed_has_no_time():
+    reached, missed = (
+        made_up("one", repeat, speed=100, time_to_target_sec=time) for repeat, time in ((1, 3.0), (2, None))
+    )
+    assert cell_of(planned("one", 1), [reached], price=None).time_to_target_sec.median == 3.0
+    assert cell_of(planned("one", 1), [reached, missed], price=None).time_to_target_sec is None
 
 
 def test_cells_whose_records_show_other_work_have_no_speed_up():

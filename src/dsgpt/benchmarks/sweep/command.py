@@ -31,6 +31,7 @@ PAGE = SuitePage(name="sweep", of="sweeps", text=sweep_page, summary=summary_lin
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
 TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
+PARTS = ("train", "validation")
 RUN = "run"
 """The run folder of a turn, below the turn's."""
 
@@ -115,6 +116,10 @@ class _SweepCommand(SuiteCommand[Turn]):
             cell.name: planned_work(cell, flags[cell.name], repository=self._repository) for cell in self._suite.cells
         }
         require_equal_work(self._suite, works)
+        plan["data"] = {
+            name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
+        }
+        self._store.require(plan)
         self._store.begin(plan)
         left = len(list(self._store.left(self._turns)))
         if left < len(self._turns):

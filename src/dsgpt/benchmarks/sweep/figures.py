@@ -86,7 +86,7 @@ def cell_of(cell: Cell, turns: Sequence[Turn], *, price: float | None) -> SweepC
         communication_share=_over(done, lambda turn: turn.communication_share),
         joules=_over(done, lambda turn: turn.joules),
         final_loss=first.final_loss if first else None,
-        time_to_target_sec=_over(done, lambda turn: turn.time_to_target_sec),
+        time_to_target_sec=_over_all(done, lambda turn: turn.time_to_target_sec),
         cost=_over(done, lambda turn: cost_of(turn, devices=cell.devices, price=price)),
     )
 
@@ -153,6 +153,11 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 def _over(turns: Sequence[Turn], figure: Callable[[Turn], float | None]) -> Spread | None:
     return spread([value for turn in turns if (value := figure(turn)) is not None])
+
+
+def _over_all(turns: Sequence[Turn], figure: Callable[[Turn], float | None]) -> Spread | None:
+    """The same, but None if a turn lacks the figure: of a target, the others would be only those that were lucky."""
+    return None if any(figure(turn) is None for turn in turns) else _over(turns, figure)
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
