@@ -12,7 +12,6 @@ from dsgpt.planning.calibrations import Calibration, Ceilings, calibrated_machin
 from dsgpt.planning.fitting import fit
 from dsgpt.planning.step_time import predict_step
 
-ALONE, TOGETHER = RECORD["ceilings"]
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 8192}
 
 
@@ -126,8 +125,8 @@ def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
 )
 def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factory, changes, why):
     """A negative time of an operation would be a plan with negative steps; a rate of 0 ended in a traceback."""
-    path = tmp_path_factory.mktemp("machine") / "calibration.json"
-    path.write_text(json.dumps(RECORD | {"ceilings": [ALONE, TOGETHER | changes]}))
+    path, (alone, together) = tmp_path_factory.mktemp("machine") / "calibration.json", RECORD["ceilings"]
+    path.write_text(json.dumps(RECORD | {"ceilings": [alone, together | changes]}))
     (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
     assert why in line
 

@@ -178,3 +178,19 @@ def test_several_machines_are_joined_by_torchrun(data):
     request, found = recommended(data, 16)
     text = command_text(found[0], request, data / "recipe.json")
     assert '--nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint "$MASTER:29500" src/gpt2.py' in text
+
+
+def test_the_page_compares_a_plan_with_a_run_by_keys_that_both_have(data):
+    """Of docs/planning.md; the run is the committed one of the demo."""
+    request, found = recommended(data, 2)
+    _, _, plan = write_recommendation(found[0], request)
+    run = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1" / "training_metrics.json"
+    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    part = page.split("## A recommendation carried out", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1:3] for line in part.splitlines() if line.startswith("| `")]
+    assert len(rows) == 5
+    for cells in rows:
+        for cell, file in zip(cells, (plan, run), strict=True):
+            value = json.loads(file.read_text(encoding="utf-8"))
+            for key in cell.strip(" `").split("."):
+                value = value[int(key)] if isinstance(value, list) else value[key]
