@@ -126,13 +126,14 @@ def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
 def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factory, changes, why):
     """A negative time of an operation would be a plan with negative steps; a rate of 0 ended in a traceback."""
     path = tmp_path_factory.mktemp("machine") / "calibration.json"
-    path.write_text(json.dumps(CALIBRATION | {"ceilings": [ALONE, TOGETHER | changes]}))
+    alone, together = RECORD["ceilings"]
+    path.write_text(json.dumps(RECORD | {"ceilings": [alone, together | changes]}))
     (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
     assert why in line
 
 
 def test_more_devices_than_were_measured_are_refused(refused, tmp_path_factory):
     path = tmp_path_factory.mktemp("machine") / "calibration.json"
-    path.write_text(json.dumps(CALIBRATION))
+    path.write_text(json.dumps(RECORD))
     (line,) = refused(f"--machine {path} --gpus 4 --model_size tiny --tokens 1e6")
     assert line.startswith("--gpus 4: the calibration measured 2 devices:")
