@@ -125,7 +125,8 @@ def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
 )
 def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factory, changes, why):
     """A negative time of an operation would be a plan with negative steps; a rate of 0 ended in a traceback."""
-    path, (alone, together) = tmp_path_factory.mktemp("machine") / "calibration.json", RECORD["ceilings"]
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    alone, together = RECORD["ceilings"]
     path.write_text(json.dumps(RECORD | {"ceilings": [alone, together | changes]}))
     (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
     assert why in line

@@ -17,7 +17,7 @@ FACTS = {
     # The reported norm is right. The third step is the first with a learning rate; the fourth uses its weights.
     "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
     # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
-    "mean-of-ranks-means": {"validation loss": "step 2, rank 0"},
+    "mean-of-ranks-means": {"validation loss": "step 4, rank 0"},
     # One more rounding in each of two sums: 1e-3 of the gradient; another split of the batch changes it by 5e-2.
     "micro-batches-summed-in-bf16": {"first gradient": None},
     "rounded-before-the-reduction": {"first gradient": None},
