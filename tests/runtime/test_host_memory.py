@@ -15,7 +15,7 @@ kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
+    for _ in range(10):
         tensors = [torch.ones(size) for size in (12_500_000, 5_000_000, 20_000_000)]
         del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
