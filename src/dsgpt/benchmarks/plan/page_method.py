@@ -25,21 +25,22 @@ softmax and its mask, of which the fused attention keeps only one number per tok
 
 With T tensor ranks the inner parts of attention and MLP, 12 of the 16, are divided by T. With sequence ranks the tokens
 are divided, and the attention's output is kept before and after the all-to-all, 1u more. A pipeline stage keeps the
-activations of as many micro batches as stages follow it, and its own. With activation checkpointing
-a block keeps 1u, and one block at a time is computed again.
+activations of as many micro batches as stages follow it, and its own. With activation checkpointing a block keeps
+1u, and one block at a time is computed again.
 
 DeepSpeed allocates its reduce bucket at its full size before the first gradient comes. A run gives it the recipe's
 `reduce_bucket_size`, at most the number of the model's parameters, and the prediction has the same number.""",
     ),
     (
         "The measurement",
-        """Every cell is a training by the product's own code, in real processes. Its third step is recorded with
-`torch.profiler`, which notes every allocation and release of a tensor from before the strategy is built; the peak is
-the largest sum within the step. Memory that gloo frees in its own threads is invisible to the profiler, so each rank
-waits 10 ms after each collective and frees it itself. On a CPU, offloaded state is in the same memory as everything
-else, and the prediction for a CPU counts it; on a GPU it does not. PyTorch's `MemTracker` is a second witness in cells
-of one process and one micro batch; it is told of the model state, and follows other tensors from the dispatcher. Step
-times are measured in other processes, without a profiler, in rounds in which all cells take turns.
+        """Every cell is a training by the product's own code, in real processes. `4 x 256` is a model of 4 blocks of
+width 256, and B the sequences of a micro batch. The third step is recorded with `torch.profiler`, which notes every
+allocation and release of a tensor from before the strategy is built; the peak is the largest sum within the step.
+Memory that gloo frees in its own threads is invisible to the profiler, so each rank waits 10 ms after each collective
+and frees it itself. On a CPU, offloaded state is in the same memory as everything else, and the prediction for a CPU
+counts it; on a GPU it does not. PyTorch's `MemTracker` is a second witness in cells of one process and one micro batch;
+it is told of the model state, and follows other tensors from the dispatcher. Step times are measured in other
+processes, without a profiler, in rounds in which all cells take turns.
 
 No GPU took part. What is assumed for one: the same tensors as here; chunks of the loss of 256 instead of 32 million
 logits, with the softmax over a whole chunk; fused attention that keeps what the CPU's does. The allocator's rounding

@@ -33,7 +33,7 @@ beside it; the table has its median and its range. The loops of the others are t
 compute under autocast. On a CPU this program keeps freed memory ([performance.md](performance.md)), which would help
 the others too: "memory kept" is a peer with the same setting. Goals are set against peers as they are. Weak scaling
 compares tokens per second and rank; "apart" are as many processes at once that send each other nothing, and no strategy
-can do better.
+can do better. `4 x 256` is a model of 4 blocks of width 256, T the tokens of a sequence, B the sequences of a step.
 
 Machine: {machine}; {hardware["device"]}. {software}.
 Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{_missing(record)}"""

@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.sweep.cells import EQUAL, LABELS
+from dsgpt.common.problems import is_number
 from dsgpt.reports.sweeps import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
 from dsgpt.telemetry.console import duration
 
 UNKNOWN = "unknown"
 _EMPTY = ""
+_COUNTS = ("model n_layer", "model n_embd", "optimizer steps", "global batch", "sequence length")
 
 
 def sweep_page(record: Record, *, source: str) -> str:
@@ -51,8 +53,20 @@ Generated from `{source}` by `python src/benchmark.py run --table-from {source}`
 Every cell was trained {sweep.repeats} times. The turns of a repeat ran one after another in an order drawn with seed
 {sweep.seed}, then came the next repeat. A figure is the median over the repeats, with the smallest and largest value
 behind it. All turns together took {duration(sweep.seconds)}. Unknown is what was not recorded; it is never 0.
-
+{_training(sweep)}
 Machine: {_text(machine)}; {_text(str(hardware.get("device")))}. Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
+
+
+def _training(sweep: Sweep) -> str:
+    """A line about what the first cell trained; empty without the facts of one of its turns."""
+    work = next((turn.work for cell in sweep.cells[:1] for turn in cell.done().values() if turn.work), {})
+    if not all(is_number(work.get(name)) for name in _COUNTS):
+        return _EMPTY
+    blocks, width, steps, batch, tokens = (f"{work[name]:,.0f}" for name in _COUNTS)
+    return (
+        f"The cell {_text(sweep.cells[0].name)} trains a GPT-2 with {blocks} blocks of width {width}\n"
+        f"for {steps} steps of {batch} sequences of {tokens} tokens.\n"
+    )
 
 
 def _cells(sweep: Sweep) -> str:
