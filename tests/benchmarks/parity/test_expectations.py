@@ -10,7 +10,7 @@ from dsgpt.benchmarks.harness.corpus import cut_validation
 from dsgpt.benchmarks.harness.launch import Assignment
 from dsgpt.benchmarks.harness.tested import ACCUMULATED, EVERY
 from dsgpt.benchmarks.harness.work import GLOBAL_BATCH, VALIDATION_WINDOWS
-from dsgpt.benchmarks.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, FP32
+from dsgpt.benchmarks.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, FP32, FP32_CONSTANT_RATE
 from dsgpt.benchmarks.parity.computation import Split, work_of
 from dsgpt.benchmarks.parity.matrix import core, refusal_expected, whole_matrix
 from dsgpt.benchmarks.parity.page import parity_page
@@ -150,7 +150,8 @@ def test_changed_trainings_have_separate_references():
             Split(data_ranks=2, accumulation=1, low=ACCUMULATED),
         ),  # the same computation
         ("zero3", 1, 3, Split(accumulation=3)),
-        ("zero1", 1, 3, Split(accumulation=3, low=ACCUMULATED)),
+        ("zero0", 1, 3, Split(accumulation=3, low=ACCUMULATED)),
+        ("zero1", 1, 3, Split(accumulation=3)),  # nothing is sent, so nothing is rounded for it
         ("pipeline2-zero1", 4, 3, Split(data_ranks=2, accumulation=3, low=ACCUMULATED, whole_logits=True)),
         ("pipeline2-tensor2-zero1", 8, 1, Split(data_ranks=2, low=ACCUMULATED, whole_logits=True)),
     ],
@@ -176,6 +177,10 @@ def test_which_bounds_a_cell_has(strategy, ranks, kind):
     cell = Cell(strategy=strategy, ranks=ranks, precision="bf16")
     assert bounds_of(cell, "cpu") is CPU[kind]
     assert bounds_of(replace(cell, precision="fp32"), "cpu") is CPU[FP32]
+
+
+def test_a_constant_rate_has_bounds_of_its_own():
+    assert bounds_of(Cell(strategy="zero1-constant-rate", ranks=2), "cpu") is CPU[FP32_CONSTANT_RATE]
 
 
 def test_the_reference_computes_the_schedule_of_the_product():

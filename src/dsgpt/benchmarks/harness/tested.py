@@ -29,6 +29,8 @@ class TestedStrategy:
     """Ranks that share a micro batch: each computes a part of the model, or a part of every sequence."""
     low: str = ""
     """Where its gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty."""
+    low_alone: bool = True
+    """Whether a single rank, which sends nothing, rounds them all the same."""
     whole: bool = True
     """Whether it has a cell for every setting; otherwise it has one cell."""
     optimizer: str = "adamw"
@@ -60,7 +62,7 @@ def _zero(stage: int) -> dict[str, Any]:
 def _deepspeed(name: str, recipe: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
     """ZeRO. From stage 2 on, a rank keeps no whole gradient from one micro batch to the next."""
     low = EVERY if recipe.startswith(("zero2", "zero3")) else ACCUMULATED
-    settings = {"low": low} | more
+    settings: dict[str, Any] = {"low": low, "low_alone": recipe != "zero1"} | more
     return TestedStrategy(name=name, run_type="optimized", recipe=f"{recipe}.json", ranks=ranks, **settings)
 
 

@@ -63,7 +63,7 @@ def work_of(cell: Cell) -> Work:
         split = Split(
             data_ranks=data_ranks,
             accumulation=cell.accumulation,
-            low=strategy.low,
+            low=strategy.low if cell.ranks > 1 or strategy.low_alone else "",
             whole_logits=strategy.recipe in PIPELINES,
         ).simplest()
     return Work(cell.optimizer, cell.precision, strategy.training, split)

@@ -49,7 +49,9 @@ def bounds_of(cell: Cell, device: str) -> Bounds:
     """How far the cell may be from its reference on ``device``, ``cpu`` or ``cuda``."""
     strategy, work = STRATEGIES[cell.strategy], work_of(cell)
     pipeline = strategy.recipe == "pipeline.json"
-    known = bounds_class(cell.precision, work.split, model_ranks=strategy.model_ranks, pipeline=pipeline)
+    known = bounds_class(
+        cell.precision, work.split, training=work.training, model_ranks=strategy.model_ranks, pipeline=pipeline
+    )
     return BOUNDS[device][known]
 
 
