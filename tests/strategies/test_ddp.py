@@ -17,7 +17,7 @@ def facts(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("precision", BYTES)
 def test_it_trains_as_the_baseline_does(facts, precision):
-    assert_the_baselines_training(facts["baseline"][precision])
+    assert_the_baselines_training(facts["baseline"][precision], precision)
 
 
 @pytest.mark.parametrize("precision", BYTES)

@@ -32,7 +32,7 @@ def padded_elements(parameters: dict[str, list[int]], prefix: str = "") -> int:
 @pytest.mark.parametrize("precision", BYTES)
 def test_it_trains_as_the_baseline_does(facts, precision):
     """It starts from the same initial weights, split unevenly, with the word embedding tied to the head."""
-    assert_the_baselines_training(facts["baseline"][precision])
+    assert_the_baselines_training(facts["baseline"][precision], precision)
 
 
 def test_a_rank_holds_only_its_shards(facts):
