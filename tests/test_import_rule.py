@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
     "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
+    "benchmarks.inference": (*_SUITE, "exporting", "reports"),
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
 }

@@ -62,6 +62,21 @@ class Reader:
 
         return read
 
+    def wholes(self, flag: str, *, low: int) -> Callable[[str], tuple[int, ...] | None]:
+        """A reader of one or more whole numbers of at least ``low``, separated by commas; each counts once."""
+
+        def read(text: str) -> tuple[int, ...] | None:
+            """The numbers, or None after noting the mistake."""
+            words = text.split(",")
+            if not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) >= low for word in words):
+                self.problems.add(
+                    f"{flag} must be a whole number of at least {low}, or several with commas between them, not {text}"
+                )
+                return None
+            return tuple(dict.fromkeys(map(int, words)))
+
+        return read
+
     def number(self, flag: str) -> Callable[[str], float | None]:
         """A reader of finite numbers of at least 0."""
 
