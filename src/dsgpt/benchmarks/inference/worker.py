@@ -55,7 +55,8 @@ def open_engine(job: dict[str, Any]) -> Engine:
     from dsgpt.benchmarks.inference.batches import BatchEngine  # noqa: PLC0415
     from dsgpt.benchmarks.inference.ours import OwnModel  # noqa: PLC0415
 
-    return BatchEngine(OwnModel(Path(job["checkpoint"]), job["device"]), largest=1 if kind == ONE else 0)
+    largest = 1 if kind == ONE else slots
+    return BatchEngine(OwnModel(Path(job["checkpoint"]), job["device"], batch_size=largest), largest=largest)
 
 
 def _version(kind: str) -> str | None:
