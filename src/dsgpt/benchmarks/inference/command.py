@@ -82,7 +82,9 @@ class _InferenceCommand(SuiteCommand[Turn]):
         options, problems = self._options, Problems()
         python = _python_of(options.vllm)
         if VLLM in options.engines and not python.exists():
-            problems.add(f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out")
+            problems.add(
+                f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out of --engines"
+            )
         try:
             self._trace = _selected(read_trace(options.trace), options.requests)
         except UserError as error:
