@@ -47,8 +47,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
-    "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
     "benchmarks.inference": (*_SUITE, "exporting", "reports"),
+    "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
 }

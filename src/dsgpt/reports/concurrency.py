@@ -13,6 +13,13 @@ from dsgpt.reports.sweeps import Spread
 
 SCHEMA_VERSION = "1.0"
 MAX_BYTES = 64 << 20
+TITLES = {
+    "one": "this project, one request at a time",
+    "static": "this project, static batches",
+    "continuous": "transformers, continuous batching",
+    "vllm": "vLLM",
+}
+"""Of engines, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class Load:
     request_tokens_per_sec: Percentiles
     """New tokens of a request, divided by its latency."""
     peak_memory_bytes: int | None
-    """Of the engine's processes so far: resident, or allocated on the GPU by the one that measures."""
+    """The sum of the engine's processes: resident, or allocated on the GPU by the one that measures."""
 
 
 @dataclass(frozen=True, kw_only=True)

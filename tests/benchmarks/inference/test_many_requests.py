@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.text import Text
 from safetensors.torch import save_file
 from small_run import REPOSITORY
 from suite_commands import refusal
@@ -30,6 +31,9 @@ from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.reports.concurrency import Concurrency, Percentiles, read_concurrency
+from dsgpt.reports.plots import chart_of_concurrency
+from dsgpt.reports.style import quiet_style
+from dsgpt.reports.themes import LIGHT
 from dsgpt.telemetry.console import Console
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=101)
@@ -117,6 +121,21 @@ def test_the_page_has_a_row_for_each_concurrency_and_every_engine_in_each_table(
     page = (measured[1] / "inference.md").read_text(encoding="utf-8")
     assert page.count("\n| one |") == page.count("\n| continuous |") == 3  # two concurrencies, and the versions
     assert "28 of 28 answers" in page
+
+
+def test_the_chart_has_a_line_for_each_engine(measured):
+    record = read_concurrency(measured[1] / "inference.json")
+    other = replace(record, engines=[record.engines[0], replace(record.engines[2], same_ids=27)])
+    with quiet_style(LIGHT):
+        lines = chart_of_concurrency(record)["latency_by_concurrency"]().body.axes[0].get_lines()
+        warned = chart_of_concurrency(other)["latency_by_concurrency"]().figure.findobj(Text)
+    assert len(lines) == len(ENGINES)
+    for line, engine in zip(lines, record.engines, strict=True):
+        loads = engine.by_concurrency.values()
+        assert list(line.get_xdata()) == [load.tokens_per_sec.median for load in loads]
+        assert list(line.get_ydata()) == [load.latency_sec.p50 for load in loads]
+    stamps = [text.get_text() for text in warned if "OTHER TOKENS" in text.get_text()]
+    assert stamps == ["OTHER TOKENS: continuous: 1 of 28 answers are not those of this project"]
 
 
 def test_the_record_of_the_run_keeps_its_keys(measured):

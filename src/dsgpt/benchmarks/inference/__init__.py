@@ -1,1 +1,1 @@
-"""How engines answer many requests at once: the same arrivals for each, in turns."""
+"""How engines answer many requests at once, on the same arrivals."""

@@ -68,7 +68,8 @@ class _InferenceCommand(SuiteCommand[Turn]):
 
     def __init__(self, options: InferenceOptions) -> None:
         self._options = options
-        self._turns = list(turn_order(options.engines, options.concurrency, repeats=options.repeats))
+        self._kinds = tuple(dict.fromkeys(options.engines))
+        self._turns = list(turn_order(self._kinds, options.concurrency, repeats=options.repeats))
         self._trace: Trace
         self._model: GPT2Config
         self._engines: Engines
@@ -115,12 +116,12 @@ class _InferenceCommand(SuiteCommand[Turn]):
             vllm_python=_python_of(options.vllm),
         )
         self._folder = folder
-        names = ", ".join(options.engines)
-        console.say(f"engines {names}; {len(self._trace.requests)} requests a turn, {len(self._turns)} turns")
+        requests, names = len(self._trace.requests), ", ".join(self._kinds)
+        console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
 
     def results(self) -> Iterator[Turn]:
         with ExitStack() as held:
-            self._engines = Engines(self._options.engines, self._setting, self._folder)
+            self._engines = Engines(self._kinds, self._setting, self._folder)
             held.callback(self._engines.close)
             self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
             self._engines.warm_up(self._arrivals(1, gap=0.0), slots=self._setting.slots)
@@ -129,7 +130,7 @@ class _InferenceCommand(SuiteCommand[Turn]):
                 requests = self._arrivals(concurrency)
                 turns.append(self._engines.turn(kind, requests, concurrency=concurrency, repeat=repeat))
                 if len(turns) == len(self._turns):  # while the processes are there: they explain differences
-                    self._measured = [self._engine(name, turns) for name in self._options.engines]
+                    self._measured = [self._engine(name, turns) for name in self._kinds]
                 yield turns[-1]
 
     def _arrivals(self, concurrency: int, *, gap: float | None = None) -> list[Any]:

@@ -5,16 +5,9 @@ from collections.abc import Callable
 
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.common.json_files import parse_as
-from dsgpt.reports.concurrency import Concurrency, Engine, Load, Percentiles
+from dsgpt.reports.concurrency import TITLES, Concurrency, Engine, Load, Percentiles
 from dsgpt.reports.sweeps import Spread
 from dsgpt.telemetry.console import duration
-
-TITLES = {
-    "one": "this project, one request at a time",
-    "static": "this project, static batches",
-    "continuous": "transformers, continuous batching (`paged|sdpa`)",
-    "vllm": "vLLM",
-}
 
 
 def inference_page(record: Record, *, source: str) -> str:
@@ -108,8 +101,8 @@ def _engines(found: Concurrency) -> str:
     legend = (
         "The first token and the latency count from the arrival of a request, so they include its time in the queue. "
         "Of the speeds of requests, p95 is what 95% of them reach at least. Peak memory is what was resident in the "
-        "engine's processes since they started, or allocated on the GPU by the process that measures; it includes the "
-        "libraries and what vLLM reserves for its cache."
+        "engine's processes, or allocated on the GPU by the process that measures; it includes the libraries and what "
+        "vLLM reserves for its cache."
     )
     return f"{table(['engine', 'what it is', 'version', 'seconds to load'], rows)}\n\n{legend}"
 

@@ -66,17 +66,18 @@ class Engines:
     """
 
     def __init__(self, kinds: Sequence[str], setting: Setting, folder: Path) -> None:
-        self._held = contextlib.ExitStack()
-        self._processes = {
-            kind: self._held.enter_context(
-                EngineProcess(
-                    setting.vllm_python if kind == VLLM else Path(sys.executable), setting.job(kind), folder / kind
+        with contextlib.ExitStack() as held:
+            self._processes = {
+                kind: held.enter_context(
+                    EngineProcess(
+                        setting.vllm_python if kind == VLLM else Path(sys.executable), setting.job(kind), folder / kind
+                    )
                 )
-            )
-            for kind in dict.fromkeys((ONE, *kinds))
-        }
-        for process in self._processes.values():
-            process.ready()
+                for kind in dict.fromkeys((ONE, *kinds))
+            }
+            for process in self._processes.values():
+                process.ready()
+            self._held = held.pop_all()
 
     def facts(self, kind: str) -> dict[str, Any]:
         """Seconds that the engine ``kind`` took to load, and the version of its library."""

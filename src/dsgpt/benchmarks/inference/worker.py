@@ -4,6 +4,7 @@ Each line of the input is a turn as JSON; the answer is a line of JSON. An empty
 runs this file too, so it imports nothing else of this project at the top.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
             _answer({"margins": [model.margins(one["prompt"], one["ids"]) for one in turn["margins"]]})
             continue
         requests = [Request(**one) for one in turn["requests"]]
+        _forget_peak(job["device"])
         answers = engine.serve(requests, slots=turn["slots"])
         _answer({"answers": as_words(answers), "peak_bytes": _peak_bytes(job["device"])})
     engine.close()
@@ -71,8 +73,27 @@ def _version(kind: str) -> str | None:
     return None
 
 
+def _forget_peak(device: str) -> None:
+    """Begin the peaks of memory anew, where the system can; elsewhere they are those since the start."""
+    if device == "cuda":
+        import torch  # noqa: PLC0415
+
+        torch.cuda.reset_peak_memory_stats()
+        return
+    for process in _family():
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process}/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM: see proc(5)
+
+
+def _family() -> list[int]:
+    """The ids of this process and of those that it started."""
+    import psutil  # noqa: PLC0415
+
+    return [process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
+
+
 def _peak_bytes(device: str) -> int | None:
-    """The most memory so far: resident in this process and those it started; on a GPU what this process allocated.
+    """The most memory of a turn: resident in this process and those it started; on a GPU what this process allocated.
 
     None for an engine that allocates a GPU's memory in another process.
     """
@@ -80,10 +101,7 @@ def _peak_bytes(device: str) -> int | None:
         import torch  # noqa: PLC0415
 
         return torch.cuda.max_memory_allocated() or None
-    import psutil  # noqa: PLC0415
-
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(_peak_resident(process.pid) for process in family)
+    return sum(map(_peak_resident, _family()))
 
 
 def _peak_resident(process: int) -> int:
