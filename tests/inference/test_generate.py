@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
