@@ -56,6 +56,7 @@ def test_the_end_of_text_ends_it(tokenizer):
     [
         ("one two three", [" two"], "one", "stop"),
         ("one two three", ["three", "two"], "one ", "stop"),
+        ("xab", ["b", "ab"], "x", "stop"),
         ("one t", [" two"], "one t", ""),
         ("oneone two", ["one t"], "one", "stop"),
         ("日本", ["本"], "日", "stop"),

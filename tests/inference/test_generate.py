@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked_ranks import run_script
 from small_run import (
     REPOSITORY,
@@ -29,6 +30,7 @@ from small_run import (
 from dsgpt.common.errors import UserError
 from dsgpt.common.script import exit_code_of
 from dsgpt.exporting.export import export
+from dsgpt.inference.loading import load
 from dsgpt.inference.request import Request
 from dsgpt.inference.sample import Writer
 from dsgpt.main import train
@@ -226,6 +228,8 @@ def test_a_folder_of_hugging_face_and_a_portable_folder_give_the_same_text(run_d
 
 
 def test_precision(run_dir):
+    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="bf16")
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
     assert texts(run_dir, precision="bf16", temperature=0)[0].startswith("def ma")
     assert refusal(run_dir, precision="fp16") == ["--precision fp16 needs a GPU: use fp32 or bf16 on a CPU"]
 

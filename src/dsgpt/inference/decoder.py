@@ -112,7 +112,7 @@ class Sequences:
     def _prompt_mask(self) -> Tensor | None:
         """What is added to the scores of the prompts, (B, 1, T, T), if they are padded.
 
-        A padded position sees itself: without any score its softmax would be NaN, and spoil the cache.
+        A padded position sees itself: of no score at all, some kernels compute NaN, which would spoil the cache.
         """
         if self._mask is None:
             return None

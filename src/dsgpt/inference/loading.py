@@ -27,7 +27,19 @@ class Loaded:
     """A model in evaluation mode and its tokenizer."""
 
     model: GPT2
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    lack: str = ""
+    """Why there is no tokenizer."""
+
+    def needed_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.tokenizer is None:
+            raise UserError(f"{self.lack}: cannot read text")
+        return self.tokenizer
 
 
 def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loaded:
@@ -40,21 +52,20 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
         precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Raises:
-        UserError: there is no usable model, or no tokenizer with it.
+        UserError: there is no usable model, or its tokenizer cannot be used.
     """
     if is_hugging_face(path):
         if which == "best":
             raise UserError(f"--checkpoint {path}: is a Hugging Face folder; --which best needs a run folder")
-        tokenizer = _published_tokenizer(path)
+        tokenizer, lack = _published_tokenizer(path), f"{path}: has no tokenizer"
         model = _published_model(path, device)
     else:
         checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
         files = open_model_files(checkpoint)
-        if files.tokenizer is None:
-            raise UserError(f"{checkpoint}: has no tokenizer, because its training data had none: cannot read text")
-        tokenizer = open_tokenizer(files.tokenizer, what=str(files.tokenizer))
+        folder, lack = files.tokenizer, f"{checkpoint}: has no tokenizer, because its training data had none"
+        tokenizer = None if folder is None else open_tokenizer(folder, what=str(folder))
         model = load_model(files, device)
-    return Loaded(model=model.to(DTYPES[precision]), tokenizer=tokenizer)
+    return Loaded(model=model.to(DTYPES[precision]), tokenizer=tokenizer, lack=lack)
 
 
 def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:
@@ -67,9 +78,9 @@ def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device
     return device
 
 
-def _published_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+def _published_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
     if all(file.name == CONFIG for file in tokenizer_files(folder)):
-        raise UserError(f"{folder}: has no tokenizer: cannot read text")
+        return None
     return open_tokenizer(folder, what=str(folder), named=True)
 
 

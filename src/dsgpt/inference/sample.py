@@ -51,7 +51,7 @@ class Writer:
         device = device_for(request.device, precision=request.precision, problems=problems)
         problems.raise_if_any()
         loaded = load(request.checkpoint, which=request.which, device=device, precision=request.precision)
-        self._request, self._tokenizer = request, loaded.tokenizer
+        self._request, self._tokenizer = request, loaded.needed_tokenizer()
         self._model = loaded.model
         self._decoder: Decoder | None = None
         self._sampling = Sampling(
