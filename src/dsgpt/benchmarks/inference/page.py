@@ -109,7 +109,7 @@ def _engines(found: Concurrency) -> str:
 
 def _same_ids(found: Concurrency) -> str:
     lines = [
-        f"* {engine.name}: {engine.same_ids:,} of {engine.answers:,} answers have the ids of `one` with no other request"
+        f"* {engine.name}: {engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
         for engine in found.engines
     ]
     rows = [row for engine in found.engines for row in _difference_rows(engine)]
