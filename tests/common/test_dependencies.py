@@ -13,6 +13,10 @@ from dsgpt.config.trackers import PACKAGES
 
 NAMES = {"pynvml": "nvidia-ml-py"}
 """Packages that are installed under another name than they are imported."""
+OPTIONAL = {"lm_eval": "eval"}
+"""Packages that only one feature needs, and the extra that installs each; the tests run with an exact version."""
+ELSEWHERE = {"vllm"}
+"""Packages that are imported only in an environment of their own, which a goal of the Makefile makes."""
 FOLDERS = ("src", "charts", "data_prep")
 
 
@@ -34,9 +38,16 @@ def project() -> dict[str, Any]:
 
 def test_imported_packages_are_dependencies_with_exact_versions():
     requirements = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
-    always = imported() - {package for packages in PACKAGES.values() for package in packages}
+    optional = OPTIONAL.keys() | ELSEWHERE
+    always = imported() - optional - {package for packages in PACKAGES.values() for package in packages}
     assert always == set(project()["dependencies"])
     assert always <= set(re.findall(r"^([\w-]+)==[\d.]+$", requirements, flags=re.MULTILINE))
+
+
+def test_the_makefile_installs_what_has_an_environment_of_its_own_in_an_exact_version():
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for package in ELSEWHERE:
+        assert re.search(rf"pip install .* {package}==[\d.]+", makefile)
 
 
 def test_the_extra_of_a_tracker_has_its_packages_and_the_tests_run_with_each():
@@ -49,3 +60,10 @@ def test_the_extra_of_a_tracker_has_its_packages_and_the_tests_run_with_each():
     for tracker, packages in PACKAGES.items():
         assert extras.get(tracker, set()) == set(packages)
         assert extras["test"] >= set(packages)
+
+
+def test_the_package_of_a_feature_has_an_extra_and_the_tests_run_with_it():
+    extras = project()["optional-dependencies"]
+    for package, extra in OPTIONAL.items():
+        assert [re.split(r"[\[>=]", each)[0] for each in extras[extra]] == [package]
+        assert [each for each in extras["test"] if re.fullmatch(rf"{package}(\[\w+\])?==[\d.]+", each)]

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from small_run import command_line, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dsgpt.inference.sample import sample
+from dsgpt.inference.request import Request
+from dsgpt.inference.sample import Writer
 from dsgpt.main import train
 
 
@@ -74,9 +75,8 @@ def test_portable_weights_are_the_checkpoints_and_generate_text(run_dir, tmp_pat
     assert (checkpoint / "model.json").read_bytes() == (tmp_path / "portable" / "model.json").read_bytes()
     manifest = json.loads((tmp_path / "portable" / "manifest.json").read_text())
     assert (manifest["portable"], manifest["step"], manifest["strategy"]) == ("weights", 2, "baseline")
-    asked = {"prompt": "ab", "samples": 1, "new_tokens": 8, "temperature": 1, "top_k": 50, "seed": 1}
     texts = [
-        list(sample(folder, which="latest", device_kind="cpu", **asked))
+        list(Writer(Request(checkpoint=folder, max_new_tokens=8, device="cpu")).texts(["ab"]))
         for folder in (checkpoint, tmp_path / "portable")
     ]
     assert texts[0] == texts[1]

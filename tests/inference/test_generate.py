@@ -1,13 +1,19 @@
 """``src/generate.py`` generates text from a real run, or refuses with the reason."""
 
+import contextlib
 import hashlib
+import importlib.util
+import io
 import json
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked_ranks import run_script
 from small_run import (
     REPOSITORY,
@@ -22,8 +28,13 @@ from small_run import (
 )
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.sample import sample
+from dsgpt.common.script import exit_code_of
+from dsgpt.exporting.export import export
+from dsgpt.inference.loading import load
+from dsgpt.inference.request import Request
+from dsgpt.inference.sample import Writer
 from dsgpt.main import train
+from dsgpt.telemetry.console import Console
 
 SCRIPT = REPOSITORY / "src" / "generate.py"
 
@@ -37,17 +48,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(path: Path, **changes: Any) -> list[str]:
-    flags = {
-        "which": "latest",
-        "prompt": "def ma",
-        "samples": 1,
-        "new_tokens": 8,
-        "temperature": 0.8,
-        "top_k": 50,
-        "seed": 1,
-        "device_kind": "cpu",
-    }
-    return list(sample(path, **flags | changes))
+    """The texts after one prompt, or after several if ``prompt`` is a list."""
+    prompt = changes.pop("prompt", "def ma")
+    flags = {"max_new_tokens": 8, "seed": 1, "device": "cpu"}
+    writer = Writer(Request(checkpoint=path, **flags | changes))
+    return [str(text) for text in writer.texts([prompt] if isinstance(prompt, str) else prompt)]
 
 
 def refusal(path: Path, **changes: Any) -> list[str]:
@@ -72,7 +77,7 @@ def test_the_command_continues_the_prompt(run_dir, tmp_path):
 
 
 def test_the_seed_decides_the_text(run_dir):
-    assert texts(run_dir, samples=2) == texts(run_dir, samples=2)
+    assert texts(run_dir, num_samples=2) == texts(run_dir, num_samples=2)
     assert texts(run_dir, seed=1) != texts(run_dir, seed=2)
     assert texts(run_dir, seed=1, temperature=0) == texts(run_dir, seed=2, temperature=0)
 
@@ -83,7 +88,7 @@ def test_an_empty_prompt_starts_a_document(run_dir):
 
 
 def test_no_more_is_generated_than_fits(run_dir):
-    (text,) = texts(run_dir, prompt="x" * 10, new_tokens=1000, temperature=0)
+    (text,) = texts(run_dir, prompt="x" * 10, max_new_tokens=1000, temperature=0)
     assert len(text.encode()) >= 10
 
 
@@ -102,6 +107,131 @@ def test_a_prompt_that_is_not_text(run_dir):
     """What Python makes of bytes on the command line that are not UTF-8."""
     assert refusal(run_dir, prompt="def \udcff") == ["--prompt is not valid UTF-8 text"]
     assert texts(run_dir, prompt="é 日")
+
+
+def test_a_text_ends_where_the_context_is_full(run_dir, tmp_path):
+    """The prompt keeps its place; the command says why the text is short."""
+    writer = Writer(Request(checkpoint=run_dir, max_new_tokens=12, temperature=0, device="cpu"))
+    found = {text.prompt: text for text in writer.texts(["x" * 10, "xy"])}
+    assert {prompt: text.ended for prompt, text in found.items()} == {"x" * 10: "context", "xy": "length"}
+    assert found["x" * 10].added == texts(run_dir, prompt="x" * 10, max_new_tokens=6, temperature=0)[0][10:]
+    done = script("--checkpoint", run_dir, "--prompt", "x" * 10)
+    assert done[::2] == (0, "note: a text ends where the model's context of 16 tokens is full\n")
+
+
+def test_the_batch_size_changes_no_text(run_dir):
+    def drawn(batch_size: int) -> list[str]:
+        return texts(run_dir, prompt=["def", "x = 1 ", ""], num_samples=3, batch_size=batch_size)
+
+    assert len(set(drawn(1))) == 9
+    assert drawn(1) == drawn(4) == drawn(9)
+
+
+def test_several_prompts_are_continued_in_order(run_dir):
+    found = texts(run_dir, prompt=["one", "a", "def f("], num_samples=2)
+    assert [text[:1] for text in found] == ["o", "o", "a", "a", "d", "d"]
+
+
+def test_a_text_is_shown_while_it_is_generated(run_dir):
+    pieces: list[str] = []
+    writer = Writer(Request(checkpoint=run_dir, max_new_tokens=8, num_samples=2, seed=1, device="cpu"))
+    found = [str(text) for text in writer.texts(["def ma"], show=pieces.append)]
+    assert "".join(pieces) == "".join(found)
+    assert len([piece for piece in pieces if piece]) > 4
+    assert found == texts(run_dir, num_samples=2)
+
+
+def test_an_interrupted_text_is_kept(run_dir):
+    """Ctrl-C after three tokens: what there is comes out, and the texts that would follow do not."""
+    pieces: list[str] = []
+    writer = Writer(Request(checkpoint=run_dir, num_samples=3, device="cpu"))
+    (text,) = writer.texts(["ab"], show=pieces.append, stopped=lambda: len(pieces) >= 4)
+    assert text.ended == "interrupted"
+    assert str(text) == "".join(pieces)
+    assert len(text.added) > 1
+
+
+def test_ctrl_c_ends_the_command_in_order(run_dir, tmp_path):
+    words = ["--checkpoint", run_dir, "--prompt", "a", "--num_samples", 10**6, "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *map(str, words)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert first.startswith(b"a")
+    assert process.returncode == 130
+    assert err.decode().splitlines()[-1] == "error: interrupted; the texts so far were printed"
+    assert b"Traceback" not in err
+    assert out.endswith(b"-" * 80 + b"\n")
+
+
+def script(*words: object, stdin: str | bytes = b"") -> tuple[int, str, str]:
+    """Exit code, output and error output of the command, called in this process because torch takes seconds."""
+    specification = importlib.util.spec_from_file_location("generate", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    source = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
+        patch.setattr(sys, "stdin", source)
+        code = exit_code_of(module.main, kept="")
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_prompts_come_from_files_and_the_standard_input(run_dir, tmp_path):
+    (tmp_path / "prompt.txt").write_text("two\nlines\n")
+    flags = ["--checkpoint", run_dir, "--max_new_tokens", 2]
+    for words, stdin in (
+        (["--prompt_file", tmp_path / "prompt.txt"], ""),
+        (["--prompt_file", "-"], "two\nlines\n"),
+        (["-"], "two\nlines"),
+    ):
+        code, out, err = script(*flags, *words, stdin=stdin)
+        assert (code, err) == (0, "")
+        assert out.startswith("two\nlines")
+        assert out.count("-" * 80) == 1
+
+
+def test_prompts_that_cannot_be_read_are_refused_together(run_dir, tmp_path, snapshot):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    words = ["--checkpoint", run_dir, "--prompt_file", tmp_path / "latin.txt", "--stop", "", "--top_p", 0, "--min_p", 1]
+    code, out, err = script(*words, "--repetition_penalty", 0, "--stream", "--batch_size", 2)
+    assert (code, out) == (2, "")
+    assert err.replace(str(tmp_path), "FOLDER") == snapshot
+    assert script("--checkpoint", run_dir, "-", stdin=b"\xff")[2] == "error: standard input: is not valid UTF-8 text\n"
+    assert script("--checkpoint", run_dir, "--interactive", "--prompt", "a")[0] == 2
+    assert script("--checkpoint", run_dir, "more")[2].startswith("error: 'more' is neither a flag")
+
+
+def test_each_line_is_continued_until_the_input_ends(run_dir):
+    """A line that is refused is an error, and the next one is continued."""
+    words = ["--checkpoint", run_dir, "--interactive", "--temperature", 0, "--max_new_tokens", 3, "--stop", "zz"]
+    code, out, err = script(*words, stdin=f"def\n{'x' * 20}\nabc\n")
+    assert code == 0
+    assert err == "error: --prompt has 20 tokens, and the model reads at most 15: shorten it\n"
+    expected = texts(run_dir, prompt=["def", "abc"], temperature=0, max_new_tokens=3)
+    assert out == "".join(f"{text}\n" for text in expected)
+
+
+def test_a_folder_of_hugging_face_and_a_portable_folder_give_the_same_text(run_dir, tmp_path):
+    for form in ("hf", "portable"):
+        export(run_dir, tmp_path / form, form=form, dtype="fp32", which="latest", console=Console(speaks=False))
+        assert texts(tmp_path / form, num_samples=2) == texts(run_dir, num_samples=2)
+    assert refusal(tmp_path / "hf", which="best") == [
+        "--checkpoint RUN: is a Hugging Face folder; --which best needs a run folder"
+    ]
+    for file in (tmp_path / "hf").glob("*token*"):
+        file.unlink()
+    assert refusal(tmp_path / "hf") == ["RUN: has no tokenizer: cannot read text"]
+
+
+def test_precision(run_dir):
+    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="bf16")
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
+    assert texts(run_dir, precision="bf16", temperature=0)[0].startswith("def ma")
+    assert refusal(run_dir, precision="fp16") == ["--precision fp16 needs a GPU: use fp32 or bf16 on a CPU"]
 
 
 def test_a_prompt_outside_the_models_vocabulary(tmp_path, snapshot):
@@ -132,8 +262,8 @@ def test_a_tokenizer_without_an_end_of_text(run_dir, tmp_path, snapshot):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"samples": 0}, "--num_samples must be at least 1, not 0"),
-        ({"new_tokens": -1}, "--max_new_tokens must be at least 1, not -1"),
+        ({"num_samples": 0}, "--num_samples must be at least 1, not 0"),
+        ({"max_new_tokens": -1}, "--max_new_tokens must be at least 1, not -1"),
         ({"top_k": 0}, "--top_k must be at least 1, not 0"),
         ({"temperature": -1.0}, "--temperature must be a number of at least 0, not -1.0"),
         ({"temperature": float("nan")}, "--temperature must be a number of at least 0, not nan"),
@@ -147,7 +277,7 @@ def test_numbers_out_of_range(run_dir, changes, line):
 
 
 def test_mistakes_are_reported_together(run_dir):
-    assert len(refusal(run_dir, samples=0, top_k=0, temperature=-1.0, seed=-1)) == 4
+    assert len(refusal(run_dir, num_samples=0, top_k=0, temperature=-1.0, seed=-1)) == 4
 
 
 def test_a_tiny_temperature_is_the_likeliest_text(run_dir):

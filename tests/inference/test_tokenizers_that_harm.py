@@ -11,24 +11,13 @@ from harmful_tokenizers import MALFORMED, bring_code, seal
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.sample import sample
+from dsgpt.inference.request import Request
+from dsgpt.inference.sample import Writer
 
 
 def refusal(checkpoint: Path) -> str:
     with pytest.raises(UserError) as caught:
-        list(
-            sample(
-                checkpoint,
-                which="latest",
-                prompt="def",
-                samples=1,
-                new_tokens=2,
-                temperature=0,
-                top_k=1,
-                seed=1,
-                device_kind="cpu",
-            )
-        )
+        list(Writer(Request(checkpoint=checkpoint, max_new_tokens=2, temperature=0, device="cpu")).texts(["def"]))
     (line,) = caught.value.problems
     assert "\n" not in line
     return line

@@ -9,10 +9,19 @@ from dsgpt.checkpointing.manifest import MANIFEST, Manifest, read_manifest, requ
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file
 from dsgpt.common.json_files import JsonError, read_as
+from dsgpt.formats.pretrained import read_json
 from dsgpt.formats.tensor_files import StoredTensor, open_safetensors
 from dsgpt.formats.tokenizer_files import tokenizer_files
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
+
+
+def is_hugging_face(source: Path) -> bool:
+    """Whether a folder has the ``config.json`` of a Hugging Face model; a run folder's has no ``model_type``."""
+    try:
+        return not (source / MANIFEST).exists() and "model_type" in read_json(source / "config.json")
+    except UserError:
+        return False
 
 
 def find_checkpoint(path: Path, *, which: str = "latest", flag: str) -> Path:

@@ -78,6 +78,15 @@ class Reader:
         must_be = f"a whole number of at least {low}"
         return self.value(flag, lambda word: int(ungrouped(word)), accepts=lambda value: value >= low, must_be=must_be)
 
+    def wholes(self, flag: str, *, low: int) -> Callable[[str], tuple[int, ...] | None]:
+        """A reader of one or more whole numbers of at least ``low``, separated by commas; each counts once."""
+        return self.value(
+            flag,
+            lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
+            accepts=lambda values: min(values) >= low,
+            must_be=f"a whole number of at least {low}, or several with commas between them",
+        )
+
     def number(self, flag: str) -> Callable[[str], float | None]:
         """A reader of finite numbers of at least 0."""
         return self.value(

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.manifest import MANIFEST, parse_manifest
-from dsgpt.checkpointing.selection import find_checkpoint, is_model_file, open_model_files, open_weights
+from dsgpt.checkpointing.selection import (
+    find_checkpoint,
+    is_hugging_face,
+    is_model_file,
+    open_model_files,
+    open_weights,
+)
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.problems import Problems
@@ -117,7 +123,7 @@ def open_model(source: Path, *, which: str, console: Console) -> Model:
     Raises:
         UserError: there is none.
     """
-    if _is_hugging_face(source):
+    if is_hugging_face(source):
         if which == "best":
             raise UserError(f"--from {source}: is a Hugging Face folder; --which best needs a run folder")
         return _open_hugging_face(source)
@@ -145,14 +151,6 @@ def _tokenizer_of(folder: Path, *, named: bool) -> tuple[list[Path], str]:
     """The tokenizer's files in ``folder``, or none and the reason: one that could harm its users is left out."""
     fault = fault_of(folder, named=named)
     return ([], f"{folder}: {fault}") if fault else (tokenizer_files(folder), "")
-
-
-def _is_hugging_face(source: Path) -> bool:
-    """A run folder has a ``config.json`` too, but without a ``model_type``."""
-    try:
-        return not (source / MANIFEST).exists() and "model_type" in read_json(source / "config.json")
-    except UserError:
-        return False
 
 
 def _open_hugging_face(folder: Path) -> Model:

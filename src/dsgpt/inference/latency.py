@@ -8,10 +8,10 @@ import statistics
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dsgpt.inference.decode import generate
+from dsgpt.inference.decoder import Decoder
+from dsgpt.inference.generation import generate
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.telemetry.record import GENERATED_TOKENS
 
@@ -36,12 +36,13 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
     new_tokens = min(GENERATED_TOKENS, positions - prompt.numel())
     if prompt.numel() == 0:
         return None
-    token_sec = _warm_up(model, prompt, new_tokens)
+    decoder, start = Decoder(model), prompt.tolist()
+    token_sec = _warm_up(decoder, start, new_tokens)
     left = TOTAL_SEC - (time.perf_counter() - started)
     new_tokens = max(1, min(new_tokens, int(left / token_sec)))
     seconds: list[float] = []
     while not seconds or (len(seconds) < REPETITIONS and time.perf_counter() - started + max(seconds) < TOTAL_SEC):
-        seconds.append(_timed(model, prompt, new_tokens))
+        seconds.append(_timed(decoder, start, new_tokens))
     latency = statistics.median(seconds)
     return {
         "prompt_tokens": prompt.numel(),
@@ -55,13 +56,13 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
     }
 
 
-def _warm_up(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
+def _warm_up(decoder: Decoder, prompt: list[int], new_tokens: int) -> float:
     """Generate for ``WARM_UP_SEC``, but two tokens at least; returns the seconds of a token after the first one.
 
     The first token loads kernels and reads the prompt.
     """
     times = [time.perf_counter()]
-    for _ in generate(model, prompt, new_tokens=new_tokens):
+    for _ in generate(decoder, prompt, new_tokens=new_tokens):
         times.append(time.perf_counter())
         if len(times) > 2 and times[-1] - times[0] > WARM_UP_SEC:
             break
@@ -69,10 +70,8 @@ def _warm_up(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
     return max((times[-1] - times[first]) / (len(times) - 1 - first), 1e-9)
 
 
-def _timed(model: GPT2, prompt: Tensor, new_tokens: int) -> float:
+def _timed(decoder: Decoder, prompt: list[int], new_tokens: int) -> float:
     started = time.perf_counter()
-    for _ in generate(model, prompt, new_tokens=new_tokens):
+    for _ in generate(decoder, prompt, new_tokens=new_tokens):
         pass  # fetches each id from the device as soon as it is generated, as an application does
-    if prompt.device.type == "cuda":
-        torch.cuda.synchronize()
     return time.perf_counter() - started

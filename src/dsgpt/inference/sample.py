@@ -1,85 +1,170 @@
 """Text in, text out, with the model and tokenizer of a checkpoint."""
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from dsgpt.checkpointing.selection import ModelFiles, find_checkpoint, open_model_files
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
-from dsgpt.formats.tokenizer_files import open_tokenizer, reason_of
-from dsgpt.inference.decode import generate
-from dsgpt.inference.trained_model import load_model
+from dsgpt.formats.tokenizer_files import reason_of
+from dsgpt.inference.continuation import Continuation
+from dsgpt.inference.decoder import Decoder
+from dsgpt.inference.generation import generate_batch
+from dsgpt.inference.loading import device_for, load
+from dsgpt.inference.request import Request
+from dsgpt.inference.sampling import Sampling, random_stream
 from dsgpt.model.config import GPT2Config
-from dsgpt.runtime.device import cuda_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CONTEXT = "context"
+INTERRUPTED = "interrupted"
 
-def sample(
-    path: Path,
-    *,
-    which: str,
-    prompt: str,
-    samples: int,
-    new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    device_kind: str,
-) -> Iterator[str]:
-    """Yield ``samples`` texts: the prompt and up to ``new_tokens`` more tokens, or fewer where a document ends.
 
-    Args:
-        path: a run folder, or one checkpoint.
-        which: the checkpoint of a run folder: ``latest`` or ``best``.
-        prompt: the start of every text; empty for the start of a document.
-        samples: texts.
-        new_tokens: the most tokens to add; the model's positions may end earlier.
-        temperature: 0 always takes the likeliest token.
-        top_k: the number of likeliest tokens to sample from.
-        seed: of the random stream that all samples share.
-        device_kind: ``auto``, ``cpu`` or ``cuda``.
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A finished text."""
+
+    prompt: str
+    added: str
+    ended: str
+    """``end of text``, ``stop``, ``length`` (of the request), ``context`` (the model's), or ``interrupted``."""
+
+    def __str__(self) -> str:
+        return self.prompt + self.added
+
+
+class Writer:
+    """A model that continues texts as a request says.
 
     Raises:
-        UserError: no usable checkpoint, no tokenizer in it, or numbers that make no sense.
+        UserError: numbers that make no sense, no usable checkpoint, or no tokenizer in it.
     """
-    _check(
-        samples=samples,
-        new_tokens=new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        device_kind=device_kind,
-    )
-    files, tokenizer = _open(path, which=which)
-    device = torch.device("cuda" if device_kind != "cpu" and cuda_devices() else "cpu")
-    model = load_model(files, device)
-    ids = _encode(prompt, tokenizer, model.config)
-    generator = torch.Generator(device).manual_seed(seed)
-    for _ in range(samples):
-        tokens = generate(
-            model,
-            torch.tensor(ids, device=device),
-            new_tokens=min(new_tokens, model.config.block_size - len(ids)),
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
+
+    def __init__(self, request: Request) -> None:
+        problems = Problems()
+        request.check(problems)
+        device = device_for(request.device, precision=request.precision, problems=problems)
+        problems.raise_if_any()
+        loaded = load(request.checkpoint, which=request.which, device=device, precision=request.precision)
+        self._request, self._tokenizer = request, loaded.needed_tokenizer()
+        self._model = loaded.model
+        self._decoder: Decoder | None = None
+        self._sampling = Sampling(
+            repetition_penalty=request.repetition_penalty,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
         )
-        text = tokenizer.decode(list(itertools.takewhile(lambda token: token != tokenizer.eos_token_id, tokens)))
-        yield f"{prompt}{text}"
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model can read, prompt included."""
+        return self._model.config.block_size
+
+    def texts(
+        self,
+        prompts: Sequence[str],
+        *,
+        show: Callable[[str], None] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Text]:
+        """Continue each prompt as often as the request says; a prompt's texts follow each other.
+
+        Args:
+            prompts: empty for the start of a document.
+            show: gets the text piece by piece, prompt included, while it is generated; then one text at a time is.
+            stopped: whether to end after this token, with the texts as they are; those of later batches are left out.
+
+        Raises:
+            UserError: prompts that the model cannot read.
+        """
+        problems, encoded = Problems(), []
+        for prompt in prompts:
+            try:
+                encoded.append(_encode(prompt, self._tokenizer, self._model.config))
+            except UserError as error:
+                problems.add(*error.problems)
+        problems.raise_if_any()
+        wanted = (
+            (prompt, ids)
+            for prompt, ids in zip(prompts, encoded, strict=True)
+            for _ in range(self._request.num_samples)
+        )
+        size = 1 if show else min(self._request.batch_size, len(prompts) * self._request.num_samples)
+        decoder = self._decoder = self._decoder or Decoder(self._model, batch_size=size)
+        number = 0
+        while not stopped() and (chosen := list(itertools.islice(wanted, size))):
+            yield from self._finished(self._batch(chosen, number), decoder, show or _hide, stopped)
+            number += len(chosen)
+
+    def _batch(self, chosen: list[tuple[str, list[int]]], number: int) -> "_Batch":
+        """The next texts to generate, the first of which is text ``number`` of all."""
+        context, request = self._model.config.block_size, self._request
+        return _Batch(
+            prompts=[prompt for prompt, _ in chosen],
+            ids=[ids for _, ids in chosen],
+            limits=[min(request.max_new_tokens, context - len(ids)) for _, ids in chosen],
+            continuations=[Continuation(self._tokenizer, stop=request.stop) for _ in chosen],
+            generators=[random_stream(request.seed, number + row) for row in range(len(chosen))],
+        )
+
+    def _finished(
+        self, batch: "_Batch", decoder: Decoder, show: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> Iterator[Text]:
+        """Generate a batch and yield its texts."""
+        show(batch.prompts[0])
+        count = self._generate(batch, decoder, show, stopped)
+        for prompt, continuation, limit in zip(batch.prompts, batch.continuations, batch.limits, strict=True):
+            continuation.finish()
+            show(continuation.news(last=True))
+            full = CONTEXT if limit < self._request.max_new_tokens else "length"
+            ended = continuation.ended or (full if count >= limit else INTERRUPTED)
+            yield Text(prompt=prompt, added=continuation.text, ended=ended)
+
+    def _generate(
+        self, batch: "_Batch", decoder: Decoder, show: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> int:
+        """Add ids to the continuations until each has ended or has as many as its limit; returns the steps."""
+        count = 0
+        steps = generate_batch(
+            decoder,
+            batch.ids,
+            new_tokens=max(batch.limits),
+            sampling=self._sampling,
+            generators=batch.generators,
+        )
+        for count, step in enumerate(steps, start=1):
+            rows = list(zip(batch.continuations, step, batch.limits, strict=True))
+            for continuation, following, limit in rows:
+                if count <= limit:
+                    continuation.add(following)
+            show(batch.continuations[0].news())
+            if stopped() or all(continuation.ended or count >= limit for continuation, _, limit in rows):
+                break
+        return count
 
 
-def _open(path: Path, *, which: str) -> tuple[ModelFiles, "PreTrainedTokenizerBase"]:
-    checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
-    files = open_model_files(checkpoint)
-    if files.tokenizer is None:
-        raise UserError(f"{checkpoint}: has no tokenizer, because its training data had none: cannot read text")
-    return files, open_tokenizer(files.tokenizer, what=str(files.tokenizer))
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Texts that are generated together; each list has an entry for each."""
+
+    prompts: list[str]
+    ids: list[list[int]]
+    """Of the prompts."""
+    limits: list[int]
+    """The most ids to add."""
+    continuations: list[Continuation]
+    generators: list[torch.Generator]
+
+
+def _hide(_: str) -> None:
+    """Shows nothing."""
 
 
 def _encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
@@ -105,17 +190,3 @@ def _encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Confi
             f"--prompt has {len(ids)} tokens, and the model reads at most {config.block_size - 1}: shorten it"
         )
     return ids
-
-
-def _check(*, samples: int, new_tokens: int, temperature: float, top_k: int, seed: int, device_kind: str) -> None:
-    problems = Problems()
-    for flag, value in (("--num_samples", samples), ("--max_new_tokens", new_tokens), ("--top_k", top_k)):
-        if value < 1:
-            problems.add(f"{flag} must be at least 1, not {value}")
-    if not 0 <= temperature < float("inf"):
-        problems.add(f"--temperature must be a number of at least 0, not {temperature}")
-    if not 0 <= seed < 2**63:
-        problems.add(f"--seed must be a whole number from 0 to 2^63 - 1, not {seed}")
-    if device_kind == "cuda" and not cuda_devices():
-        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
-    problems.raise_if_any()

@@ -5,7 +5,6 @@ sequences, T positions, C width (``n_embd``), nh heads, hs head size, V vocabula
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,26 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.linear_cross_entropy import linear_cross_entropy
 
-
-class KeyValueCache(Protocol):
-    """The interface of a decoding cache that attention uses; see ``dsgpt.inference.decode``."""
-
-    @property
-    def length(self) -> int:
-        """Positions already stored."""
-        ...
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``key``, ``value``, (B, nh, T, hs), for ``layer``; return all so far, (B, nh, length + T, hs)."""
-        ...
-
-
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 """(queries, keys, values, dropout probability, whether causal) to the attention output; each (B, nh, T, hs)."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> Tensor:
-    """Every query against every key it may see; (B, nh, T, hs) each, except that a cache lengthens keys and values."""
+    """Every query against every key it may see; (B, nh, T, hs) each."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
 
 
@@ -44,26 +29,22 @@ class Attention(nn.Module):
     ``attend`` is an attribute, so that a strategy can replace it by an attention that uses keys of other ranks.
     """
 
-    def __init__(self, config: GPT2Config, layer: int) -> None:
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.head_size = config.n_embd // config.n_head
         self.attend: Attend = dense_attention
         self.dropout = config.dropout
-        self.layer = layer
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.proj = nn.Linear(config.n_embd, config.n_embd)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) to (B, T, C); with a cache, T is 1 or the cache is empty."""
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_size)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))  # (B, nh, T, hs)
-        causal = cache is None or cache.length == 0
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, dropout, causal)  # (B, nh, T, hs)
+        y = self.attend(q, k, v, dropout, True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         out: Tensor = self.residual_dropout(self.proj(y))
         return out
@@ -87,16 +68,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: attention, then MLP, each after a LayerNorm and added to the residual stream."""
 
-    def __init__(self, config: GPT2Config, layer: int) -> None:
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.attn(self.ln_1(x))
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -132,7 +113,7 @@ class GPT2(nn.Module):
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.embedding_dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = Head(config)
         self.lm_head.weight = self.wte.weight
@@ -143,23 +124,20 @@ class GPT2(nn.Module):
         targets: Tensor | None = None,
         *,
         reduction: str = "mean",
-        cache: KeyValueCache | None = None,
         first_position: int = 0,
     ) -> Tensor:
         """Logits of shape (B, T, V) for ``ids`` of shape (B, T), or with ``targets`` (B, T) their loss in fp32.
 
         The loss is cross-entropy in nats, the mean or ``"sum"`` over the targets; a target of -100 is left out.
-        ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences; with
-        a cache it is ignored.
+        ``first_position`` is the position of ``ids[:, 0]``, if ``ids`` are a later part of longer sequences.
         """
-        start = first_position if cache is None else cache.length
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T,)
+        positions = torch.arange(first_position, first_position + ids.shape[1], device=ids.device)  # (T,)
         x = self.embedding_dropout(self.wte(ids) + self.wpe(positions))  # (B, T, C)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
-                x = block(x, cache)
+                x = block(x)
         out: Tensor = self.lm_head(self.ln_f(x), targets, reduction)
         return out
 

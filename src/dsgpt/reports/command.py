@@ -12,6 +12,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.reports.comparison import comparison_markdown, console_summary
+from dsgpt.reports.concurrency import Concurrency, read_concurrency
 from dsgpt.reports.pictures_wanted import BOTH, FORMATS, Style, read_only, themes_of
 from dsgpt.reports.predictions import Predictions, read_predictions
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
@@ -58,6 +59,8 @@ class Request:
     """Name and path; without a name, that of the suite."""
     plan: Path | None
     """The record of ``benchmark.py plan``."""
+    inference: Path | None
+    """The record of ``benchmark.py inference``."""
     output: Path
     style: Style
     price: float | None
@@ -74,10 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs, unreadable = read_all(request.paths)
     sweeps, more = read_sweeps(request.sweeps)
     predictions, wrong = read_plan(request.plan)
-    problems.add(*unreadable, *more, *wrong)
+    concurrency, unusable = read_inference(request.inference)
+    problems.add(*unreadable, *more, *wrong, *unusable)
     problems.raise_if_any()
     sources = _sources_paragraph(request.paths)
-    absent = write_charts(runs, request=request, sweeps=sweeps, predictions=predictions, sources=sources)
+    absent = write_charts(
+        runs, request=request, sweeps=sweeps, predictions=predictions, concurrency=concurrency, sources=sources
+    )
     if runs:
         print(console_summary(runs))
     for chart, why in absent.items():
@@ -97,6 +103,8 @@ def build_parser(reader: Reader) -> Parser:
     add("--sweep", action="append", default=[], metavar="[NAME=]PATH", help=sweep)
     plan = "the record of src/benchmark.py plan: draws its predicted memory beside the measured"
     add("--plan", type=Path, metavar="PATH", help=plan)
+    inference = "the record of src/benchmark.py inference: draws the latency of its engines against their throughput"
+    add("--inference", type=Path, metavar="PATH", help=inference)
     add("--output-dir", default="charts", metavar="FOLDER", help="where the charts go (default: %(default)s)")
     add("--only", metavar="LIST", help="names of the charts to draw, separated by commas (default: all)")
     form, theme = reader.choices("--format", FORMATS), reader.choice("--theme", (*THEMES, BOTH), BOTH)
@@ -119,7 +127,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
             problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
         paths[name] = Path(path).expanduser()
     sweeps = _named_sweeps(arguments.sweep, problems)
-    if not (named or sweeps or arguments.plan or problems):
+    if not (named or sweeps or arguments.plan or arguments.inference or problems):
         problems.add(
             "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
         )
@@ -131,6 +139,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Request, Problems]:
         paths=paths,
         sweeps=sweeps,
         plan=arguments.plan,
+        inference=arguments.inference,
         output=output,
         style=style,
         price=arguments.price or None,
@@ -205,12 +214,21 @@ def read_plan(path: Path | None) -> tuple[Predictions | None, list[str]]:
         return None, list(error.problems)
 
 
+def read_inference(path: Path | None) -> tuple[Concurrency | None, list[str]]:
+    """The record of ``benchmark.py inference`` if there is one, and the mistakes in it."""
+    try:
+        return (read_concurrency(path) if path else None), []
+    except UserError as error:
+        return None, list(error.problems)
+
+
 def write_charts(
     runs: Sequence[Run],
     *,
     request: Request,
     sweeps: Mapping[str, Sweep],
     predictions: Predictions | None = None,
+    concurrency: Concurrency | None = None,
     sources: str = "",
 ) -> dict[str, str]:
     """Write all charts, and comparison.md of runs; each file is written whole or not at all.
@@ -222,6 +240,7 @@ def write_charts(
         request: where the charts go, and how they look.
         sweeps: by name.
         predictions: beside measurements.
+        concurrency: engines with many requests at once.
         sources: what comparison.md says about the sources of the records.
 
     Returns:
@@ -232,7 +251,7 @@ def write_charts(
     """
     # matplotlib takes seconds to load; --help and mistakes need none of it
     from dsgpt.reports.drawing import draw, file_name  # noqa: PLC0415
-    from dsgpt.reports.plots import chart_of_predictions, charts_of_runs  # noqa: PLC0415
+    from dsgpt.reports.plots import chart_of_concurrency, chart_of_predictions, charts_of_runs  # noqa: PLC0415
     from dsgpt.reports.sweep_plots import charts_of_sweep  # noqa: PLC0415
 
     output, style = request.output, request.style
@@ -242,6 +261,8 @@ def write_charts(
         charts |= charts_of_sweep(sweep, name=name)
     if predictions is not None:
         charts |= chart_of_predictions(predictions)
+    if concurrency is not None:
+        charts |= chart_of_concurrency(concurrency)
     drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
     stale = [
         file_name(name, theme, form)

@@ -28,6 +28,8 @@ SWEEP_CHARTS = ("throughput", "scaling", "efficiency", "memory", "communication"
 """Their files begin with the name of the sweep and ``_``."""
 PLAN_CHART = "plan_memory"
 """Of the record of ``benchmark.py plan``."""
+INFERENCE_CHART = "latency_by_concurrency"
+"""Of the record of ``benchmark.py inference``."""
 FORMATS = ("png", "svg")
 BOTH = "both"
 T = TypeVar("T")
@@ -48,7 +50,8 @@ class Style:
 
     def missing(self, charts: Mapping[str, T]) -> dict[str, str]:
         """The charts that were asked for and cannot be there, and why."""
-        whys = dict.fromkeys(RUN_CHARTS, "no run was given") | {PLAN_CHART: "no --plan was given"}
+        whys = dict.fromkeys(RUN_CHARTS, "no run was given")
+        whys |= {PLAN_CHART: "no --plan was given", INFERENCE_CHART: "no --inference was given"}
         gone = [name for name in self.only or () if name not in charts]
         return {name: whys.get(name, "no sweep of this name was given") for name in gone}
 
@@ -70,7 +73,8 @@ def read_only(text: str | None, problems: Problems) -> tuple[str, ...] | None:
 
 
 def _unknown(names: tuple[str, ...]) -> Iterator[str]:
+    alone = (*RUN_CHARTS, PLAN_CHART, INFERENCE_CHART)
     for name in names:
-        if name not in {*RUN_CHARTS, PLAN_CHART} and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
-            known = f"{', '.join(RUN_CHARTS)}, {PLAN_CHART}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
+        if name not in alone and not any(name.endswith(f"_{chart}") for chart in SWEEP_CHARTS):
+            known = f"{', '.join(alone)}, and of a sweep NAME_{', NAME_'.join(SWEEP_CHARTS)}"
             yield f"--only {name}: is not a chart{did_you_mean(name, RUN_CHARTS)}; known are {known}"

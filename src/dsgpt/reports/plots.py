@@ -9,6 +9,8 @@ from matplotlib.figure import SubFigure
 
 from dsgpt.reports.bars import INFERENCE, LATENCY, THROUGHPUT, TRAINING_TIME, Bars, draw_bars, memory_bars
 from dsgpt.reports.comparison import INFERENCE_NOISE, shorten, speed_up
+from dsgpt.reports.concurrency import Concurrency
+from dsgpt.reports.concurrency_chart import concurrency_chart
 from dsgpt.reports.curves import Curve
 from dsgpt.reports.drawing import Chart
 from dsgpt.reports.equal_work import inference_stamps, judge, partial_stamps, work_stamps
@@ -31,7 +33,7 @@ from dsgpt.reports.lines import (
 from dsgpt.reports.machines import machine_line, setup_stamps
 from dsgpt.reports.measured import of_runs
 from dsgpt.reports.memory import memory_chart
-from dsgpt.reports.pictures_wanted import PLAN_CHART
+from dsgpt.reports.pictures_wanted import INFERENCE_CHART, PLAN_CHART
 from dsgpt.reports.predictions import Predictions
 from dsgpt.reports.runs import FLAT_SCHEMA, Run
 from dsgpt.reports.step_times import communication_chart, step_times_chart
@@ -79,6 +81,11 @@ def chart_of_predictions(predictions: Predictions) -> dict[str, Chart]:
     """The chart of the record of ``benchmark.py plan``, by its name."""
     texts = {"warnings": [], "captions": [predictions.footer]}
     return {PLAN_CHART: partial(memory_chart, predictions.rows, **texts)}
+
+
+def chart_of_concurrency(record: Concurrency) -> dict[str, Chart]:
+    """The chart of the record of ``benchmark.py inference``, by its name."""
+    return {INFERENCE_CHART: partial(concurrency_chart, record)}
 
 
 def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str:

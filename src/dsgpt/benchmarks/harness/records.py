@@ -29,11 +29,11 @@ READY = Path("checkpoint/records/ready")
 EXIT_OLD = 1
 """A source changed while its record was remade."""
 RUNS = ("demo-baseline", "demo-zero1")
-CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory"
+CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency"
 """The charts of the pages, as in the Makefile."""
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
-PLAN = "plan.json"
+PLAN, INFERENCE = "plan.json", "inference.json"
 _MAX_BYTES = 256 << 20
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
@@ -210,6 +210,8 @@ def show_words(record: CommittedRecord, repository: Path) -> tuple[str, ...]:
     words = [word for sweep in sweeps for word in ("--sweep", f"{REFERENCE}/{sweep.name}")]
     if (repository / REFERENCE / PLAN).is_file():
         words += ["--plan", f"{REFERENCE}/{PLAN}"]
+    if (repository / REFERENCE / INFERENCE).is_file():
+        words += ["--inference", f"{REFERENCE}/{INFERENCE}"]
     return (*record.show, *words)
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2, Block, KeyValueCache
+from dsgpt.model.gpt2 import GPT2, Block
 from dsgpt.runtime.topology import Topology
 from dsgpt.strategies.deepspeed.tensor_layers import split_block
 from dsgpt.strategies.deepspeed.tensor_layout import take_part
@@ -49,25 +49,24 @@ class StageBlock(Block):
 
     Args:
         config: the model's shape.
-        layer: the number of the block in the model.
         recompute: whether its activations are computed again in the backward pass instead of kept.
         tensor_group: returns the tensor peers, or None if there are none; called when the block is built.
     """
 
     def __init__(
-        self, config: GPT2Config, layer: int, *, recompute: bool, tensor_group: Callable[[], dist.ProcessGroup | None]
+        self, config: GPT2Config, *, recompute: bool, tensor_group: Callable[[], dist.ProcessGroup | None]
     ) -> None:
-        super().__init__(config, layer)
+        super().__init__(config)
         self._recompute = recompute
         if (group := tensor_group()) is not None:
             split_block(self, group)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) to (B, T, C); a pipeline has no cache."""
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
         if self._recompute and self.training:
-            recomputed: Tensor = checkpoint(super().forward, x, cache, use_reentrant=False)
+            recomputed: Tensor = checkpoint(super().forward, x, use_reentrant=False)
             return recomputed
-        return super().forward(x, cache)
+        return super().forward(x)
 
 
 def _logits(vocab_size: int, embedding: nn.Embedding, x: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
         return [
             TiedLayerSpec(*embedding),
             LayerSpec(PositionEmbedding, model),
-            *(block(layer=layer) for layer in range(model.n_layer)),
+            *(block() for _ in range(model.n_layer)),
             LayerSpec(nn.LayerNorm, model.n_embd),
             TiedLayerSpec(*embedding, forward_fn=partial(_logits, model.vocab_size)),
         ]

@@ -1,0 +1,1 @@
+"""How engines answer many requests at once, on the same arrivals."""

@@ -1,0 +1,132 @@
+"""Evaluates a model as a request says; the record and the lines that show it."""
+
+import time
+from typing import Any
+
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.problems import Problems
+from dsgpt.evaluation.perplexity import predict, windows_of
+from dsgpt.evaluation.request import Request
+from dsgpt.evaluation.tasks import evaluate_tasks
+from dsgpt.evaluation.texts import Evaluated, read_data, read_text
+from dsgpt.inference.loading import device_for, load
+from dsgpt.telemetry.console import Console
+from dsgpt.telemetry.record import finite
+
+Record = dict[str, Any]
+
+
+def evaluate(request: Request, *, console: Console) -> Record:
+    """Evaluate, write the record if one is asked for, and return it.
+
+    Raises:
+        UserError: the model or the text cannot be used.
+    """
+    problems = Problems()
+    device = device_for(request.device, precision=request.precision, problems=problems)
+    problems.raise_if_any()
+    record: Record = {"checkpoint": str(request.checkpoint), "precision": request.precision, "device": device.type}
+    started = time.perf_counter()
+    if request.tasks:
+        record["tasks"] = evaluate_tasks(
+            request.checkpoint,
+            request.tasks,
+            which=request.which,
+            device=device.type,
+            precision=request.precision,
+            batch_size=request.batch_size,
+            limit=request.limit,
+            include_path=request.include_path,
+        )
+        record["limit"] = request.limit
+    else:
+        record |= _predicted(request, device_kind=device.type, console=console)
+    record["seconds"] = round(time.perf_counter() - started, 3)
+    record = finite(record)
+    if request.output:
+        request.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(request.output, record)
+    return record
+
+
+def _predicted(request: Request, *, device_kind: str, console: Console) -> Record:
+    """Perplexity and bits per byte, as keys of the record."""
+    import torch  # noqa: PLC0415
+
+    loaded = load(
+        request.checkpoint,
+        which=request.which,
+        device=torch.device(device_kind),
+        precision=request.precision,
+    )
+    model = loaded.model
+    if request.text is not None:
+        source, text = request.text, read_text(request.text, loaded.needed_tokenizer())
+    else:
+        assert request.data is not None  # as the request was checked
+        source, text = request.data, read_data(request.data, loaded.tokenizer)
+    length = _length(request, text, context=model.config.block_size, vocab_size=model.config.vocab_size)
+    stride = request.stride or length
+    count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
+    progress = console.progress(total=count, what="evaluating", unit="window")
+    found = predict(
+        model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
+    )
+    progress.close()
+    return {
+        "data": str(source),
+        "tokens": found.tokens,
+        "bytes": text.bytes,
+        "windows": found.windows,
+        "seq_length": length,
+        "stride": stride,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte(text.bytes) if text.bytes else None,
+    }
+
+
+def _length(request: Request, text: Evaluated, *, context: int, vocab_size: int) -> int:
+    """Tokens of a window.
+
+    Raises:
+        UserError: the model cannot read such windows, or not these ids.
+    """
+    problems = Problems()
+    length = request.seq_length or context
+    if length > context:
+        problems.add(f"--seq_length {length}: the model reads at most {context} tokens")
+    if request.stride and request.stride > length:
+        problems.add(f"--stride {request.stride} is longer than the windows of {length} tokens")
+    if (largest := int(text.ids.max())) >= vocab_size:
+        problems.add(
+            f"{request.data or request.text}: its largest id is {largest}, but the model was trained with a "
+            f"vocabulary of {vocab_size}: use data of the model's own tokenizer"
+        )
+    problems.raise_if_any()
+    return length
+
+
+def lines_of(record: Record) -> list[str]:
+    """The record for a console."""
+    if "tasks" in record:
+        return [
+            f"{task:<24} {metric:<24} {value:.4f}"
+            for task, metrics in record["tasks"].items()
+            for metric, value in metrics.items()
+        ]
+    lines = [
+        f"tokens          {record['tokens']:,} in {record['windows']:,} windows of {record['seq_length']:,}, "
+        f"stride {record['stride']:,}",
+        f"loss            {record['loss']:.4f} nats per token",
+        f"perplexity      {_shown(record['perplexity'], '.4f')}",
+    ]
+    if record["bytes"]:
+        lines.append(f"bits per byte   {record['bits_per_byte']:.4f} ({record['bytes']:,} bytes)")
+    else:
+        lines.append("bits per byte   unknown: the model has no tokenizer")
+    return lines
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "infinite" if value is None else format(value, form)

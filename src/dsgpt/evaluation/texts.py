@@ -1,0 +1,83 @@
+"""The ids that an evaluation predicts, and the bytes of the text that they stand for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsgpt.common.errors import UserError
+from dsgpt.data.token_file import open_token_file
+from dsgpt.formats.tokenizer_files import reason_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """A text as ids; all but the first are predicted."""
+
+    ids: Tensor
+    """(n,)."""
+    bytes: int | None
+    """Size of the predicted text in UTF-8, without ends of documents; None if the model has no tokenizer."""
+
+
+def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
+    """A text file, after the token that ends documents, if the tokenizer has one.
+
+    Raises:
+        UserError: it cannot be read, is no text, or has too few tokens.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"--text {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text {path}: is not valid UTF-8 text") from error
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise UserError(f"--text {path}: the tokenizer cannot encode it ({reason_of(error)})") from error
+    size = len(text.encode())
+    if tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id, *ids]
+    elif ids:
+        size -= len(_decoded(tokenizer, ids[:1]))
+    if len(ids) < 2 or not size:
+        raise UserError(f"--text {path}: has no token to predict")
+    return Evaluated(ids=torch.tensor(ids), bytes=size)
+
+
+def read_data(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Evaluated:
+    """A token file.
+
+    Raises:
+        UserError: it is not a token file, or has too few tokens.
+    """
+    file = open_token_file(path)
+    if file.tokens < 2:
+        raise UserError(f"--data {path}: has {file.tokens} token: there is nothing to predict")
+    ids = torch.from_numpy(file.memmap().astype(np.int64))
+    size = None if tokenizer is None else _bytes_of(ids[1:], tokenizer)
+    return Evaluated(ids=ids, bytes=size or None)
+
+
+def _bytes_of(ids: Tensor, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Bytes of the documents that ``ids`` stand for."""
+    end = tokenizer.eos_token_id
+    ends = [] if end is None else (ids == end).nonzero()[:, 0].tolist()
+    starts = [0, *(place + 1 for place in ends)]
+    return sum(
+        len(_decoded(tokenizer, ids[start:stop].tolist()))
+        for start, stop in zip(starts, [*ends, len(ids)], strict=True)
+    )
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> bytes:
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # a list only for a batch
+    return text.encode()

@@ -1,0 +1,156 @@
+"""The decoding engine: prompts in one pass, then one token of every sequence at a time, with a key-value cache.
+
+Letters in the shapes: B sequences, T positions, C width, nh heads, hs head size, V vocabulary, P positions of the
+cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsgpt.inference.linear import Linear, fast_linear
+from dsgpt.model.gpt2 import GPT2, Block
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A LayerNorm."""
+
+    weight: Tensor
+    bias: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(N, C) to (N, C)."""
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.epsilon)
+
+
+def _norm(module: torch.nn.LayerNorm) -> _Norm:
+    return _Norm(module.weight.detach(), module.bias.detach(), module.eps)
+
+
+class _Layer:
+    """A transformer block."""
+
+    def __init__(self, block: Block, *, rows: int) -> None:
+        def linear(module: torch.nn.Linear) -> Linear:
+            return fast_linear(module.weight.detach(), module.bias.detach(), rows=rows)
+
+        self.norms = _norm(block.ln_1), _norm(block.ln_2)
+        self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
+        self.fc, self.out = linear(block.mlp.fc), linear(block.mlp.proj)
+
+
+class Decoder:
+    """The layers of a model, arranged for decoding a batch.
+
+    Args:
+        model: in evaluation mode; its weights must not change afterwards, because some are copied.
+        batch_size: sequences that are usually decoded together.
+    """
+
+    def __init__(self, model: GPT2, *, batch_size: int = 1) -> None:
+        self.config = model.config
+        self.embedding, self.positions = model.wte.weight.detach(), model.wpe.weight.detach()
+        self.head = fast_linear(self.embedding[: model.config.vocab_size], None, rows=batch_size)
+        self.final_norm = _norm(model.ln_f)
+        self.layers = [_Layer(block, rows=batch_size) for block in model.blocks if isinstance(block, Block)]
+
+    def begin(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> "Sequences":
+        """Sequences that start with ``prompts``, not read yet, with a cache for ``new_tokens`` more ids each.
+
+        A longer sequence of a batch may reach the end of the model's positions before the others do. What follows it
+        from there on means nothing.
+
+        Raises:
+            ValueError: a prompt is empty or does not fit the model's positions, or not even the shortest has positions
+                for its new ids.
+        """
+        positions, lengths = self.config.block_size, sorted(map(len, prompts))
+        if lengths[0] == 0 or lengths[0] + new_tokens > positions or lengths[-1] > positions:
+            raise ValueError(
+                f"a prompt of {lengths[0]} ids and {new_tokens} new ones do not fit into {positions} positions"
+            )
+        return Sequences(self, prompts, capacity=lengths[-1] + new_tokens)
+
+
+class Sequences:
+    """A batch of sequences that grow together. Shorter prompts are padded on the left.
+
+    All memory that grows with the length is allocated at the start: ``capacity`` positions of keys and values.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], *, capacity: int) -> None:
+        config, embedding = decoder.config, decoder.embedding
+        self._decoder, self._device = decoder, embedding.device
+        width = max(map(len, prompts))
+        padding = [width - len(prompt) for prompt in prompts]
+        padded = [[0] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
+        self._prompts = torch.tensor(padded, device=self._device)  # (B, T)
+        self._padding = torch.tensor(padding, device=self._device)[:, None] if any(padding) else None  # (B, 1)
+        heads = (len(prompts), config.n_head, capacity, config.n_embd // config.n_head)
+        store = torch.empty((config.n_layer, 2, *heads), dtype=embedding.dtype, device=self._device)
+        self._cache = [(keys, values) for keys, values in store]  # of each layer, (B, nh, P, hs)
+        self._mask = self._column_mask(capacity)
+        self._places = torch.arange(width, device=self._device)[None].expand(len(prompts), -1)  # (B, T)
+        if self._padding is not None:
+            self._places = (self._places - self._padding).clamp(min=0)
+        self.length = 0
+        """Positions in the cache, padding included."""
+
+    def _column_mask(self, capacity: int) -> Tensor | None:
+        """What is added to the scores of the cache's positions, (B, 1, 1, P): -inf for padding; None without it."""
+        if self._padding is None:
+            return None
+        padded = torch.arange(capacity, device=self._device) < self._padding  # (B, P)
+        mask = torch.zeros(padded.shape, dtype=self._decoder.embedding.dtype, device=self._device)
+        return mask.masked_fill_(padded, float("-inf"))[:, None, None]
+
+    def _prompt_mask(self) -> Tensor | None:
+        """What is added to the scores of the prompts, (B, 1, T, T), if they are padded.
+
+        A padded position sees itself: of no score at all, some kernels compute NaN, which would spoil the cache.
+        """
+        if self._mask is None:
+            return None
+        width = self._prompts.shape[1]
+        seen = torch.ones((width, width), dtype=torch.bool, device=self._device).tril()
+        mask = self._mask[..., :width].masked_fill(~seen, float("-inf"))
+        return mask.masked_fill(torch.eye(width, dtype=torch.bool, device=self._device), 0.0)
+
+    @torch.inference_mode()
+    def read_prompts(self) -> Tensor:
+        """Read the prompts in one pass; the logits of the id that follows each, (B, V) in fp32."""
+        mask = self._prompt_mask()
+        logits = self._pass(self._prompts, mask, causal=mask is None)
+        self._places = (self._places[:, -1:] + 1).clamp_(max=self._decoder.config.block_size - 1)  # (B, 1)
+        return logits
+
+    @torch.inference_mode()
+    def append(self, ids: Tensor) -> Tensor:
+        """Append ``ids``, (B,), one to each sequence; the logits of the id that follows, (B, V) in fp32."""
+        mask = None if self._mask is None else self._mask[..., : self.length + 1]
+        logits = self._pass(ids[:, None], mask, causal=False)
+        self._places = (self._places + 1).clamp_(max=self._decoder.config.block_size - 1)
+        return logits
+
+    def _pass(self, ids: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+        decoder, (batch, length) = self._decoder, ids.shape
+        start, end = self.length, self.length + length
+        x = decoder.embedding[ids.flatten()] + decoder.positions[self._places.flatten()]  # (B * T, C)
+        for layer, (keys, values) in zip(decoder.layers, self._cache, strict=True):
+            attention, mlp = layer.norms
+            qkv = layer.qkv.product(attention(x)).view(batch, length, 3, keys.shape[1], keys.shape[3])
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+            keys[:, :, start:end], values[:, :, start:end] = k, v
+            y = F.scaled_dot_product_attention(
+                q, keys[:, :, :end], values[:, :, :end], attn_mask=mask, is_causal=causal
+            )  # (B, nh, T, hs)
+            x = layer.proj.added_to(x, y.transpose(1, 2).reshape(x.shape))
+            x = layer.out.added_to(x, layer.fc.gelu(mlp(x)))
+        self.length = end
+        last = x.view(batch, length, -1)[:, -1]  # only these logits are needed
+        return decoder.head.product(decoder.final_norm(last)).float()

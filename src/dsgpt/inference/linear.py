@@ -1,0 +1,90 @@
+"""Linear layers for decoding, which reads every weight for every token: the time of a token is that of the memory.
+
+Decoding multiplies a few rows by each weight. PyTorch's general product arranges the weight anew in every call when
+there is more than one row, or when it is in bf16, and that costs more than the product. ``Packed`` arranges it once.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_NO_SCALARS: list[float] = []
+
+
+class Linear(Protocol):
+    """A weight (out, in) and a bias (out,), applied to rows x, (N, in)."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``, (N, out)."""
+        ...
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """The tanh GELU of the product, (N, out)."""
+        ...
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The product plus ``residual``, (N, out)."""
+        ...
+
+
+class Plain:
+    """A linear layer on the weight as it is: shares the model's memory."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return F.linear(x, self._weight, self._bias)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return F.gelu(F.linear(x, self._weight, self._bias), approximate="tanh")
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return residual + F.linear(x, self._weight, self._bias)
+
+
+class Packed:
+    """A linear layer on a copy of the weight in the layout of oneDNN's kernels, which also add and apply the GELU.
+
+    These are the operators that ``torch.compile`` replaces linear layers by; they work without a compiler, too.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, rows: int) -> None:
+        """Copy ``weight`` into the layout for ``rows`` rows; other numbers of rows are computed, too."""
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        self._bias = bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return self._apply(x, "none", "")
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return self._apply(x, "gelu", "tanh")
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+        return out
+
+    def _apply(self, x: Tensor, activation: str, algorithm: str) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, activation, _NO_SCALARS, algorithm
+        )
+        return out
+
+
+def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int) -> Linear:
+    """The faster of the two for products of ``rows`` rows with ``weight``.
+
+    In fp32 a product of one row reads the weight at the speed of the memory as it is. GPUs have no such layouts.
+    """
+    packs = weight.device.type == "cpu" and torch._C._has_mkldnn
+    if packs and (weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and rows > 1)):
+        return Packed(weight, bias, rows=rows)
+    return Plain(weight, bias)

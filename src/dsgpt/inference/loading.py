@@ -1,0 +1,95 @@
+"""A model for inference and its tokenizer, from a run, a checkpoint, a portable folder or a Hugging Face folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsgpt.checkpointing.selection import find_checkpoint, is_hugging_face, open_model_files
+from dsgpt.common.errors import UserError
+from dsgpt.common.problems import Problems
+from dsgpt.formats.hugging_face import published_shape
+from dsgpt.formats.pretrained import PretrainedWeights, read_json
+from dsgpt.formats.tensor_files import DTYPES
+from dsgpt.formats.tokenizer_files import CONFIG, open_tokenizer, tokenizer_files
+from dsgpt.inference.trained_model import build_model, load_model
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.device import cuda_devices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model in evaluation mode and its tokenizer."""
+
+    model: GPT2
+    tokenizer: "PreTrainedTokenizerBase | None"
+    lack: str = ""
+    """Why there is no tokenizer."""
+
+    def needed_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.tokenizer is None:
+            raise UserError(f"{self.lack}: cannot read text")
+        return self.tokenizer
+
+
+def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loaded:
+    """Verify and read the model in ``path``.
+
+    Args:
+        path: a run folder, a checkpoint of any strategy, a portable folder, or a Hugging Face folder of a GPT-2.
+        which: the checkpoint of a run folder: ``latest`` or ``best``.
+        device: where the model goes.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+
+    Raises:
+        UserError: there is no usable model, or its tokenizer cannot be used.
+    """
+    if is_hugging_face(path):
+        if which == "best":
+            raise UserError(f"--checkpoint {path}: is a Hugging Face folder; --which best needs a run folder")
+        tokenizer, lack = _published_tokenizer(path), f"{path}: has no tokenizer"
+        model = _published_model(path, device)
+    else:
+        checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
+        files = open_model_files(checkpoint)
+        folder, lack = files.tokenizer, f"{checkpoint}: has no tokenizer, because its training data had none"
+        tokenizer = None if folder is None else open_tokenizer(folder, what=str(folder))
+        model = load_model(files, device)
+    return Loaded(model=model.to(DTYPES[precision]), tokenizer=tokenizer, lack=lack)
+
+
+def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:
+    """The device that ``--device`` names; what it cannot do is noted in ``problems``."""
+    if kind == "cuda" and not cuda_devices():
+        problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
+    device = torch.device("cuda" if kind != "cpu" and cuda_devices() else "cpu")
+    if precision == "fp16" and device.type == "cpu":
+        problems.add("--precision fp16 needs a GPU: use fp32 or bf16 on a CPU")
+    return device
+
+
+def _published_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    if all(file.name == CONFIG for file in tokenizer_files(folder)):
+        return None
+    return open_tokenizer(folder, what=str(folder), named=True)
+
+
+def _published_model(folder: Path, device: torch.device) -> GPT2:
+    problems = Problems()
+    place = folder / CONFIG
+    shape = published_shape(read_json(place), place=str(place), problems=problems)
+    problems.raise_if_any()
+    assert shape is not None  # ``published_shape`` returns None only where it reports a problem
+    config = GPT2Config(**shape)
+    weights = PretrainedWeights(folder, config).tensors()
+    return build_model(config, {name: stored.read() for name, stored in weights.items()}, device=device)

@@ -1,0 +1,131 @@
+"""``inference.json``, the record of many requests at once: its schema, and how it is read. Imports no torch.
+
+Readers ignore unknown keys. Unknown values are null, never 0.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import JsonError, parse_as, read_bytes
+from dsgpt.reports.sweeps import Spread
+
+SCHEMA_VERSION = "1.0"
+MAX_BYTES = 64 << 20
+TITLES = {
+    "one": "this project, one request at a time",
+    "static": "this project, static batches",
+    "continuous": "transformers, continuous batching",
+    "vllm": "vLLM",
+}
+"""Of engines, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """What half, 95% and 99% of the requests do not exceed; of speeds, what they reach at least (nearest rank)."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """An engine at one concurrency. Percentiles are of the requests of all repeats."""
+
+    requests: int
+    """Of all repeats."""
+    offered_tokens_per_sec: float
+    """New tokens that were asked for, divided by the time in which their requests arrived."""
+    tokens_per_sec: Spread
+    """New tokens, divided by the time from the first arrival to the last token; a value for each repeat."""
+    ttft_sec: Percentiles
+    """From the arrival of a request to its first token."""
+    time_per_token_sec: Percentiles | None
+    """Between two tokens of a request in the mean, after its first; None if no request has two."""
+    latency_sec: Percentiles
+    """From the arrival of a request to its last token."""
+    queue_sec: Percentiles
+    """From the arrival of a request until the engine began to work on it."""
+    request_tokens_per_sec: Percentiles
+    """New tokens of a request, divided by its latency."""
+    peak_memory_bytes: int | None
+    """The sum of the engine's processes: resident, or allocated on the GPU by the one that measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """An answer with other ids than this project's."""
+
+    request: int
+    position: int
+    """Of the first new token that differs, from 0."""
+    ours: int
+    theirs: int
+    margin: float
+    """By how much the logit of our id exceeds that of the second likeliest: near 0, rounding decides."""
+    answers: int
+    """How many answers to this request differ there in this way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine."""
+
+    name: str
+    version: str | None
+    """Of its library; None for this project's own."""
+    load_sec: float
+    same_ids: int
+    """Answers with the ids of this project's, one request at a time."""
+    answers: int
+    differences: list[Difference]
+    by_concurrency: dict[str, Load]
+    """By the number of requests that are worked on at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concurrency:
+    """The record."""
+
+    schema_version: str
+    timestamp_utc: str
+    git_commit: str | None
+    env: dict[str, Any]
+    hardware: dict[str, Any]
+    checkpoint: str
+    model: dict[str, Any]
+    """The shape."""
+    threads: int | None
+    """Of every engine; None on a GPU."""
+    trace_sha256: str
+    seed: int
+    """Of the trace."""
+    requests: int
+    prompt_tokens: int
+    """Of all requests."""
+    new_tokens: int
+    repeats: int
+    alone_sec: float
+    """The mean time of a request that is answered alone by this project."""
+    gap_sec: dict[str, float]
+    """The mean time between two arrivals, by concurrency."""
+    seconds: float
+    engines: list[Engine]
+
+
+def read_concurrency(file: Path) -> Concurrency:
+    """Read a record.
+
+    Raises:
+        UserError: it is missing, or not such a record of this schema; one line.
+    """
+    try:
+        record = parse_as(read_bytes(file, max_bytes=MAX_BYTES), Concurrency, unknown_keys=True)
+    except JsonError as error:
+        raise UserError(f"{file}: cannot be read as a record of benchmark.py inference: {error}") from error
+    if record.schema_version.split(".")[0] != SCHEMA_VERSION.split(".", maxsplit=1)[0]:
+        raise UserError(f"{file}: has schema {record.schema_version}, but this program reads {SCHEMA_VERSION}")
+    return record

@@ -1,0 +1,83 @@
+"""The chart of many requests at once: latency against throughput, a line for each engine."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from dsgpt.reports.concurrency import TITLES, Concurrency, Engine
+from dsgpt.reports.fields import Fields
+from dsgpt.reports.segments import machine
+from dsgpt.reports.style import Frame, Look, frame, look
+from dsgpt.reports.themes import current
+
+CAPTION = (
+    "A point is a concurrency: the most requests that an engine works on at once. More of them arrive per second, at "
+    "the same instants for every engine; the others wait in a queue, which the latency includes. The marker is the "
+    "median of the requests, the line above it ends at the 95th percentile."
+)
+
+
+def concurrency_chart(record: Concurrency) -> Frame:
+    """Median and 95th percentile of the latency over tokens per second; below and to the right is better."""
+    picture = frame(
+        title="Many requests at once: latency against throughput",
+        warnings=_other_ids(record.engines),
+        captions=[CAPTION, _footer(record)],
+        width=9.0,
+        height=4.2 + 0.26 * -(-len(record.engines) // 2),
+    )
+    axes = picture.body.subplots()
+    handles = []
+    for index, engine in enumerate(record.engines):
+        style = look(index, count=len(record.engines))
+        _draw(axes, engine, style)
+        handles.append(
+            Line2D([], [], color=style.colour, ls=style.dashes, lw=style.width, marker=style.marker,
+                   label=TITLES.get(engine.name, engine.name))
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlim(0, None)
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(
+        xlabel="tokens per second of all requests (more is better)",
+        ylabel="seconds from arrival to last token (less is better)",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.body.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, handlelength=3.5)
+    return picture
+
+
+def _draw(axes: Axes, engine: Engine, style: Look) -> None:
+    loads = engine.by_concurrency
+    x = [load.tokens_per_sec.median for load in loads.values()]
+    y = [load.latency_sec.p50 for load in loads.values()]
+    axes.plot(
+        x, y, color=style.colour, ls=style.dashes, lw=style.width, marker=style.marker, markersize=style.marker_size,
+        markeredgecolor=current().background, zorder=3,
+    )  # fmt: skip
+    axes.vlines(x, y, [load.latency_sec.p95 for load in loads.values()], color=style.colour, lw=1.2, alpha=0.6)
+    for slots, right, up in zip(loads, x, y, strict=True):
+        axes.annotate(slots, (right, up), (5, -11), textcoords="offset points", fontsize=8.5, color=style.colour)
+
+
+def _other_ids(engines: Sequence[Engine]) -> list[str]:
+    """A warning for each engine that generated other ids."""
+    return [
+        f"OTHER TOKENS: {engine.name}: {engine.answers - engine.same_ids} of {engine.answers} answers are not those of "
+        "this project"
+        for engine in engines
+        if engine.same_ids < engine.answers
+    ]
+
+
+def _footer(record: Concurrency) -> str:
+    """The model, the trace, the machine and the date."""
+    hardware = machine(Fields({"hardware": record.hardware}, notes=[])) or "not recorded"
+    repeats = f"{record.repeats} repeat{'s' * (record.repeats != 1)}"
+    return (
+        f"{record.checkpoint}, fp32, greedy; {record.requests} requests with {record.new_tokens:,} new tokens, "
+        f"{repeats}, {record.timestamp_utc[:10]}; machine: {hardware}."
+    )

@@ -1,0 +1,391 @@
+"""``python src/benchmark.py inference``: real engines on a small model, and the figures made from their answers."""
+
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from matplotlib.text import Text
+from safetensors.torch import save_file
+from small_run import REPOSITORY
+from suite_commands import refusal
+
+from dsgpt.benchmarks.inference import batches
+from dsgpt.benchmarks.inference.batches import BatchEngine
+from dsgpt.benchmarks.inference.command import InferenceOptions, run_inference
+from dsgpt.benchmarks.inference.figures import Turn, differences, load_of, percentiles, same_answers, speeds
+from dsgpt.benchmarks.inference.page import inference_page
+from dsgpt.benchmarks.inference.protocol import Answer, Request
+from dsgpt.benchmarks.inference.trace import COMMITTED, Trace, make_trace, read_trace, write_trace
+from dsgpt.benchmarks.inference.turns import gap_sec, turn_order
+from dsgpt.benchmarks.inference.vllm_engine import VllmEngine
+from dsgpt.common.errors import UserError
+from dsgpt.exporting.export import export
+from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.reports.concurrency import Concurrency, Percentiles, read_concurrency
+from dsgpt.reports.plots import chart_of_concurrency
+from dsgpt.reports.style import quiet_style
+from dsgpt.reports.themes import LIGHT
+from dsgpt.telemetry.console import Console
+
+CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=101)
+ENGINES = ("one", "static", "continuous")
+OPTIONS = InferenceOptions(
+    output=Path("inference.json"),
+    page=Path("inference.md"),
+    keep=None,
+    checkpoint=Path("no-run"),
+    concurrency=(1, 3),
+    engines=ENGINES,
+    repeats=2,
+    requests=0,
+    trace=Path("no.json"),
+    vllm=Path("no-environment"),
+    device="cpu",
+)
+TRACE = make_trace(seed=1, requests=7, prompt_tokens=(2, 8, 20), new_tokens=(1, 6, 20))
+
+
+def write_run(folder: Path) -> Path:
+    """A run folder with a checkpoint of random weights, whose logits differ by far more than rounding."""
+    stream, model = torch.Generator().manual_seed(0), GPT2(CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=stream) * 0.2)
+    published = folder / "published"
+    published.mkdir(parents=True)
+    (published / "config.json").write_text(json.dumps(hugging_face_config(CONFIG, dtype="fp32", end_of_text=None)))
+    weights = to_hugging_face(model.named_parameters(), CONFIG)
+    save_file({name: value.detach().contiguous() for name, value in weights}, published / "model.safetensors")
+    run = folder / "run"
+    run.mkdir()
+    (run / "training_metrics.json").write_text(json.dumps({"run_id": "r", "inference": {"latency_sec": 0.25}}))
+    out = run / "step-00000001"
+    export(published, out, form="portable", dtype="fp32", which="latest", console=Console(speaks=False))
+    return out
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> tuple[int, Path, Path]:
+    """Exit code, folder of the record, and the run's folder."""
+    folder = tmp_path_factory.mktemp("inference")
+    checkpoint = write_run(folder)
+    write_trace(folder / "trace.json", TRACE)
+    options = replace(
+        OPTIONS,
+        output=folder / "out" / "inference.json",
+        page=folder / "out" / "inference.md",
+        checkpoint=checkpoint,
+        trace=folder / "trace.json",
+    )
+    return run_inference(options, repository=REPOSITORY), folder / "out", checkpoint.parent
+
+
+def test_every_engine_generates_the_same_ids(measured):
+    code, out, _ = measured
+    record = read_concurrency(out / "inference.json")
+    assert code == 0
+    assert [engine.name for engine in record.engines] == list(ENGINES)
+    for engine in record.engines:
+        assert engine.same_ids == engine.answers == 2 * 2 * len(TRACE.requests)
+        assert engine.differences == []
+    assert record.engines[2].version.startswith("transformers ")
+
+
+def test_every_figure_of_every_engine_is_measured(measured):
+    record = read_concurrency(measured[1] / "inference.json")
+    for engine in record.engines:
+        assert list(engine.by_concurrency) == ["1", "3"]
+        for load in engine.by_concurrency.values():
+            assert load.requests == 2 * len(TRACE.requests)
+            assert len(load.tokens_per_sec.values) == 2
+            assert load.peak_memory_bytes > 1e8  # Python with torch
+            for low, high in ((load.queue_sec, load.ttft_sec), (load.ttft_sec, load.latency_sec)):
+                assert 0 <= low.p50 < high.p50
+                assert low.p99 < high.p99
+            assert load.request_tokens_per_sec.p50 >= load.request_tokens_per_sec.p99 > 0
+    assert record.gap_sec == {"1": pytest.approx(2 * record.alone_sec), "3": pytest.approx(2 * record.alone_sec / 3)}
+    offered = [load.offered_tokens_per_sec for load in record.engines[0].by_concurrency.values()]
+    assert offered[1] == pytest.approx(3 * offered[0])
+
+
+def test_the_page_has_a_row_for_each_concurrency_and_every_engine_in_each_table(measured):
+    page = (measured[1] / "inference.md").read_text(encoding="utf-8")
+    assert page.count("\n| one |") == page.count("\n| continuous |") == 3  # two concurrencies, and the versions
+    assert "28 of 28 answers" in page
+
+
+def test_the_chart_has_a_line_for_each_engine(measured):
+    record = read_concurrency(measured[1] / "inference.json")
+    other = replace(record, engines=[record.engines[0], replace(record.engines[2], same_ids=27)])
+    with quiet_style(LIGHT):
+        lines = chart_of_concurrency(record)["latency_by_concurrency"]().body.axes[0].get_lines()
+        warned = chart_of_concurrency(other)["latency_by_concurrency"]().figure.findobj(Text)
+    assert len(lines) == len(ENGINES)
+    for line, engine in zip(lines, record.engines, strict=True):
+        loads = engine.by_concurrency.values()
+        assert list(line.get_xdata()) == [load.tokens_per_sec.median for load in loads]
+        assert list(line.get_ydata()) == [load.latency_sec.p50 for load in loads]
+    stamps = [text.get_text() for text in warned if "OTHER TOKENS" in text.get_text()]
+    assert stamps == ["OTHER TOKENS: continuous: 1 of 28 answers are not those of this project"]
+
+
+def test_the_record_of_the_run_keeps_its_keys(measured):
+    run = json.loads((measured[2] / "training_metrics.json").read_text(encoding="utf-8"))
+    assert run["run_id"] == "r"
+    assert run["inference"]["latency_sec"] == 0.25
+    assert {slots: set(loads) for slots, loads in run["inference"]["by_concurrency"].items()} == {
+        "1": set(ENGINES),
+        "3": set(ENGINES),
+    }
+    record = json.loads((measured[1] / "inference.json").read_text(encoding="utf-8"))
+    assert run["inference"]["by_concurrency"]["3"]["static"] == record["engines"][1]["by_concurrency"]["3"]
+
+
+def request(number: int, arrival: float, *, prompt: int = 1, new_tokens: int = 2) -> Request:
+    return Request(number=number, arrival=arrival, prompt=[number] * prompt, new_tokens=new_tokens)
+
+
+def turn(*pairs: tuple[Request, Answer], peak: int | None = None) -> Turn:
+    requests, answers = zip(*pairs, strict=True)
+    return Turn(engine="one", concurrency=1, repeat=1, requests=requests, answers=answers, peak_bytes=peak)
+
+
+def answer(number: int, started: float, *times: float, ids: list[int] | None = None) -> Answer:
+    return Answer(number=number, started=started, token_times=list(times), ids=ids or [5] * len(times))
+
+
+def test_figures_of_answers_are_those_of_a_hand_made_case():
+    """Two requests at 1 s and 3 s; the second waits for the first, as in a queue with one server."""
+    first = turn(
+        (request(0, 1.0, new_tokens=3), answer(0, 1.0, 2.0, 3.0, 4.0)),
+        (request(1, 3.0, new_tokens=1), answer(1, 4.0, 5.5)),
+        peak=10,
+    )
+    load = load_of([first, replace(first, peak_bytes=20)])
+    assert load.requests == 4
+    assert load.tokens_per_sec.values == [4 / 4.5, 4 / 4.5]  # from 1.0 to 5.5
+    assert load.offered_tokens_per_sec == 4 / 4  # two gaps of 2 s
+    assert load.queue_sec == Percentiles(p50=0.0, p95=1.0, p99=1.0)
+    assert load.ttft_sec == Percentiles(p50=1.0, p95=2.5, p99=2.5)
+    assert load.latency_sec == Percentiles(p50=2.5, p95=3.0, p99=3.0)
+    assert load.time_per_token_sec == Percentiles(p50=1.0, p95=1.0, p99=1.0)  # only the first has two tokens
+    assert load.request_tokens_per_sec == Percentiles(p50=1.0, p95=0.4, p99=0.4)
+    assert load.peak_memory_bytes == 20
+
+
+def test_percentiles_are_values_that_were_measured():
+    hundred = [float(value) for value in random.Random(0).sample(range(1, 101), 100)]
+    assert percentiles(hundred) == Percentiles(p50=50, p95=95, p99=99)
+    assert speeds(hundred) == Percentiles(p50=51, p95=6, p99=2)  # 50, 95 and 99 of the 100 are at least that
+    assert percentiles([7.0]) == speeds([7.0]) == Percentiles(p50=7, p95=7, p99=7)
+    assert percentiles([]) is None
+
+
+def test_a_difference_is_counted_and_shown(measured):
+    own = turn(
+        (request(0, 0.0), answer(0, 0.0, 1.0, 2.0, ids=[5, 6])),
+        (request(1, 0.0), answer(1, 0.0, 1.0, 2.0, ids=[5, 9])),
+        (request(2, 0.0), answer(2, 0.0, 1.0, ids=[5])),
+    )
+    reference, margins = {0: [5, 6], 1: [5, 6], 2: [5, 6]}, {1: [1.0, 1e-7], 2: [1.0, 0.5]}
+    assert same_answers([own, own], reference) == 2
+    found = differences([own, own], reference, margins)
+    assert [(one.request, one.position, one.ours, one.theirs, one.margin, one.answers) for one in found] == [
+        (1, 1, 6, 9, 1e-7, 2),
+        (2, 1, 6, -1, 0.5, 2),
+    ]
+    record = json.loads((measured[1] / "inference.json").read_text(encoding="utf-8"))
+    record["engines"][2] |= {"same_ids": 24, "differences": [vars(one) for one in found]}
+    page = inference_page(record, source="x.json")
+    assert "* continuous: 24 of 28 answers" in page
+    assert "| continuous | 1 | 1 | 6 | 9 | 1e-07 | 2 |\n| continuous | 2 | 1 | 6 | none | 0.5 | 2 |" in page
+
+
+class Clock:
+    """Time that passes only where something takes time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Scripted:
+    """A model that takes a second for each step, and answers with the first id of the prompt."""
+
+    positions = 10
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.batches = clock, []
+
+    def generate(self, prompts, *, new_tokens):
+        self.batches.append([prompt[0] for prompt in prompts])
+        for _ in range(new_tokens):
+            self.clock.sleep(1)
+            yield [prompt[0] for prompt in prompts]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(batches, "clock", clock)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return Scripted(clock)
+
+
+def test_a_batch_is_what_waits_when_the_batch_before_it_ends(scripted):
+    requests = [request(0, 0.5, new_tokens=3), request(1, 1.0), request(2, 3.0), request(3, 3.2), request(4, 9.0)]
+    answers = BatchEngine(scripted, largest=8).serve(requests, slots=2)
+    assert scripted.batches == [[0], [1, 2], [3], [4]]
+    assert [one.started for one in answers] == [0.5, 3.5, 3.5, 5.5, 9.0]
+    assert [one.token_times for one in answers] == [[1.5, 2.5, 3.5], [4.5, 5.5], [4.5, 5.5], [6.5, 7.5], [10.0, 11.0]]
+    assert [one.ids for one in answers] == [[0, 0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_one_at_a_time_has_no_batches(scripted):
+    answers = BatchEngine(scripted, largest=1).serve([request(0, 0.0), request(1, 0.0)], slots=8)
+    assert scripted.batches == [[0], [1]]
+    assert [one.started for one in answers] == [0.0, 2.0]
+
+
+def test_a_batch_never_outgrows_the_positions_of_the_model(scripted):
+    """Each fits alone, but the longest prompt and the most new tokens together do not."""
+    requests = [request(0, 0.0, prompt=8), request(1, 0.0, prompt=1, new_tokens=3), request(2, 0.0)]
+    BatchEngine(scripted, largest=8).serve(requests, slots=8)
+    assert scripted.batches == [[0], [1, 2]]
+
+
+def test_another_engine_is_the_first_each_time():
+    order = list(turn_order(("a", "b"), (1, 4), repeats=2))
+    assert order == [
+        *((1, 1, "a"), (1, 1, "b"), (1, 4, "b"), (1, 4, "a")),
+        *((2, 1, "a"), (2, 1, "b"), (2, 4, "b"), (2, 4, "a")),
+    ]
+    assert gap_sec(0.5, 4) == 0.25
+
+
+def test_the_committed_trace_is_what_its_command_makes():
+    assert read_trace(COMMITTED) == make_trace()
+
+
+def test_arrivals_are_poisson_and_prompts_do_not_begin_alike():
+    trace = make_trace(requests=4000)
+    gaps = [one.gap for one in trace.requests]
+    assert sum(gaps) / len(gaps) == pytest.approx(1, abs=0.05)  # three standard errors of the mean
+    assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.025)
+    requests = read_trace(COMMITTED).arriving(gap_sec=0.5, vocab_size=50_257)
+    assert len({one.prompt[0] for one in requests}) == len(requests)
+    assert all(0 <= token < 50_257 for one in requests for token in one.prompt)
+    assert requests[0].arrival == 0
+    assert requests[2].arrival - requests[1].arrival == pytest.approx(0.5 * read_trace(COMMITTED).requests[2].gap)
+
+
+def test_a_trace_that_the_model_cannot_answer_is_refused():
+    mistakes = Trace(seed=1, requests=[replace(TRACE.requests[0], prompt_tokens=40, new_tokens=9)]).mistakes(
+        positions=48
+    )
+    assert mistakes == [
+        "request 0 has 40 and 9 tokens, and the model reads at most 48: give a trace of shorter requests"
+    ]
+    assert Trace(seed=1, requests=[]).mistakes(positions=48) == ["has no requests"]
+
+
+def test_mistakes_of_words(tmp_path, snapshot):
+    words = "--concurrency 0,2 --engines one,fast --repeats 0"
+    assert refusal("inference", *words.split(), cwd=tmp_path) == snapshot
+
+
+def test_mistakes_of_files_are_reported_together(tmp_path):
+    options = replace(OPTIONS, engines=("one", "vllm"))
+    with pytest.raises(UserError) as caught:
+        run_inference(options, repository=REPOSITORY)
+    assert [line.split(":")[0] for line in caught.value.problems] == [
+        "--vllm no-environment",
+        "--trace no.json",
+        "--checkpoint no-run",
+    ]
+    assert "run `make vllm`, or leave vllm out of --engines" in caught.value.problems[0]
+
+
+def test_a_record_of_another_schema_is_refused(measured, tmp_path):
+    record = json.loads((measured[1] / "inference.json").read_text(encoding="utf-8"))
+    (tmp_path / "r.json").write_text(json.dumps(record | {"schema_version": "2.0"}))
+    with pytest.raises(UserError, match=r"has schema 2\.0, but this program reads 1\.0$"):
+        read_concurrency(tmp_path / "r.json")
+    assert isinstance(read_concurrency(measured[1] / "inference.json"), Concurrency)
+
+
+class StandInVllm:
+    """What ``VllmEngine`` uses of vLLM 0.32's asynchronous engine, which has an environment of its own.
+
+    The outputs are as the real one gives them: ids in parts, with the statistics of the request.
+    """
+
+    def __init__(self) -> None:
+        self.most_running = self.running = 0
+        self.asked: list[SimpleNamespace] = []
+
+    def modules(self) -> dict[str, ModuleType]:
+        kinds = {"vllm": {"AsyncEngineArgs": SimpleNamespace, "SamplingParams": SimpleNamespace}, "vllm.v1": {}}
+        kinds["vllm.v1.engine"] = {}
+        kinds["vllm.v1.engine.async_llm"] = {"AsyncLLM": SimpleNamespace(from_engine_args=self.from_engine_args)}
+        kinds["vllm.sampling_params"] = {"RequestOutputKind": SimpleNamespace(DELTA="delta")}
+        modules = {name: ModuleType(name) for name in kinds}
+        for name, values in kinds.items():
+            vars(modules[name]).update(values)
+        return modules
+
+    def from_engine_args(self, arguments: SimpleNamespace) -> "StandInVllm":
+        self.arguments = arguments
+        return self
+
+    async def generate(self, prompt, wanted, name):
+        import asyncio
+
+        self.asked.append(SimpleNamespace(name=name, prompt=prompt, wanted=wanted))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        scheduled = time.perf_counter()
+        for part in ([7], [8, 9], [10])[: wanted.max_tokens]:
+            await asyncio.sleep(0.002)
+            yield SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=part)], metrics=SimpleNamespace(scheduled_ts=scheduled)
+            )
+        self.running -= 1
+
+    def shutdown(self) -> None:
+        self.asked.append(SimpleNamespace(name="shutdown"))
+
+
+def test_vllm_is_asked_for_greedy_ids_and_never_for_more_than_the_slots(monkeypatch, tmp_path):
+    stand_in = StandInVllm()
+    for name, module in stand_in.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    engine = VllmEngine(tmp_path, slots=4)
+    answers = engine.serve([request(number, 0.001 * number, new_tokens=4) for number in range(5)], slots=2)
+    engine.close()
+    assert stand_in.most_running == 2
+    assert stand_in.arguments.dtype == "float32"
+    assert not stand_in.arguments.enable_prefix_caching
+    assert [one.number for one in answers] == list(range(5))
+    for one in answers:
+        assert one.ids == [7, 8, 9, 10]
+        assert one.token_times == sorted(one.token_times)
+        assert one.token_times[1] == one.token_times[2]  # they came together
+        assert 0.001 * one.number <= one.started < one.token_times[0]
+    first = stand_in.asked[0]
+    assert (first.prompt, first.wanted.temperature, first.wanted.ignore_eos) == ({"prompt_token_ids": [0]}, 0, True)
+    assert stand_in.asked[-1].name == "shutdown"

@@ -1,0 +1,163 @@
+"""``src/evaluate.py`` measures what a run's own validation measured, and refuses what it cannot."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
+
+from dsgpt.common.script import exit_code_of
+from dsgpt.exporting.export import export
+from dsgpt.main import train
+from dsgpt.telemetry.console import Console
+
+SCRIPT = REPOSITORY / "src" / "evaluate.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data with a tokenizer whose tokens are bytes, and a run of two steps; tests only read it."""
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
+    assert train(command_line(folder)) == 0
+    return folder
+
+
+def evaluate(*words: object) -> tuple[int, str, str]:
+    """Exit code, output and error output of the command, called in this process because torch takes seconds."""
+    specification = importlib.util.spec_from_file_location("evaluate", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
+        code = exit_code_of(module.main, kept="")
+    return code, out.getvalue(), err.getvalue()
+
+
+def figures(tmp_path: Path, *words: object) -> dict:
+    code, _, err = evaluate(*words, "--output", tmp_path / "record.json")
+    assert code == 0, err
+    return json.loads((tmp_path / "record.json").read_text())
+
+
+def test_the_loss_is_that_of_the_runs_validation(folder, tmp_path):
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin")
+    record = json.loads((folder / "run" / "training_metrics.json").read_text())
+    assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert (found["tokens"], found["windows"], found["seq_length"]) == (160, 10, SEQUENCE)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
+    """As a text, and as ids with ends of documents, which are predicted but are no bytes."""
+    text = "naïve 日本\n" * 9
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--text", tmp_path / "text.txt", "--stride", 4)
+    size = len(text.encode())
+    assert (found["tokens"], found["bytes"], found["stride"]) == (size, size, 4)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    from dsgpt.formats.tokenizer_files import open_tokenizer
+
+    tokenizer = open_tokenizer(folder / "tokenizer", what="it")
+    ids = [END_OF_TEXT, *tokenizer.encode(text), END_OF_TEXT, *tokenizer.encode("abc"), END_OF_TEXT]
+    write_tokens(tmp_path / "ids.bin", np.array(ids))
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
+    assert (found["tokens"], found["bytes"]) == (size + 5, size + 3)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * (size + 5) / (size + 3) / math.log(2))
+
+
+def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):
+    export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    of_run = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin", "--seq_length", 8)
+    of_export = figures(tmp_path, "--checkpoint", tmp_path / "hf", "--data", folder / "val.bin", "--seq_length", 8)
+    assert of_export["loss"] == of_run["loss"]
+    assert of_run["windows"] == 20
+    for file in (tmp_path / "hf").glob("*token*"):
+        file.unlink()
+    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    assert code == 0
+    assert "bits per byte   unknown: the model has no tokenizer" in out
+    code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--text", REPOSITORY / "README.md")
+    assert (code, err) == (2, f"error: {tmp_path}/hf: has no tokenizer: cannot read text\n")
+
+
+def test_mistakes(folder, tmp_path, snapshot):
+    run = folder / "run"
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    write_tokens(tmp_path / "large.bin", np.array([1, 900] * 9), vocab_size=1000)
+    for words in (
+        [],
+        ["--data", "a", "--text", "b", "--limit", 3],
+        ["--tasks", "piqa", "--stride", 4],
+        ["--data", "a", "--stride", 9, "--seq_length", 8, "--batch_size", 0],
+        ["--data", tmp_path / "none.bin"],
+        ["--data", folder / "val.bin", "--seq_length", 17],
+        ["--data", folder / "val.bin", "--stride", 17],
+        ["--data", tmp_path / "large.bin"],
+        ["--text", tmp_path / "none.txt"],
+        ["--text", tmp_path / "empty.txt"],
+        ["--text", tmp_path / "latin.txt"],
+    ):
+        code, out, err = evaluate("--checkpoint", run, *words)
+        assert (code, out) == (2, "")
+        assert err.replace(str(tmp_path), "FOLDER") == snapshot
+
+
+def test_without_the_harness_its_tasks_are_refused(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = evaluate("--checkpoint", folder / "run", "--tasks", "piqa")
+    assert code == 2
+    assert err.endswith("install it with python -m pip install -e '.[eval]'\n")
+
+
+TASK = """\
+task: tiny
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: answer
+metric_list:
+  - metric: acc
+"""
+
+
+def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch):
+    """A task of 6 questions in a local file: the harness chooses the answer that our own logits find likelier."""
+    pytest.importorskip("lm_eval")
+    import torch
+
+    from dsgpt.inference.loading import load
+
+    questions = ["one ", "two ", "red ", "x = ", "def ", "yes "]
+    loaded = load(folder / "run", which="latest", device=torch.device("cpu"), precision="fp32")
+    likelier = []
+    for question in questions:
+        ids = torch.tensor([loaded.tokenizer.encode(question.rstrip() + " ")])
+        logits = loaded.model(ids)[0, -1]
+        a, b = (int(loaded.tokenizer.encode(word)[0]) for word in "ab")
+        likelier.append(int(logits[b] > logits[a]))
+    (tmp_path / "tasks").mkdir()
+    data = tmp_path / "tiny.jsonl"
+    right = [*likelier[:4], *(1 - answer for answer in likelier[4:])]  # four of six
+    lines = [{"question": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(file=data))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["--checkpoint", folder / "run", "--tasks", "tiny", "--include_path", tmp_path / "tasks"]
+    assert figures(tmp_path, *words)["tasks"]["tiny"]["acc"] == pytest.approx(4 / 6)
+    code, _, err = evaluate(*words[:3], "absent")
+    assert code == 2
+    assert err.endswith("error: --tasks: there is no task absent; python -m lm_eval ls tasks lists them\n")
