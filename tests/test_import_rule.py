@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "training": (*_RUN, "strategies.pytorch", "strategies.deepspeed"),
     "main": ("common", "runtime", "data", "config", "telemetry", "training"),
     "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
+    "serving": ("common", "runtime", "formats", "telemetry", "exporting"),
     "prepare": ("common", "data", "formats"),
     "reports": ("common", "config", "telemetry"),
     "calibration": ("common", "runtime", "model", "telemetry", "planning"),
@@ -174,6 +175,7 @@ LIGHT = {
     "model": ["config"],
     "planning": ["calibrations", "hardware", "peak_memory", "prices", "run_time"],
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
+    "serving": ["options"],
     "telemetry": ["record", "sources"],
 }
 """Modules of each room that scripts import before they know what they have to do."""
@@ -188,6 +190,7 @@ def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
 
 SCRIPTS = [
     *("src/gpt2.py", "src/generate.py", "src/convert.py", "src/demo.py", "src/benchmark.py", "src/plan.py"),
+    "src/serve.py",
     *("charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
     "data_prep/download_data.py",
 ]
