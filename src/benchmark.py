@@ -2,10 +2,10 @@
 
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
 ``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
-waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``recipes`` searches the
-settings of small models. ``run`` trains under many settings and writes what each costs. Every measurement is a command
-with its own flags, and writes a JSON record and a page of it. ``compare`` says whether one run or sweep is slower than
-another.
+waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``serving`` asks a server for more than
+it can answer. ``recipes`` searches the settings of small models. ``run`` trains under many settings and writes what
+each costs. Every measurement is a command with its own flags, and writes a JSON record and a page of it. ``compare``
+says whether one run or sweep is slower than another.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from dsgpt.benchmarks.recipes.grid import SEARCHES
 from dsgpt.benchmarks.resume import command as resume
 from dsgpt.benchmarks.resume.matrix import PAIRS, SEED
 from dsgpt.benchmarks.saving import command as saving
+from dsgpt.benchmarks.serving import command as serving
 from dsgpt.benchmarks.speed import command as speed
 from dsgpt.benchmarks.sweep import flags as sweep
 from dsgpt.common.command_line import Parser, Reader, read_words
@@ -63,6 +64,7 @@ SUITES: dict[str, Suite[Any]] = {
     "saving": Suite(saving.SavingOptions, saving.run_saving, saving.PAGE),
     "speed": Suite(speed.SpeedOptions, speed.run_speed, speed.PAGE),
     "plan": Suite(plan.PlanOptions, plan.run_plan, plan.PAGE),
+    "serving": Suite(serving.ServingOptions, serving.run_serving, serving.PAGE),
     "recipes": Suite(recipes.RecipesOptions, recipes.run_recipes, recipes.PAGE),
 }
 SWEEPS: dict[str, tuple[Callable[[SuiteFlags], None], Callable[..., int]]] = {
@@ -96,6 +98,9 @@ plan: predict the peak memory, the bytes sent and the step time of small trainin
 them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
 estimator beside it, and step times in rounds without a profiler. Takes about 6 minutes on 2 cores. Exit code 0: every
 predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise.""",
+    "serving": """\
+serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
+Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise.""",
     "recipes": """\
 recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
 most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended.""",
@@ -140,6 +145,10 @@ examples:
   python src/benchmark.py plan
   python src/benchmark.py plan --only zero fsdp --rounds 0
   python src/benchmark.py plan --table-from checkpoint/plan/plan.json""",
+    "serving": """\
+examples:
+  python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
+  python src/benchmark.py serving --requests 100 --times 8 --rounds 1""",
     "recipes": f"""\
 examples:
   python src/benchmark.py recipes
@@ -218,6 +227,7 @@ class _Flags:
             "saving": self._of_saving,
             "speed": self._of_speed,
             "plan": self._of_plan,
+            "serving": self._of_serving,
             "recipes": self._of_recipes,
             "records": self._of_records,
         }
@@ -276,6 +286,22 @@ class _Flags:
     def _of_plan(self) -> None:
         self._shared.number("--rounds", default=2, text="rounds of step times; 0 for memory only (default: 2)")
         self._shared.only("KEY", "cells, by the beginnings of their keys")
+
+    def _of_serving(self) -> None:
+        self._parser.add_argument(
+            "--checkpoint",
+            type=Path,
+            default=serving.CHECKPOINT,
+            metavar="DIR",
+            help=f"what to serve, as for src/serve.py (default: {serving.CHECKPOINT})",
+        )
+        for flag, default, text in (
+            ("--requests", serving.REQUESTS, "requests of a round"),
+            ("--times", serving.TIMES, "arrivals per second, in multiples of what the server can answer"),
+            ("--rounds", serving.ROUNDS, "rounds on the same server"),
+        ):
+            self._shared.number(flag, default=default, low=1, text=f"{text} (default: {default})")
+        self._shared.device("cpu or cuda")
 
     def _of_recipes(self) -> None:
         self._parser.add_argument(

@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
     "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
+    "benchmarks.serving": _SUITE,
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
 }

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 from small_run import REPOSITORY
 
@@ -27,7 +27,7 @@ class Server:
     port: int
     log: Path
     key: str | None = None
-    http: httpx.Client = field(default_factory=httpx.Client)
+    http: httpx2.Client = field(default_factory=httpx2.Client)
 
     @property
     def url(self) -> str:

@@ -8,7 +8,6 @@ from running_server import MODEL, Server
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.decode import generate
 from dsgpt.inference.trained_model import load_model
 
 PROMPTS = ["def ", "x", "import os\n", "  return é", "a" * 60, "日本", "\n\n", "if True:"]
@@ -24,8 +23,12 @@ def own(run_dir):
 
 def greedy(own, prompt: str, new: int = NEW) -> list[int]:
     model, tokenizer = own
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    return list(generate(model, torch.tensor(ids), new_tokens=new))
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    ids = list(before)
+    with torch.inference_mode():
+        while len(ids) < len(before) + new:
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(before) :]
 
 
 def named(tokenizer, token: int) -> str:

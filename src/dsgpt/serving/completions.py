@@ -161,7 +161,7 @@ class Completions:
             self.gate.took(time.perf_counter() - sequence.started)
             self.metrics.queue.observe(sequence.queue_sec or 0.0)
         if request.logprobs is not None:
-            await asyncio.to_thread(
+            score = partial(
                 add_logprobs,
                 choice,
                 top=request.logprobs,
@@ -169,6 +169,7 @@ class Completions:
                 scorer=self.scorer,
                 tokenizer=self.served.tokenizer,
             )
+            await asyncio.get_running_loop().run_in_executor(self.scorer.thread, score)
 
     async def _stream(
         self,
@@ -201,7 +202,7 @@ class _Exchange:
 
     def __init__(self, send: Send, *, stall_sec: float) -> None:
         self._send, self._stall_sec = send, stall_sec
-        self._streams = False
+        self._started = self._streams = False
         self.ended = False
         """Whether the last part of the answer was handed to the server, which then also reports a disconnection."""
 
@@ -220,9 +221,9 @@ class _Exchange:
     async def fail(self, error: ApiError) -> None:
         """Send the error: as the response, or as the last event of a stream that has begun."""
         with contextlib.suppress(SlowReaderError):
-            if self._streams:
+            if self._streams and not self.ended:
                 await self._event(json.dumps(error.body()), more=False)
-            else:
+            elif not self._started:
                 await send_error(self._patiently, error)
 
     async def _event(self, data: str, *, more: bool) -> None:
@@ -230,6 +231,7 @@ class _Exchange:
 
     async def _patiently(self, message: Message) -> None:
         """Send, or give up on a client that takes nothing."""
+        self._started = True
         self.ended = message["type"] == "http.response.body" and not message["more_body"]
         try:
             async with asyncio.timeout(self._stall_sec):

@@ -1,6 +1,6 @@
 """Log probabilities of tokens, from one forward pass over a finished sequence."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +15,16 @@ CHUNK = 64
 
 
 class Scorer:
-    """Scores sequences with the model, one sequence at a time.
+    """Scores sequences with the model.
 
     Args:
         model: in evaluation mode.
     """
 
     def __init__(self, model: "GPT2LMHeadModel") -> None:
-        self._model, self._one_at_a_time = twin_of(model), threading.Lock()
+        self._model = twin_of(model)
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")
+        """Where ``score`` is called, so that sequences that wait for it keep no other thread."""
 
     def score(self, ids: list[int], *, first: int, top: int) -> list[tuple[float, list[tuple[int, float]]]]:
         """The natural log probability of each token from ``first`` on, given those before it, and the likeliest ones.
@@ -38,7 +40,7 @@ class Scorer:
         scores: list[tuple[float, list[tuple[int, float]]]] = []
         if first >= len(ids):
             return scores
-        with self._one_at_a_time, torch.inference_mode():
+        with torch.inference_mode():
             tokens = torch.tensor([ids], device=self._model.device)
             hidden = self._model.transformer(tokens[:, :-1], use_cache=False).last_hidden_state[
                 0, first - 1 :
