@@ -4,11 +4,11 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import run_script
 from small_run import (
     REPOSITORY,
     TOKENS,
@@ -58,8 +58,7 @@ def refusal(path: Path, **changes: Any) -> list[str]:
 
 
 def generate(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return run_script(SCRIPT, words, cwd=cwd)
 
 
 def test_the_command_continues_the_prompt(run_dir, tmp_path):
