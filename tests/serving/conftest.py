@@ -4,14 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_server import Server, ready, running
+from running_server import PLACES, POSITIONS, Server, ready, running
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
 from dsgpt.main import train
-
-POSITIONS = 128
-PLACES = 32
-"""Sequences that the shared server takes at a time."""
 
 
 @pytest.fixture(scope="package")

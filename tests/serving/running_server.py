@@ -18,6 +18,10 @@ import openai
 from small_run import REPOSITORY
 
 MODEL = "tiny"
+POSITIONS = 128
+"""Context length of the model."""
+PLACES = 32
+"""Sequences that the servers of the tests take at a time."""
 START_SEC = 60
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import PLACES, POSITIONS
-from running_server import MODEL, Server, within
+from running_server import MODEL, PLACES, POSITIONS, Server, within
 
 SECRET = "a secret of a user"
 """A part of every prompt here; the log has it nowhere."""

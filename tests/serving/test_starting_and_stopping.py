@@ -12,9 +12,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from conftest import PLACES
 from harmful_tokenizers import bring_code, seal
-from running_server import MODEL, Server, ready, running
+from running_server import MODEL, PLACES, Server, ready, running
 
 from dsgpt.common.errors import UserError
 from dsgpt.serving.app import make_app
