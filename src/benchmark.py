@@ -3,7 +3,8 @@
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
 ``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
 waits for checkpoints, ``speed`` how fast a step is beside other trainers, and ``inference`` how engines answer many
-requests at once. ``recipes`` searches the settings of small models. ``run`` trains under many settings and writes what
+requests at once. ``serving`` asks a server for more than it can answer. ``recipes`` searches the settings of small
+models. ``run`` trains under many settings and writes what
 each costs. Every measurement is a command with its own flags, and writes a JSON record and a page of it. ``compare``
 says whether one run or sweep is slower than another.
 """
@@ -33,6 +34,7 @@ from dsgpt.benchmarks.recipes.grid import SEARCHES
 from dsgpt.benchmarks.resume import command as resume
 from dsgpt.benchmarks.resume.matrix import PAIRS, SEED
 from dsgpt.benchmarks.saving import command as saving
+from dsgpt.benchmarks.serving import command as serving
 from dsgpt.benchmarks.speed import command as speed
 from dsgpt.benchmarks.sweep import flags as sweep
 from dsgpt.common.command_line import Parser, Reader, read_words
@@ -67,6 +69,7 @@ SUITES: dict[str, Suite[Any]] = {
     "speed": Suite(speed.SpeedOptions, speed.run_speed, speed.PAGE),
     "plan": Suite(plan.PlanOptions, plan.run_plan, plan.PAGE),
     "inference": Suite(inference.InferenceOptions, inference.run_inference, inference.PAGE),
+    "serving": Suite(serving.ServingOptions, serving.run_serving, serving.PAGE),
     "recipes": Suite(recipes.RecipesOptions, recipes.run_recipes, recipes.PAGE),
 }
 SWEEPS: dict[str, tuple[Callable[[SuiteFlags], None], Callable[..., int]]] = {
@@ -105,6 +108,9 @@ inference: let engines answer the same requests, which arrive at random instants
 once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
 first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
 the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise.""",
+    "serving": """\
+serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
+Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise.""",
     "recipes": """\
 recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
 most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended.""",
@@ -157,6 +163,10 @@ examples:
   python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
 
 `make vllm` installs vLLM into .venv-vllm.""",
+    "serving": """\
+examples:
+  python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
+  python src/benchmark.py serving --requests 100 --times 8 --rounds 1""",
     "recipes": f"""\
 examples:
   python src/benchmark.py recipes
@@ -238,6 +248,7 @@ class _Flags:
             "speed": self._of_speed,
             "plan": self._of_plan,
             "inference": self._of_inference,
+            "serving": self._of_serving,
             "recipes": self._of_recipes,
             "records": self._of_records,
         }
@@ -326,6 +337,21 @@ class _Flags:
             metavar="DIR",
             help=f"the environment with vLLM, which `make vllm` makes (default: {environment})",
         )
+
+    def _of_serving(self) -> None:
+        self._parser.add_argument(
+            "--checkpoint",
+            type=Path,
+            default=serving.CHECKPOINT,
+            metavar="DIR",
+            help=f"what to serve, as for src/serve.py (default: {serving.CHECKPOINT})",
+        )
+        for flag, default, text in (
+            ("--requests", serving.REQUESTS, "requests of a round"),
+            ("--times", serving.TIMES, "arrivals per second, in multiples of what the server can answer"),
+            ("--rounds", serving.ROUNDS, "rounds on the same server"),
+        ):
+            self._shared.number(flag, default=default, low=1, text=f"{text} (default: {default})")
         self._shared.device("cpu or cuda")
 
     def _of_recipes(self) -> None:

@@ -10,8 +10,10 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
+ONE_PROCESS = SHARED | {"serving": "server"}
+"""As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
-    *("benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting"),
+    *("benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting", "serving"),
     *("benchmarks/speed", "benchmarks/plan", "benchmarks/sweep", "fuzz", ".", "prepare", "reports", "inference"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""
@@ -29,9 +31,9 @@ def group_of(path: Path) -> str:
     The scheduler knows the names of tests and nothing else, so this looks for the fixture in the text of the file.
     """
     folder = folder_of(path)
-    if folder not in SHARED:
+    if folder not in ONE_PROCESS:
         return path.as_posix()
-    takes_fixture = rf"def test_\w+\([^)]*\b{SHARED[folder]}\b"
+    takes_fixture = rf"def test_\w+\([^)]*\b{ONE_PROCESS[folder]}\b"
     return folder if re.search(takes_fixture, path.read_text(encoding="utf-8")) else path.as_posix()
 
 

@@ -7,7 +7,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from scheduling import SHARED, TESTS, group_of
+from scheduling import ONE_PROCESS, TESTS, group_of
 from small_run import REPOSITORY
 
 
@@ -26,7 +26,7 @@ def test_a_file_stays_in_one_process():
 
 def test_tests_that_share_launches_are_one_group():
     """The scheduler searches the text of the files; it must find those whose tests take the fixture."""
-    for folder, fixture in SHARED.items():
+    for folder, fixture in ONE_PROCESS.items():
         files = sorted((TESTS / folder).glob("test_*.py"))
         sharing = [file.name for file in files if group_of(file) == folder]
         assert sharing == [file.name for file in files if _takes(file, fixture)]

@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "main": ("common", "runtime", "data", "config", "telemetry", "training"),
     "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
     "evaluation": (*_STEP[:4], "formats", "telemetry", "checkpointing", "inference", "exporting"),
+    "serving": ("common", "runtime", "formats", "telemetry", "exporting"),
     "prepare": ("common", "data", "formats"),
     "reports": ("common", "config", "telemetry"),
     "calibration": ("common", "runtime", "model", "telemetry", "planning"),
@@ -50,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.speed": _SUITE,
     "benchmarks.inference": (*_SUITE, "exporting", "reports"),
     "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
+    "benchmarks.serving": _SUITE,
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),
 }
@@ -176,6 +178,7 @@ LIGHT = {
     "model": ["config"],
     "planning": ["calibrations", "hardware", "peak_memory", "prices", "run_time"],
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
+    "serving": ["options"],
     "telemetry": ["record", "sources"],
 }
 """Modules of each room that scripts import before they know what they have to do."""
@@ -189,9 +192,9 @@ def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
 
 
 SCRIPTS = [
-    *("src/gpt2.py", "src/generate.py", "src/evaluate.py", "src/convert.py", "src/demo.py", "src/benchmark.py"),
-    *("src/plan.py", "charts/generate_charts.py", "data_prep/preprocess.py", "data_prep/preprocess_small.py"),
-    "data_prep/download_data.py",
+    *("src/gpt2.py", "src/generate.py", "src/evaluate.py", "src/serve.py", "src/convert.py", "src/demo.py"),
+    *("src/benchmark.py", "src/plan.py", "charts/generate_charts.py", "data_prep/preprocess.py"),
+    *("data_prep/preprocess_small.py", "data_prep/download_data.py"),
 ]
 
 

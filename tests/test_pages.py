@@ -53,7 +53,7 @@ FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
 GENERATED = {
     *("parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"),
-    *("planner.md", "planner-published.md", "sweep-scaling.md", "sweep-strategies.md"),
+    *("serving-load.md", "planner.md", "planner-published.md", "sweep-scaling.md", "sweep-strategies.md"),
 }
 
 
@@ -141,7 +141,9 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """The flags of all scripts."""
-    names = ("parity", "resume", "faults", "saving", "speed", "inference", "plan", "recipes", "run", "compare")
+    names = (
+        *("parity", "resume", "faults", "saving", "speed", "inference", "plan", "serving", "recipes", "run", "compare"),
+    )
     suites = [("src/benchmark.py", suite) for suite in names]
     texts = [help_of(*words) for words in ((script,) for script in SCRIPTS)] + [help_of(*words) for words in suites]
     return {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}

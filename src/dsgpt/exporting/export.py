@@ -117,17 +117,17 @@ def _collected(problems: Problems) -> Iterator[None]:
         problems.add(*error.problems)
 
 
-def open_model(source: Path, *, which: str, console: Console) -> Model:
-    """Find and verify the model in ``source``; see ``export``.
+def open_model(source: Path, *, which: str, console: Console, flag: str = "--from") -> Model:
+    """Find and verify the model in ``source``, which was given with ``flag``; see ``export``.
 
     Raises:
         UserError: there is none.
     """
     if is_hugging_face(source):
         if which == "best":
-            raise UserError(f"--from {source}: is a Hugging Face folder; --which best needs a run folder")
+            raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
         return _open_hugging_face(source)
-    checkpoint = find_checkpoint(source, which=which, flag="--from")
+    checkpoint = find_checkpoint(source, which=which, flag=flag)
     named = parse_manifest(checkpoint).files
     size = sum(facts.size for name, facts in named.items() if is_model_file(name))
     progress = console.progress(total=size, what="verifying", unit="B")
@@ -190,6 +190,18 @@ def _converted(name: str, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def write_hugging_face(model: Model, out: Path, *, dtype: str) -> None:
+    """Write an opened model in Hugging Face's layout into the new folder ``out``.
+
+    Raises:
+        UserError: there is no room for it, or the dtype cannot hold the values.
+    """
+    tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
+    check_room(out, sum(tensor.bytes for tensor in tensors.values()))
+    with new_folder(out) as folder:
+        _write_hugging_face(folder, replace(model, tensors=tensors), dtype=dtype, progress=lambda _: None)
 
 
 def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:

@@ -1,0 +1,1 @@
+"""A server under several times the requests that it can answer."""

@@ -1,0 +1,240 @@
+"""``POST /v1/completions``: reads a request, has it decoded, and sends the answer whole or as a stream."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from dsgpt.serving.answers import Answer, Choice, add_logprobs
+from dsgpt.serving.engine import Engine
+from dsgpt.serving.errors import ApiError, ClientGoneError, SlowReaderError
+from dsgpt.serving.gate import Gate
+from dsgpt.serving.http import read_body, send_error, send_json
+from dsgpt.serving.metrics import Metrics
+from dsgpt.serving.opening import ServedModel
+from dsgpt.serving.options import Limits
+from dsgpt.serving.requests import CompletionRequest, Prompt, new_tokens_of, read_prompts, read_request
+from dsgpt.serving.scoring import Scorer
+from dsgpt.serving.text import TextStream
+
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """The endpoint, an ASGI application."""
+
+    served: ServedModel
+    engine: Engine
+    scorer: Scorer
+    limits: Limits
+    metrics: Metrics
+    gate: Gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, and count how it ended."""
+        started, status = time.perf_counter(), 200
+        exchange = _Exchange(send, stall_sec=self.limits.stall_sec)
+        try:
+            async with asyncio.timeout(self.limits.request_sec):
+                await self._answer(Request(scope, receive), exchange)
+        except TimeoutError:
+            error = ApiError(
+                504,
+                f"the answer took longer than {self.limits.request_sec:g} s: ask for fewer tokens, or later",
+                code="timeout",
+                headers={"x-should-retry": "false"},
+            )
+            status = error.status
+            await exchange.fail(error)
+        except ApiError as error:
+            status = error.status
+            await exchange.fail(error)
+        except (ClientGoneError, SlowReaderError) as error:
+            status = error.status
+        finally:
+            self.metrics.requests.labels(status).inc()
+            self.metrics.seconds.observe(time.perf_counter() - started)
+
+    async def _answer(self, http: Request, exchange: "_Exchange") -> None:
+        request = read_request(await read_body(http, limits=self.limits))
+        if request.model != self.served.name:
+            message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        with self.gate.places(request.choices):
+            work = asyncio.create_task(self._complete(request, exchange))
+            gone = asyncio.create_task(_hung_up(http.receive))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done() and not exchange.ended:
+                    raise ClientGoneError
+                await work
+            finally:
+                for task in (work, gone):
+                    task.cancel()
+                await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _complete(self, request: CompletionRequest, exchange: "_Exchange") -> None:
+        served = self.served
+        prompts = await asyncio.to_thread(read_prompts, request, served.tokenizer, vocabulary=served.vocabulary)
+        new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
+        with self._decoded(request, prompts, new_tokens) as (choices, changed):
+            answer = Answer(served.name, choices, prompts)
+            steps = self._steps(request, choices, changed)
+            if request.stream:
+                await self._stream(request, answer, steps, exchange)
+            else:
+                async for _ in steps:
+                    pass
+                await exchange.send_json(answer.whole(echo=bool(request.echo)))
+            usage = answer.usage()
+            self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
+            self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
+
+    @contextlib.contextmanager
+    def _decoded(
+        self, request: CompletionRequest, prompts: list[Prompt], new_tokens: int
+    ) -> Iterator[tuple[list[Choice], asyncio.Event]]:
+        """A context in which the completions are decoded; at its end those that are not finished are cancelled."""
+        changed = asyncio.Event()
+        choices: list[Choice] = []
+        submit = partial(
+            self.engine.submit,
+            new_tokens=new_tokens,
+            temperature=None if request.greedy else 1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            changed=changed,
+        )
+        try:
+            for prompt in prompts:
+                for _ in range(request.n or 1):
+                    choice = Choice(
+                        index=len(choices),
+                        prompt=prompt,
+                        sequence=submit(prompt.ids) if new_tokens else None,
+                        text=TextStream(self.served.tokenizer, request.stops),
+                        end_of_text=self.served.end_of_text,
+                    )
+                    choices.append(choice)
+            yield choices, changed
+        finally:
+            for choice in choices:
+                if choice.sequence is not None:
+                    self.engine.cancel(choice.sequence)
+
+    async def _steps(
+        self, request: CompletionRequest, choices: list[Choice], changed: asyncio.Event
+    ) -> AsyncIterator[tuple[Choice, str]]:
+        """Each choice with its new text, until all are finished; a choice with log probabilities comes whole."""
+        left, begun = list(choices), time.perf_counter()
+        waiting = {choice.index for choice in choices if choice.sequence is not None}
+        while left:
+            if any(choice.sequence is not None for choice in left):
+                await changed.wait()
+                changed.clear()
+            for choice in list(left):
+                if choice.sequence is not None and choice.sequence.error:
+                    raise ApiError(500, "the model failed to answer", code="engine_failed")
+                text = choice.take()
+                if choice.index in waiting and choice.taken:
+                    waiting.discard(choice.index)
+                    self.metrics.first_token.observe(time.perf_counter() - begun)
+                if choice.finish_reason:
+                    left.remove(choice)
+                    await self._finish(request, choice)
+                if request.logprobs is None:
+                    yield choice, text
+                elif choice.finish_reason:
+                    yield choice, choice.whole
+
+    async def _finish(self, request: CompletionRequest, choice: Choice) -> None:
+        sequence = choice.sequence
+        if sequence is not None:
+            self.engine.cancel(sequence)
+            self.gate.took(time.perf_counter() - sequence.started)
+            self.metrics.queue.observe(sequence.queue_sec or 0.0)
+        if request.logprobs is not None:
+            score = partial(
+                add_logprobs,
+                choice,
+                top=request.logprobs,
+                echo=bool(request.echo),
+                scorer=self.scorer,
+                tokenizer=self.served.tokenizer,
+            )
+            await asyncio.get_running_loop().run_in_executor(self.scorer.thread, score)
+
+    async def _stream(
+        self,
+        request: CompletionRequest,
+        answer: Answer,
+        steps: AsyncIterator[tuple[Choice, str]],
+        exchange: "_Exchange",
+    ) -> None:
+        begun: set[int] = set()
+        async for choice, new in steps:
+            text = new
+            if request.echo and choice.index not in begun:
+                text = choice.prompt.text + new
+            begun.add(choice.index)
+            if text or choice.finish_reason:
+                await exchange.send_event(answer.chunk(choice, text, finish_reason=choice.finish_reason))
+        if request.stream_options is not None and request.stream_options.include_usage:
+            await exchange.send_event(answer.usage_chunk())
+        await exchange.end_stream()
+
+
+async def _hung_up(receive: Receive) -> None:
+    """Return when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Exchange:
+    """Sends one answer. A stream begins with its first part, so that an earlier error still has a status."""
+
+    def __init__(self, send: Send, *, stall_sec: float) -> None:
+        self._send, self._stall_sec = send, stall_sec
+        self._started = self._streams = False
+        self.ended = False
+        """Whether the last part of the answer was handed to the server, which then also reports a disconnection."""
+
+    async def send_json(self, body: Any) -> None:
+        await send_json(self._patiently, 200, body)
+
+    async def send_event(self, body: Any) -> None:
+        if not self._streams:
+            self._streams = True
+            await self._patiently({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await self._event(json.dumps(body, ensure_ascii=False), more=True)
+
+    async def end_stream(self) -> None:
+        await self._event("[DONE]", more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send the error: as the response, or as the last event of a stream that has begun."""
+        with contextlib.suppress(SlowReaderError):
+            if self._streams and not self.ended:
+                await self._event(json.dumps(error.body()), more=False)
+            elif not self._started:
+                await send_error(self._patiently, error)
+
+    async def _event(self, data: str, *, more: bool) -> None:
+        await self._patiently({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+    async def _patiently(self, message: Message) -> None:
+        """Send, or give up on a client that takes nothing."""
+        self._started = True
+        self.ended = message["type"] == "http.response.body" and not message["more_body"]
+        try:
+            async with asyncio.timeout(self._stall_sec):
+                await self._send(message)
+        except TimeoutError as error:
+            raise SlowReaderError from error

@@ -1,0 +1,59 @@
+"""How many sequences a server accepts at a time."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+from dsgpt.serving.errors import ApiError
+from dsgpt.serving.metrics import Metrics
+from dsgpt.serving.options import Limits
+
+LONGEST_WAIT_SEC = 60
+_WEIGHT = 0.1
+"""Of the newest sequence in the mean time of a sequence."""
+
+
+class Gate:
+    """Counts the sequences that are decoded or wait, and refuses those that find no place.
+
+    Args:
+        limits: the places.
+        metrics: shows how many are taken.
+    """
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self._batch, self._places, self._metrics = limits.batch, limits.batch + limits.queue, metrics
+        self._taken = 0
+        self._mean_sec = 1.0
+
+    @contextlib.contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """A context that holds ``count`` places.
+
+        Raises:
+            ApiError: there are never so many places, or not now.
+        """
+        if count > self._places:
+            message = f"the request asks for {count} completions, and the server takes {self._places} at a time"
+            raise ApiError(400, message, param="n", code="invalid_value")
+        if self._taken + count > self._places:
+            wait = math.ceil(self._mean_sec * max(1.0, self._taken / self._batch))
+            raise ApiError(
+                429,
+                f"the server is busy: {self._taken} of {self._places} places are taken; repeat the request later",
+                code="rate_limit_exceeded",
+                headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
+            )
+        self._take(count)
+        try:
+            yield
+        finally:
+            self._take(-count)
+
+    def took(self, seconds: float) -> None:
+        """Note how long a sequence was decoded, for the times that refused clients are told to wait."""
+        self._mean_sec += _WEIGHT * (seconds - self._mean_sec)
+
+    def _take(self, count: int) -> None:
+        self._taken += count
+        self._metrics.open.set(self._taken)

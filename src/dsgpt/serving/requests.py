@@ -1,0 +1,201 @@
+"""Requests for completions: what OpenAI's interface allows, checked field by field."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dsgpt.common.json_files import JsonError, clipped, parse_json
+from dsgpt.common.problems import did_you_mean
+from dsgpt.formats.tokenizer_files import reason_of
+from dsgpt.serving.errors import ApiError
+from dsgpt.serving.options import Limits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_NEW_TOKENS = 16
+"""OpenAI's default of ``max_tokens``."""
+MOST_STOPS, LONGEST_STOP = 4, 256
+MOST_CHOICES = 128
+COLDEST = 1e-4
+"""A lower temperature counts as 0: dividing the logits by it could overflow."""
+
+Ids = list[int]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CompletionRequest(BaseModel):
+    """The body of ``POST /v1/completions``. A field that is null has its default."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+    prompt: str | list[str] | Ids | list[Ids] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    suffix: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def choices(self) -> int:
+        """Sequences that it asks for."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return (len(self.prompt) if several and self.prompt is not None else 1) * (self.n or 1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it asks for the likeliest token at every position."""
+        return (1.0 if self.temperature is None else self.temperature) < COLDEST or self.top_p == 0
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts before which a completion ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt as the model reads it."""
+
+    ids: Ids
+    """At least one."""
+    text: str
+
+
+def read_request(data: bytes) -> CompletionRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: it is not JSON, or a field has a wrong name, type or value.
+    """
+    try:
+        values = parse_json(data)
+    except JsonError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        request = CompletionRequest.model_validate(values)
+    except ValidationError as error:
+        raise _fault(error) from error
+    _refuse_unsupported(request)
+    return request
+
+
+def _fault(error: ValidationError) -> ApiError:
+    found = error.errors(include_url=False, include_context=False)
+    first = min(found, key=lambda fault: fault["type"].endswith("_type"))  # a wrong value of the right type says more
+    param = str(first["loc"][0])[:80]
+    if first["type"] == "extra_forbidden":
+        hint = did_you_mean(param, CompletionRequest.model_fields)
+        return ApiError(400, f"{param} is not a known field{hint}", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
+    wrong_type = first["type"].endswith("_type")
+    if param == "prompt":
+        message = "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
+    else:
+        message = f"{param}: {first['msg']}, not {clipped(first['input'])}"
+    return ApiError(400, message, param=param, code="invalid_type" if wrong_type else "invalid_value")
+
+
+def _refuse_unsupported(request: CompletionRequest) -> None:
+    """Refuse what would silently be ignored otherwise."""
+    unsupported = {
+        "best_of": request.best_of not in (None, request.n or 1),
+        "seed": request.seed is not None and not request.greedy,
+        "suffix": bool(request.suffix),
+        "frequency_penalty": bool(request.frequency_penalty),
+        "presence_penalty": bool(request.presence_penalty),
+        "logit_bias": bool(request.logit_bias),
+    }
+    for name in (name for name, given in unsupported.items() if given):
+        raise ApiError(400, f"{name} is not supported here: leave it out", param=name, code="unsupported_parameter")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
+
+
+def read_prompts(request: CompletionRequest, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int) -> list[Prompt]:
+    """The prompts of a request, encoded.
+
+    Args:
+        request: names them.
+        tokenizer: of the model.
+        vocabulary: ids that the model knows.
+
+    Raises:
+        ApiError: one is empty where it must not be, or has ids that the model does not know.
+    """
+    given: Any = request.prompt if request.prompt is not None else ""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
+    return [_read_prompt(prompt, tokenizer, vocabulary) for prompt in given]
+
+
+def _read_prompt(prompt: str | Ids, tokenizer: "PreTrainedTokenizerBase", vocabulary: int) -> Prompt:
+    if isinstance(prompt, str):
+        try:
+            ids: Ids = tokenizer.encode(prompt, add_special_tokens=False)
+        except Exception as error:  # the tokenizers library raises nothing more specific
+            message = f"the tokenizer cannot encode the prompt ({reason_of(error)})"
+            raise ApiError(400, message, param="prompt", code="invalid_value") from error
+        text = prompt
+    else:
+        ids = prompt
+        text = str(tokenizer.decode(ids)) if all(0 <= token < vocabulary for token in ids) else ""
+    if not ids and tokenizer.eos_token_id is None:
+        message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    ids = ids or [tokenizer.eos_token_id]
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        message = f"prompt has the token id {wrong}, and the model knows 0 to {vocabulary - 1}"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    return Prompt(ids=ids, text=text)
+
+
+def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, positions: int, limits: Limits) -> int:
+    """How many tokens a completion of the request may have.
+
+    Raises:
+        ApiError: prompt and completion do not fit into the model's positions, or the limit is lower.
+    """
+    longest = max(len(prompt.ids) for prompt in prompts)
+    asked = request.max_tokens
+    wanted = DEFAULT_NEW_TOKENS if asked is None else asked
+    if longest + (wanted if asked is not None else 1) > positions:
+        message = (
+            f"This model's maximum context length is {positions} tokens, and the request has {longest} tokens in its "
+            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens"
+        )
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    most = positions if limits.new_tokens is None else limits.new_tokens
+    if asked is not None and asked > most:
+        raise ApiError(400, f"max_tokens must be at most {most} here", param="max_tokens", code="invalid_value")
+    return min(wanted, positions - longest, most)

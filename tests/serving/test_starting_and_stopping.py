@@ -1,0 +1,163 @@
+"""A server does not start open to others or with a tokenizer that brings code, and stops when its answers are given."""
+
+import asyncio
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from harmful_tokenizers import bring_code, seal
+from running_server import MODEL, PLACES, Server, ready, running
+
+from dsgpt.common.errors import UserError
+from dsgpt.serving.app import make_app
+from dsgpt.serving.completions import Completions
+from dsgpt.serving.engine import Engine
+from dsgpt.serving.gate import Gate
+from dsgpt.serving.metrics import Metrics
+from dsgpt.serving.opening import open_served
+from dsgpt.serving.options import Limits, ServeOptions
+from dsgpt.serving.scoring import Scorer
+from dsgpt.serving.server import serve
+
+KEY = "0123456789abcdef"
+LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=5, stall_sec=1)
+
+
+def refusal(checkpoint: Path, **changes: Any) -> str:
+    flags = {"which": "latest", "model_name": None, "host": "127.0.0.1", "port": 0, "api_key_file": None}
+    with pytest.raises(UserError) as caught:
+        serve(ServeOptions(**{"checkpoint": checkpoint, "device": "cpu", "limits": LIMITS} | flags | changes))
+    (line,) = caught.value.problems
+    assert "\n" not in line
+    return line
+
+
+def test_without_a_key_no_other_machine_is_answered(tmp_path, monkeypatch):
+    monkeypatch.delenv("DSGPT_API_KEY", raising=False)
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        assert refusal(tmp_path, host=host) == (
+            f"--host {host}: other machines can reach it, so requests need a key: put one into DSGPT_API_KEY or a file "
+            "for --api_key_file, or use --host 127.0.0.1"
+        )
+    (tmp_path / "key").write_text("short\n")
+    assert "a key has at least 16 ASCII characters" in refusal(tmp_path, host="::", api_key_file=tmp_path / "key")
+    assert "is not a readable key" in refusal(tmp_path, api_key_file=tmp_path / "missing")
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
+    assert refusal(tmp_path).startswith(f"--checkpoint {tmp_path}: holds no checkpoint; ")
+    assert refusal(tmp_path, host="no.such.host.invalid").startswith("--host no.such.host.invalid: is not an address")
+    assert refusal(tmp_path, port=70_000) == "--port 70000: a port is at most 65535"
+    assert "cannot be opened" in refusal(tmp_path, host="192.0.2.1", api_key_file=_key(tmp_path))
+
+
+def _key(folder: Path) -> Path:
+    (folder / "key").write_text(f"{KEY}\n")
+    return folder / "key"
+
+
+def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
+    marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
+    seal(checkpoint)
+    assert "asks for its own code (auto_map), which is never run" in refusal(checkpoint)
+    assert not marker.exists()
+
+
+def test_an_answer_that_takes_too_long_and_an_engine_that_ended(run_dir):
+    """In this process: no machine is too fast for a limit of a millisecond."""
+    served = open_served(run_dir, which="latest", name=MODEL, device_kind="cpu")
+    engine, metrics = Engine(served.model, batch=2, end_of_text=served.end_of_text), Metrics()
+    limits = replace(LIMITS, request_sec=0.001)
+    completions = Completions(
+        served=served,
+        engine=engine,
+        scorer=Scorer(served.model),
+        limits=limits,
+        metrics=metrics,
+        gate=Gate(limits, metrics),
+    )
+    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, local_only=True))
+    values = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+
+    async def ask() -> tuple[httpx2.Response, ...]:
+        engine.start()
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            late = await client.post("/v1/completions", json=values)
+            patient = replace(completions, limits=LIMITS)
+            await asyncio.to_thread(engine.close)
+            while not engine.failed:
+                await asyncio.sleep(0.01)
+            transport.app = make_app(patient, api_key=None, local_only=True)
+            return late, await client.post("/v1/completions", json=values), await client.get("/health")
+
+    late, ended, health = asyncio.run(ask())
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert late.headers["x-should-retry"] == "false"
+    assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_failed")
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    assert metrics.registry.get_sample_value("dsgpt_open_sequences") == 0
+
+
+@pytest.fixture(scope="module")
+def two(run_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Two servers, one of them with a key and open to other machines; the tests below end them."""
+    folder = tmp_path_factory.mktemp("two")
+    words = ["--max_batch", 8, "--max_queue", PLACES - 8]
+    with (
+        running(run_dir, *words, log=folder / "0.txt") as first,
+        running(run_dir, *words, "--host", "0.0.0.0", log=folder / "1.txt", key=KEY) as second,
+    ):
+        yield ready(first), ready(second)
+
+
+def test_only_requests_with_the_key_are_answered(two):
+    _, server = two
+    assert server.complete().usage.completion_tokens == 8
+    for wrong in ("none", KEY[:-1], KEY + "0"):
+        with pytest.raises(openai.AuthenticationError) as caught:
+            server.openai.with_options(api_key=wrong).models.list()
+        assert caught.value.code == "invalid_api_key"
+    assert server.http.get(f"{server.url}/metrics").status_code == 401
+    assert server.http.get(f"{server.url}/health").status_code == 200
+    assert server.http.get(f"{server.url}/health", headers={"host": "example.org"}).status_code == 200
+
+
+def many(server: Server) -> Any:
+    """A stream that has begun, of as many completions as the server takes."""
+    stream = server.complete(n=PLACES, max_tokens=100, stream=True)
+    return stream, [next(stream)]
+
+
+def test_the_first_signal_ends_the_server_when_all_answers_are_given(two):
+    server, _ = two
+    stream, parts = many(server)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: [*parts, *stream])
+        server.process.send_signal(signal.SIGTERM)
+        parts = answer.result()
+    assert sorted(part.choices[0].index for part in parts if part.choices[0].finish_reason) == list(range(PLACES))
+    assert server.process.wait(timeout=30) == 0
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(server.url)
+    assert server.log.read_text() == "SIGTERM: finishing what was accepted; a second signal ends it at once\n"
+
+
+def test_the_second_signal_ends_the_server_at_once(two):
+    """An answer that its client does not read would keep the server for the twenty seconds of the default."""
+    _, server = two
+    values = {"model": MODEL, "prompt": "def ", "max_tokens": 100, "n": PLACES, "stream": True, "logprobs": 5}
+    head = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    with server.http.stream("POST", f"{server.url}/v1/completions", content=json.dumps(values), headers=head):
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=10) == 130
+    assert server.log.read_text().splitlines()[-1] == "error: SIGINT: ended at once"
