@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.faults": _SUITE,
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
+    "benchmarks.decoding": _SUITE,
     "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
     "benchmarks.recipes": _SUITE,
     "benchmarks.sweep": (*_SUITE, "reports"),

@@ -141,7 +141,7 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """The flags of all scripts."""
-    names = ("parity", "resume", "faults", "saving", "speed", "plan", "recipes", "run", "compare")
+    names = ("parity", "resume", "faults", "saving", "speed", "decoding", "plan", "recipes", "run", "compare")
     suites = [("src/benchmark.py", suite) for suite in names]
     texts = [help_of(*words) for words in ((script,) for script in SCRIPTS)] + [help_of(*words) for words in suites]
     return {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
