@@ -3,7 +3,7 @@
 # make test    style, types and the whole test suite
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
-# make records  remake the committed records whose sources have changed, and their pages
+# make records  remake the committed records whose sources have changed, and their pages, on an idle machine
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
 # make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
 #

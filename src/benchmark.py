@@ -109,8 +109,9 @@ most; the recipes in ds_configs/sizes come from it. Exit code 0: every training 
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
-is skipped, so an interrupted command continues with the record that it was remaking. Exit code 0: all are up to date,
-or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
+is skipped, so an interrupted command continues with the record that it was remaking. It says how long the others will
+take, by the committed records. Without --peer, the record of speed names the rows that are missing. Exit code 0: all
+are up to date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
 }
 EXAMPLES = {
     "parity": f"""\
@@ -162,7 +163,8 @@ sizes: {", ".join(SEARCHES)}""",
 examples:
   python src/benchmark.py records --check
   python src/benchmark.py records
-  python src/benchmark.py records --only saving
+  python src/benchmark.py records --only saving plan
+  python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT
 
 names: {", ".join(RECORDS)}""",
 }
@@ -196,7 +198,8 @@ def _remake(flags: argparse.Namespace) -> int:
         for line in check_lines(REPOSITORY, only=flags.only):
             print(line)
         return EXIT_DONE
-    return remake_records(REPOSITORY, only=flags.only)
+    peers = [f"{name}={folder}" for name, folder in speed.read_peers(flags.peer).items()]
+    return remake_records(REPOSITORY, only=flags.only, peers=peers)
 
 
 def _parser(what: str, reader: Reader) -> Parser:
@@ -275,13 +278,7 @@ class _Flags:
 
     def _of_speed(self) -> None:
         self._shared.number("--rounds", default=5, low=1, text="turns of every trainer in a row (default: 5)")
-        self._parser.add_argument(
-            "--peer",
-            nargs="+",
-            default=(),
-            metavar="NAME=FOLDER",
-            help="checkouts to compare with: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
-        )
+        self._shared.peers("checkouts to compare with")
         self._shared.only("KEY", "rows, by the beginnings of their keys")
         self._shared.device("cpu or cuda")
 
@@ -322,6 +319,7 @@ class _Flags:
     def _of_records(self) -> None:
         self._parser.add_argument("--check", action="store_true", help="remake nothing; list which records are old")
         self._shared.only("NAME", "records")
+        self._shared.peers("checkouts that speed compares with")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import sys
 
 from dsgpt.common.script import prepare_output
-from dsgpt.main import leave, train
+from dsgpt.main import train
+from dsgpt.runtime.leaving import leave
 
 if __name__ == "__main__":
     prepare_output(lose=True)  # a closed output does not end the run; train.log has every line

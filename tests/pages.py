@@ -3,11 +3,10 @@
 import functools
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked_ranks import run_script
 from small_run import REPOSITORY
 
 PACKAGE = REPOSITORY / "src" / "dsgpt"
@@ -116,8 +115,9 @@ def files_called(path: str) -> list[Path]:
 @functools.cache
 def help_of(script: str, *command: str) -> str:
     """What a script prints with ``--help``."""
-    words = [sys.executable, str(REPOSITORY / script), *command, "--help"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    done = run_script(REPOSITORY / script, [*command, "--help"])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def help_for(command: Command) -> str:

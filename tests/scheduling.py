@@ -10,7 +10,10 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
-SLOW_FIRST = ["benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting"]
+SLOW_FIRST = [
+    *("benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting"),
+    *("benchmarks/speed", "benchmarks/plan", "benchmarks/sweep", "fuzz", ".", "prepare", "reports", "inference"),
+]
 """Folders whose tests start first, so that no process still runs long after the others."""
 
 

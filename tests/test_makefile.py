@@ -31,8 +31,13 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
-def interpreter(path: Path, *, version: tuple[int, int] | None = None, without: str | None = None) -> Path:
-    """A command that runs this Python, but reports another ``version``, or lacks the module ``without``."""
+def interpreter(
+    path: Path, *, version: tuple[int, int] | None = None, without: str | None = None, pip: bool = True
+) -> Path:
+    """A command that runs this Python, but reports another ``version``, or lacks the module ``without``.
+
+    Without ``pip``, it makes environments that have none, in a fraction of the time.
+    """
     pretend = "import sys; "
     if version:
         pretend += f"sys.version_info = ({version[0]}, {version[1]}, 7, 'final', 0); "
@@ -44,7 +49,7 @@ def interpreter(path: Path, *, version: tuple[int, int] | None = None, without: 
         "#!/bin/sh\n"
         f'if [ "$1" = --version ]; then echo "Python {reported}"; exit; fi\n'
         f'if [ "$1" = -c ]; then exec {sys.executable} -c "{pretend}exec(sys.argv[1])" "$2"; fi\n'
-        f'exec {sys.executable} "$@"\n'
+        f'exec {sys.executable} "$@"{"" if pip else " --without-pip"}\n'
     )
     path.chmod(0o755)
     return path
@@ -106,10 +111,10 @@ def test_no_venv(clone, tmp_path, goal, module):
     )
 
 
-@pytest.mark.parametrize("version", [(3, 11), (3, 13)])
-def test_a_version_that_works_is_used(clone, tmp_path, version):
+@pytest.mark.parametrize(("version", "pip"), [((3, 11), True), ((3, 13), False)])
+def test_a_version_that_works_is_used(clone, tmp_path, version, pip):
     """The environment is made. The next step fails: it installs a package that does not exist."""
-    python = interpreter(tmp_path / "python", version=version)
+    python = interpreter(tmp_path / "python", version=version, pip=pip)
     (clone / "requirements.txt").write_text("./there-is-no-such-package\n")
     command = [MAKE, "demo", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)

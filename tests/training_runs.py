@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import small_run
+from forked_ranks import run_script
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.harness.corpus import Corpus
@@ -50,7 +51,7 @@ def train(
     by: str | None = None,
     run_type: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Train a small model to its end in processes of their own.
+    """Train a small model to its end in processes of their own, which are forked if ``by`` names no launcher.
 
     Args:
         run_dir: the run folder.
@@ -58,14 +59,15 @@ def train(
         recipe: the JSON.
         flags: in addition to those for data, shape, sequence length 32 and the CPU.
         ranks: processes; None for a baseline.
-        by: the launcher; by default ``deepspeed`` for several ranks and plain ``python`` for one.
+        by: ``deepspeed``, ``torchrun``, or ``python`` for one rank in a new Python.
         run_type: by default ``optimized``, and ``baseline`` without ``ranks``.
     """
-    by = by or ("deepspeed" if ranks and ranks > 1 else "python")
     run_type = run_type or ("baseline" if ranks is None else "optimized")
-    command = [*launcher_command(by, ranks or 1), SCRIPT, "--run_type", run_type]
-    command += [*data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", str(recipe)]
-    command += ["--checkpoint_path", str(run_dir), *flags]
+    words = ["--run_type", run_type, *data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu"]
+    words += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(run_dir), *flags]
+    if by is None:
+        return run_script(SCRIPT, words, ranks=ranks, cwd=run_dir.parent)
+    command = [*launcher_command(by, ranks or 1), SCRIPT, *words]
     # Some machines set DS_ACCELERATOR or thread counts; a run must not depend on them.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
     return subprocess.run(

@@ -2,13 +2,11 @@
 
 import contextlib
 import errno
-import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from dsgpt.common.errors import (
     EXIT_DONE,
@@ -85,18 +83,6 @@ def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool
 
     with logging_to_console(speaks=speaks):
         run(config, interruption)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process at once, after its output is flushed.
-
-    At an ordinary exit a thread of gloo may still run while C++ destroys its objects, which aborts the process: about
-    one in a hundred finished runs of two ranks ended with signal 6.
-    """
-    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
-        with contextlib.suppress(OSError):  # of a terminal that is gone
-            flush()
-    os._exit(code)
 
 
 def _find_tools_beside_interpreter() -> None:

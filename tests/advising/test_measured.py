@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from calibration_record import RECORD
 from small_run import REPOSITORY
 
 from dsgpt.advising.measured import read_measured
@@ -11,30 +12,6 @@ from dsgpt.planning.calibrations import Calibration, Ceilings, calibrated_machin
 from dsgpt.planning.fitting import fit
 from dsgpt.planning.step_time import predict_step
 
-CEILINGS = {
-    "matrix_flops_per_sec": {"fp32": {"256": 1e11}},
-    "attention_flops_per_sec": {"fp32": {"64": {"256": 2e10}}},
-    "elementwise_bytes_per_sec": {"fp32": 5e9},
-    "logits_per_sec": {"fp32": 1e9},
-    "triad_bytes_per_sec": 1e10,
-    "operation_sec": 1e-6,
-    "host_link_bytes_per_sec": 5e9,
-}
-ALONE = CEILINGS | {"devices": 1, "bus_bytes_per_sec": None, "all_reduce_sec": None}
-TOGETHER = CEILINGS | {"devices": 2, "bus_bytes_per_sec": 1e9, "all_reduce_sec": 1e-4}
-CALIBRATION = {
-    "schema_version": "1.0",
-    "timestamp_utc": "2026-11-22T18:00:00+00:00",
-    "machine": "Some Processor",
-    "hardware": {"device": "cpu"},
-    "env": {},
-    "threads_per_device": 1,
-    "memory_bytes_per_device": 8_000_000_000,
-    "host_bytes_per_device": 8_000_000_000,
-    "seconds": 60.0,
-    "disk_bytes_per_sec": 1e9,
-    "ceilings": [ALONE, TOGETHER],
-}
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 8192}
 
 
@@ -48,8 +25,8 @@ def result(run_type: str, ranks: int, seconds: float, *, fit: bool = True) -> di
 
 def cell(name: str, run_type: str, devices: int, tokens_per_sec: float) -> dict:
     """A cell of a sweep."""
-    work = {f"model {field}": size for field, size in MODEL.items()}
-    work |= {"model block_size": 256, "global batch": 8, "sequence length": 256, "precision": "fp32"}
+    work = {f"model {field}": float(size) for field, size in MODEL.items()}
+    work |= {"model block_size": 256.0, "global batch": 8.0, "sequence length": 256.0, "precision": "fp32"}
     turn = {"cell": name, "repeat": 1, "place": 1, "state": "done", "message": None, "seconds": 9.0, "work": work}
     speed = {
         "median": tokens_per_sec,
@@ -71,14 +48,14 @@ def sweep(*cells: dict) -> dict:
 @pytest.fixture
 def calibration(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(CALIBRATION))
+    path.write_text(json.dumps(RECORD))
     return path
 
 
 def measured(path, record):
     path.write_text(json.dumps(record))
-    ceilings = [Ceilings(**each) for each in (ALONE, TOGETHER)]
-    calibration = Calibration(**CALIBRATION | {"ceilings": ceilings})
+    ceilings = [Ceilings(**each) for each in RECORD["ceilings"]]
+    calibration = Calibration(**RECORD | {"ceilings": ceilings})
     return read_measured(
         (path,), lambda devices: calibrated_machine(calibration, devices=devices), repository=REPOSITORY
     )
@@ -115,3 +92,48 @@ def test_a_plan_uses_the_fitted_rates(plan, tmp_path, calibration):
             factors.compute["fp32"] * plain["step"]["parts"][part], rel=0.01
         )
     assert "fitted to measured steps (1)" in fitted["machine"]["rates"]
+
+
+def test_the_committed_sweep_is_read(plan, calibration):
+    sweep = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "sweep-scaling.json"
+    line = f"--machine {calibration} --gpus 2 --model_size demo --tokens 1e6 --measured {sweep} --json"
+    assert "fitted to measured steps (7)" in json.loads(plan(line))["machine"]["rates"]
+
+
+def test_steps_in_a_precision_without_rates_are_not_fitted(tmp_path):
+    bf16 = result("ddp", 2, 0.7)
+    bf16["work"]["precision"] = "bf16"
+    assert len(measured(tmp_path / "plan.json", {"cells": [result("baseline", 1, 0.5), bf16]})) == 1
+
+
+@pytest.mark.parametrize("cells", [[{"fit": True, "step_seconds": {"measured": 1.0}}], [3], {"fit": True}])
+def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
+    with pytest.raises(UserError, match=r"plan.json: a cell is not as this program writes it \(\w+: [^\n]+\)$"):
+        measured(tmp_path / "plan.json", {"cells": cells})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"matrix_flops_per_sec": {"fp32": {"256": {"1024": 0.0}}}}, "fp32.256.1024 must be above 0, not 0"),
+        ({"matrix_flops_per_sec": {"fp32": {"wide": {"1024": 1e11}}}}, "fp32: has the key 'wide'"),
+        ({"matrix_flops_per_sec": {"fp32": {}}}, "fp32: has no rate"),
+        ({"bus_bytes_per_sec": {"all_gather": {"fp32": 1e9}}}, "bus_bytes_per_sec: has no all_reduce of fp32"),
+        ({"operation_sec": -1.0}, "operation_sec must be above 0, not -1"),
+        ({"logits_per_sec": {}}, "logits_per_sec: has other precisions than matrix_flops_per_sec"),
+    ],
+)
+def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factory, changes, why):
+    """A negative time of an operation would be a plan with negative steps; a rate of 0 ended in a traceback."""
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    alone, together = RECORD["ceilings"]
+    path.write_text(json.dumps(RECORD | {"ceilings": [alone, together | changes]}))
+    (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
+    assert why in line
+
+
+def test_more_devices_than_were_measured_are_refused(refused, tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    path.write_text(json.dumps(RECORD))
+    (line,) = refused(f"--machine {path} --gpus 4 --model_size tiny --tokens 1e6")
+    assert line.startswith("--gpus 4: the calibration measured 2 devices:")

@@ -44,6 +44,8 @@ def test_what_a_plan_takes_from_the_flags(plan):
     assert slow["step"]["parts"]["communication"] > 10 * planned("")["step"]["parts"]["communication"]
     on_spot = json.loads(plan(f"--model_size small --gpu a100-40gb --tokens 1e9 --spot --json {ZERO2}"))
     assert "Google" in on_spot["costs"][0]["offer"]
+    assert all(cost["offer"].endswith(", spot") for cost in on_spot["costs"])
+    assert "no spot price of a100-80gb is known" in plan(f"{XL} {ZERO2} --spot")
 
 
 def test_a_setup_that_does_not_fit_says_what_would(plan):
@@ -76,6 +78,16 @@ REFUSED = {
     "Zero++": f"--gpu h200 --gpus 8 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/zeropp.json",
     "limits without a search": f"{XL} --budget 3 --deadline 4d",
     "validation": f"{XL} --eval_every 100",
+    "no whole machines": "--gpu h100-80gb --gpus 12 --tokens 1e9",
+    "a network without speed": f"{XL} --network_gbps 0",
+    "what a search chooses": f"{XL} --recommend --run_type ddp --activation_checkpointing",
+    "machines of no GPU": "--gpus_per_machine 4 --network_gbps 10 --host_memory_gb 64 --tokens 1e9",
+    "a budget without prices": "--gpu h200 --tokens 1e9 --spot --recommend --budget 9000",
+    "a batch that training refuses": f"{XL} --recommend --global_batch_size 4_000_000_000",
+    "a folder that cannot be": "--gpu h200 --tokens 1e9 --recommend --into /dev/null/plan",
+    "a picture that cannot be": f"{XL} {ZERO2} --picture /dev/null/plan.svg",
+    "more memory than a number can count": f"{XL} --host_memory_gb 1e300",
+    "prices that are replaced": f"{XL} --price_per_gpu_hour 2 --spot --prices mine.json",
     "no recipe": f"{XL} --deepspeed_config none.json",
     "no prices": f"{XL} --prices none.json",
     "no calibration": "--machine none.json --tokens 1e9",

@@ -116,7 +116,8 @@ def recommended(data: Path, devices: int) -> tuple[PlanRequest, list[Judged]]:
     """Everything that fits, on data of a small vocabulary."""
     request = request_of(
         f"--gpu h100-80gb --gpus {devices} --tokens {SEQUENCE * 16} {SHAPE} --vocab_size {VOCABULARY} "
-        f"--precision fp32 --deepspeed_config {data}/base.json --into {data}/plan --recommend "
+        f"--val_tokens {SEQUENCE * 8} --precision fp32 --recommend "
+        f"--deepspeed_config {data}/base.json --into {data}/plan "
         f"--train_data_path {data}/train.bin --val_data_path {data}/val.bin"
     )
     return request, [each for each in search(request, read_prices(), repository=REPOSITORY) if each.fits]
@@ -144,6 +145,8 @@ def test_training_accepts_every_recipe_that_could_be_recommended(data, devices):
         assert config.activation_checkpointing == setup.activation_checkpointing
         assert config.strategy_name == each.way.name
         assert config.total_steps == each.plan.run.steps == 2
+        assert config.val_windows == 8
+        assert config.model == setup.model
 
 
 @pytest.mark.parametrize(("devices", "name"), [(1, "baseline"), (2, "fsdp"), (2, "pipeline2-zero1")])
@@ -164,7 +167,30 @@ def test_the_written_command_passes_a_dry_run(data, devices, name):
     assert f"strategy    {name} " in done.stdout
 
 
+def test_tensor_peers_are_never_on_two_machines():
+    names = {way.name for way in ways(24, together=8, repository=REPOSITORY)}
+    assert {"tensor2-zero1", "tensor8-zero1", "sequence4-zero1", "pipeline3-tensor8-zero1", "pipeline6-zero1"} <= names
+    assert not [name for name in names if "tensor3" in name or "tensor6" in name or "sequence3" in name]
+    assert "tensor3-zero1" in {way.name for way in ways(6, together=8, repository=REPOSITORY)}
+
+
 def test_several_machines_are_joined_by_torchrun(data):
     request, found = recommended(data, 16)
     text = command_text(found[0], request, data / "recipe.json")
     assert '--nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint "$MASTER:29500" src/gpt2.py' in text
+
+
+def test_the_page_compares_a_plan_with_a_run_by_keys_that_both_have(data):
+    """Of docs/planning.md; the run is the committed one of the demo."""
+    request, found = recommended(data, 2)
+    _, _, plan = write_recommendation(found[0], request)
+    run = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1" / "training_metrics.json"
+    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    part = page.split("## A recommendation carried out", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1:3] for line in part.splitlines() if line.startswith("| `")]
+    assert len(rows) == 5
+    for cells in rows:
+        for cell, file in zip(cells, (plan, run), strict=True):
+            value = json.loads(file.read_text(encoding="utf-8"))
+            for key in cell.strip(" `").split("."):
+                value = value[int(key)] if isinstance(value, list) else value[key]

@@ -1,10 +1,10 @@
 """What the tests of all suites' commands share."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import run_script
 from messages import without_torch
 from small_run import REPOSITORY
 
@@ -13,8 +13,7 @@ REFERENCE = Path("checkpoint/reference/cpu-2-cores")
 
 def benchmark(*arguments: Any, cwd: Path = REPOSITORY) -> "subprocess.CompletedProcess[str]":
     """Run ``src/benchmark.py``."""
-    command = [sys.executable, str(REPOSITORY / "src" / "benchmark.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return run_script(REPOSITORY / "src" / "benchmark.py", arguments, cwd=cwd)
 
 
 def refusal(*arguments: Any, cwd: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from calibration_record import RECORD
 from small_run import REPOSITORY
 
 from dsgpt.advising.command import act
@@ -10,33 +11,14 @@ from dsgpt.advising.options import read_options
 from dsgpt.common.errors import UserError
 from dsgpt.planning.calibrations import ALLOWANCE, Calibration, calibrated_machine, read_calibration
 
-RECORD = {
+OLD = {
     "schema_version": "1.0",
-    "timestamp_utc": "2026-11-22T18:00:00+00:00",
-    "machine": "Some Processor, 2 devices of 1 core",
-    "hardware": {"device": "cpu"},
-    "env": {},
-    "threads_per_device": 1,
-    "memory_bytes_per_device": 8_000_000_000,
-    "host_bytes_per_device": 8_000_000_000,
-    "seconds": 60.0,
-    "disk_bytes_per_sec": 1e9,
     "ceilings": [
-        {
-            "devices": devices,
-            "matrix_flops_per_sec": {"fp32": {"128": 1e11 / devices, "768": 2e11 / devices}},
-            "attention_flops_per_sec": {"fp32": {"64": {"128": 1e10, "512": 2e10}}},
-            "elementwise_bytes_per_sec": {"fp32": 5e9},
-            "logits_per_sec": {"fp32": 1e9},
-            "triad_bytes_per_sec": 1e10,
-            "operation_sec": 1e-6,
-            "bus_bytes_per_sec": None if devices == 1 else 1e9,
-            "all_reduce_sec": None if devices == 1 else 1e-4,
-            "host_link_bytes_per_sec": 5e9,
-        }
-        for devices in (1, 2)
+        each | {"matrix_flops_per_sec": {"fp32": {"128": 1e11}}, "bus_bytes_per_sec": 1e9}
+        for each in RECORD["ceilings"]
     ],
 }
+"""Without rows, and with one collective operation."""
 
 
 @pytest.fixture
@@ -49,9 +31,18 @@ def path(tmp_path):
 def test_a_machine_has_the_rates_of_as_many_devices_as_work(path):
     calibration = read_calibration(path)
     alone, together = calibrated_machine(calibration, devices=1), calibrated_machine(calibration, devices=2)
-    assert (alone.rates.matrix_at("fp32", 768), together.rates.matrix_at("fp32", 768)) == (2e11, 1e11)
+    assert [each.rates.matrix_at("fp32", width=768, rows=256) for each in (alone, together)] == [2e11, 1e11]
+    assert together.rates.matrix_at("fp32", width=768, rows=1024) == 4e11
     assert alone.rates.attention_at("fp32", head_size=64, length=256) == pytest.approx(2e10**0.5 * 1e10**0.5)
     assert together.rates.bus == {2: 1e9}
+    asked = [
+        ("all_reduce", "bf16"),
+        ("reduce", "bf16"),
+        ("all_gather", "bf16"),
+        ("all_gather", "fp32"),
+        ("send", "fp32"),
+    ]
+    assert [together.rates.slowness_of(*each) for each in asked] == [2, 2, 1 / 4, 1 / 4, 1]
     assert calibrated_machine(calibration, devices=8) == together == calibrated_machine(calibration)
     assert not together.assumed
     assert together.slowest.memory == pytest.approx(together.rates.memory / ALLOWANCE)
@@ -61,8 +52,9 @@ def test_a_machine_has_the_rates_of_as_many_devices_as_work(path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": "2.0"}, "has schema 2.0, but this program reads 1.0"),
-        ({"ceilings": []}, "write it again with --calibrate"),
+        ({"schema_version": "3.0"}, "has schema 3.0, but this program reads 2.0"),
+        (OLD, "has schema 1.0, but this program reads 2.0: write it again with --calibrate"),
+        ({"ceilings": []}, "write one with --calibrate"),
         ({"disk_bytes_per_sec": None}, "disk_bytes_per_sec: Input should be a valid number"),
     ],
 )
@@ -84,7 +76,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys)
     for each in calibration.ceilings:
         figures = list(_numbers({name: value for name, value in vars(each).items() if value is not None}))
         assert all(figure > 0 for figure in figures)
-        assert len(figures) == (1 + 6 + 8 + 2 + 2 + 3) + 2 * (each.devices > 1)
+        assert len(figures) == (1 + 18 + 12 + 2 + 2 + 3) + 8 * (each.devices > 1)
     assert calibration.disk_bytes_per_sec > 0
     assert "2 devices of 1 core" in calibration.machine
     words = "--model_size tiny --seq_length 256 --gpus 2 --tokens 1e6 --json"

@@ -11,8 +11,10 @@ from dsgpt.config import compatibility
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.runtime.topology import Topology
 from dsgpt.strategies.deepspeed.setup import engine_config
+from dsgpt.training.run_description import describe_run, setup_of
 
 
 def asked(folder, *, ranks: int, recipe: dict, **flags) -> RunConfig:
@@ -24,6 +26,7 @@ def asked(folder, *, ranks: int, recipe: dict, **flags) -> RunConfig:
 
 
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+SMALL_BUCKET = {"reduce_bucket_size": 500}
 QUANTIZED = {"stage": 3, "zero_quantized_weights": True}
 REFUSED = {
     "ranks that hold no whole copy": {"ranks": 3, "recipe": {"tensor_parallel": {"autotp_size": 2}}},
@@ -167,6 +170,20 @@ def test_overlap_is_off_unless_asked_for(tmp_path, stage):
     chosen = asked(tmp_path, ranks=2, recipe={"zero_optimization": {"stage": stage, "overlap_comm": True}})
     assert engine_config(chosen)["zero_optimization"]["overlap_comm"] is True
     assert chosen.notices == config.notices  # races appear only on GPUs
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("given", "larger"), [({}, True), ({"reduce_bucket_size": 5e7}, True), (SMALL_BUCKET, False)])
+def test_the_bucket_is_no_larger_than_the_model(tmp_path, stage, given, larger):
+    """DeepSpeed allocates all of it: 2 GB in fp32 at its default. The record repeats what the engine got."""
+    config = asked(tmp_path, ranks=2, recipe={"zero_optimization": {"stage": stage, **given}})
+    size = total(model_parameters(config.model)) if larger else SMALL_BUCKET["reduce_bucket_size"]
+    assert engine_config(config)["zero_optimization"]["reduce_bucket_size"] == size
+    assert setup_of(config).reduce_bucket_size == size
+    hashes = {"train": None, "val": None, "initial weights": None}
+    record = describe_run(config, hashes=hashes, resumed_from=None, changes=[], run_id=None)["deepspeed_config"]
+    assert record["given"]["zero_optimization"] == {"stage": stage, **given}
+    assert record["resolved"]["zero_optimization"]["reduce_bucket_size"] == size
 
 
 @pytest.mark.parametrize(("device", "overlap", "lines"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from convert_script import SCRIPT, config_of, converted, damage, refusal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from forked_ranks import run_script
 from messages import without_paths
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, write_inputs, write_recipe
@@ -23,7 +24,6 @@ from training_runs import finished
 from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
 from dsgpt.main import train
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.runtime.launcher import launcher_command
 
 STEP = "step-00000003"
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -44,8 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_train_steps=3,
         precision="bf16",
     )
-    command = [*launcher_command("torchrun", 2), REPOSITORY / "src" / "gpt2.py", *words]
-    finished(subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder))
+    finished(run_script(REPOSITORY / "src" / "gpt2.py", words, ranks=2, cwd=folder))
     for run in ("baseline", "zero3"):
         converted("--from", folder / run, "--to", "deepspeed", folder / f"as-deepspeed-{run}")
     return folder

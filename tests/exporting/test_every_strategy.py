@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from convert_script import config_of, converted
+from forked_ranks import run_script
 from published import RunsCode, largest_difference, our_model, publish
 from safetensors.torch import load_file
 from training_runs import SCRIPT, data_flags, finished, write_recipe
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.formats.pretrained import PretrainedWeights
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.runtime.launcher import launcher_command
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 LAYOUTS = (*STAGES, "fsdp")
@@ -28,11 +28,10 @@ def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.C
     """Train published weights on over two ranks, three steps, every one saved."""
     recipe = write_recipe(folder / f"{layout}.json", stage=STAGES.get(layout, 1))
     run_type = "optimized" if layout in STAGES else layout
-    command = [*launcher_command("torchrun", 2), SCRIPT]
-    command += ["--run_type", run_type, *data_flags(corpus), "--init_from", str(folder / "hf"), "--seq_length", "32"]
-    command += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(folder / layout)]
-    command += ["--max_train_steps", "3", "--save_every", "1", "--keep_checkpoints", "9", "--max_val_steps", "1", *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    words = ["--run_type", run_type, *data_flags(corpus), "--init_from", str(folder / "hf"), "--seq_length", "32"]
+    words += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(folder / layout)]
+    words += ["--max_train_steps", "3", "--save_every", "1", "--keep_checkpoints", "9", "--max_val_steps", "1", *more]
+    return run_script(SCRIPT, words, ranks=2, cwd=folder)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import run_script
 from published import publish
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs, write_tokenizer
 from stand_in_hub import hub
@@ -30,8 +30,8 @@ def train(folder: Path, endpoint: str, name: str, **more: Any) -> subprocess.Com
     shape = ("num_layers", "num_heads", "embedding_size", "max_position_embeddings")
     flags = dict.fromkeys(shape) | {"init_from": name, "seq_length": 16, "max_train_steps": 1, "overwrite": True}
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, str(REPOSITORY / "src" / "gpt2.py"), *command_line(folder, **flags | more)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    words = command_line(folder, **flags | more)
+    return run_script(REPOSITORY / "src" / "gpt2.py", words, environment=environment, cwd=folder)
 
 
 def test_a_name_is_fetched_once(folder):

@@ -14,6 +14,7 @@ import torch
 from mangling import mangle_bytes, mangle_inside, mangle_json, mangle_lines, mangle_safetensors
 from small_run import REPOSITORY, command_line
 
+from dsgpt.benchmarks.sweep.description import read_description
 from dsgpt.checkpointing import store
 from dsgpt.checkpointing.run_state import read_run_state, write_run_state
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
@@ -32,6 +33,7 @@ from dsgpt.prepare.downloaded_set import downloaded_source
 from dsgpt.prepare.preparation import Place
 from dsgpt.reports.comparison import comparison_markdown, console_summary
 from dsgpt.reports.runs import read_run
+from dsgpt.reports.sweeps import read_sweep
 from dsgpt.runtime.process_group import HostGroup
 from dsgpt.runtime.topology import read_topology
 from dsgpt.telemetry.meter import StepMeter
@@ -43,7 +45,7 @@ from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_t
 from dsgpt.training.sinks import open_sinks
 
 REFERENCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores"
-RUN = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
+RUN = {"num_layers": 1, "max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 3}
 """12 steps, with 5 in an epoch."""
 CPU = torch.device("cpu")
 Mangle = Callable[[bytes, random.Random], bytes]
@@ -209,11 +211,26 @@ def page(suite: str) -> Callable[[Path], None]:
         from dsgpt.benchmarks.parity.command import PAGE as PARITY
         from dsgpt.benchmarks.resume.command import PAGE as RESUME
         from dsgpt.benchmarks.saving.command import PAGE as SAVING
+        from dsgpt.benchmarks.sweep.command import PAGE as SWEEP
 
-        pages = {page.name: page for page in (PARITY, RESUME, FAULTS, SAVING)}
+        pages = {page.name: page for page in (PARITY, RESUME, FAULTS, SAVING, SWEEP)}
         make_page(pages[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
 
     return read
+
+
+def compare_sweeps(folder: Path) -> None:
+    """Compare a sweep with itself, and say what its charts say."""
+    from dsgpt.benchmarks.sweep.compare import compare
+    from dsgpt.reports.sweep_plots import charts_of_sweep
+
+    charts_of_sweep(read_sweep(folder / "sweep.json"), name="mine")
+    compare(str(folder / "sweep.json"), str(folder / "sweep.json"), allow_unequal=True)
+
+
+def described_sweep(folder: Path) -> None:
+    """Read the description of a sweep."""
+    read_description(folder / "described.json", devices=None)
 
 
 NEWEST = "run/step-00000009"
@@ -246,6 +263,9 @@ KINDS = {
     **{f"record of {name}": Kind(file=f"{name}.json", read=page(name), count=20) for name in ("resume", "faults")},
     "record of saving": Kind(file="saving.json", read=page("saving"), count=40),
     "record of parity": Kind(file="parity.json", read=page("parity"), count=10),
+    "record of a sweep": Kind(file="sweep.json", read=page("sweep"), count=30),
+    "sweep in charts": Kind(file="sweep.json", read=compare_sweeps, count=20),
+    "description of a sweep": Kind(file="described.json", read=described_sweep, count=60),
 }
 
 
@@ -275,3 +295,8 @@ def write_all(folder: Path, run: Path) -> None:
     (folder / "raw" / "documents.jsonl").write_text('{"key": "a", "text": "one"}\n{"key": "b", "text": "two"}\n')
     for name in ("parity", "resume", "faults", "saving"):
         shutil.copyfile(REFERENCE / f"{name}.json", folder / f"{name}.json")
+    shutil.copyfile(REFERENCE / "sweep-scaling.json", folder / "sweep.json")
+    cells = [{"name": "one", "devices": 2, "launcher": "torchrun", "flags": ["--run_type", "ddp"]}]
+    comparisons = [{"name": "all", "kind": "weak scaling", "baseline": "one", "cells": ["one"]}]
+    described = {"schema_version": "1.0", "flags": ["--seed", "1"], "cells": cells, "comparisons": comparisons}
+    (folder / "described.json").write_text(json.dumps(described))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_script
 from small_run import (
     REPOSITORY,
     TOKENS,
@@ -62,8 +63,7 @@ def refusal(path: Path, **changes: Any) -> list[str]:
 
 
 def generate(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return run_script(SCRIPT, words, cwd=cwd)
 
 
 def test_the_command_continues_the_prompt(run_dir, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from dsgpt.planning.rates import Machine, Rates
 
 RATES = Rates(
-    matrix={"fp32": {1: 1e9}, "bf16": {1: 4e9}},
+    matrix={"fp32": {1: {1: 1e9}}, "bf16": {1: {1: 4e9}}},
     attention={"fp32": {1: {1: 1e8}}, "bf16": {1: {1: 1e8}}},
     elementwise={"fp32": 1e7, "bf16": 1e7},
     logits={"fp32": 1e6, "bf16": 1e6},

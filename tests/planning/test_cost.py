@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from dataclasses import replace
 
 import pytest
 from round_machine import machine
@@ -23,13 +24,15 @@ def test_steps_validations_and_checkpoints(setup):
     assert found.steps == 100
     assert found.parts["steps"] == pytest.approx(100 * step.seconds)
     assert found.parts["validation"] == pytest.approx(10 * 6 * step.validation_micro_batch)
-    assert found.parts["checkpoints"] == pytest.approx(2 * 12 * total(model_parameters(ddp.model)) / 1e6)
+    assert found.parts["checkpoints"] == pytest.approx(3 * 12 * total(model_parameters(ddp.model)) / 1e6)
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     assert found.parts["start"] == START_SEC
     assert found.least < found.seconds < found.most
     only_at_the_end = run_time(ddp, machine(), step, Length(tokens=48 * 100))
-    assert only_at_the_end.parts["checkpoints"] == pytest.approx(found.parts["checkpoints"] / 2)
+    assert only_at_the_end.parts["checkpoints"] == pytest.approx(found.parts["checkpoints"] / 3)
     assert "validation" not in only_at_the_end.parts
+    seldom = run_time(ddp, machine(), step, replace(length, eval_every=30))  # after 30, 60, 90 and 100 steps
+    assert seldom.parts["validation"] == pytest.approx(4 * 6 * step.validation_micro_batch)
 
 
 def test_cost_of_whole_instances():
@@ -54,7 +57,7 @@ def test_own_price_and_spot_prices():
     on_spot = costs(read_prices(), gpu="a100-40gb", gpus=1, together=1, spot=True, **_hours(1))
     assert on_spot
     listed = {price.instance for price in read_prices().prices if price.spot_usd_per_hour}
-    assert {cost.offer.split()[-1] for cost in on_spot} <= listed
+    assert {cost.offer.removesuffix(", spot").split()[-1] for cost in on_spot} <= listed
 
 
 def test_every_row_of_the_table_is_dated_sourced_and_of_a_known_gpu():

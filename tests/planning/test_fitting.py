@@ -1,7 +1,5 @@
 """Rates fitted to measured steps."""
 
-from dataclasses import replace
-
 import pytest
 from round_machine import machine
 
@@ -36,19 +34,6 @@ def test_a_fit_finds_the_factors_of_a_machine(setup):
     assert step.seconds == pytest.approx(unseen.seconds, rel=1e-4)
     assert step.least < step.seconds < step.most
     assert "fitted to measured steps (4)" in fitted.basis
-
-
-def test_gathers_have_a_factor_of_their_own(setup):
-    """A calibration measures all-reduces; an all-gather of as many bytes may take longer."""
-    true = replace(machine(memory=1e30), rates=replace(machine(memory=1e30).rates, gathering=3.0))
-    setups = [setup(run_type="baseline", world_size=1), setup(run_type="ddp"), setup(run_type="fsdp"), setup("zero3")]
-    steps = [
-        MeasuredStep(setup=each, machine=machine(memory=1e30), seconds=predict_step(each, true).seconds)
-        for each in setups
-    ]
-    found = fit(steps)
-    assert (found.communication, found.gathering) == (pytest.approx(1, rel=1e-3), pytest.approx(3, rel=1e-3))
-    assert found.spread == pytest.approx(0, abs=1e-4)
 
 
 def test_each_precision_has_its_own_factor(setup):

@@ -12,8 +12,8 @@ from dsgpt.planning.hardware import find_gpu
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.rates import at_ranks
 from dsgpt.planning.step_time import bubble_fraction, predict_step
-from dsgpt.planning.transfers import bus_rate
-from dsgpt.planning.work import block_backward, block_forward, head_and_loss
+from dsgpt.planning.transfers import bus_rate, calls
+from dsgpt.planning.work import Work, block_backward, block_forward, head_and_loss
 
 C, LAYERS, VOCABULARY, TOKENS, LENGTH = 8, 2, 64, 8, 4
 """Of the tiny model, and of its micro batch of 2 sequences of 4 tokens."""
@@ -40,6 +40,12 @@ def test_flops_are_split_among_tensor_and_sequence_ranks(setup):
     by_position = block_forward(setup("sequence"))
     assert by_matrix.matrix_flops == by_position.matrix_flops == whole.matrix_flops / 2
     assert by_matrix.attention_flops == by_position.attention_flops == whole.attention_flops / 2
+    biases = 4 + 14 / 2  # added after the products of tensor ranks
+    assert by_matrix.elementwise_bytes == (10 + 10 / 2 + biases) * STREAM
+    assert block_backward(setup("tensor")).elementwise_bytes == (18 + 25 / 2) * STREAM
+    arranged = 4 * 4  # around all-to-alls of half the tokens
+    assert by_position.elementwise_bytes == (20 + arranged) * STREAM / 2
+    assert block_backward(setup("sequence")).elementwise_bytes == (43 + arranged) * STREAM / 2
     assert (
         head_and_loss(setup("tensor"), kind="cpu").matrix_flops == head_and_loss(setup(), kind="cpu").matrix_flops
     )  # no rank splits the head
@@ -111,6 +117,14 @@ def test_collectives_take_their_ring_bytes_and_a_start_for_each_bucket(setup):
     )
 
 
+@pytest.mark.parametrize(("name", "plain", "checkpointed"), [("tensor", 4, 5), ("sequence", 8, 12)])
+def test_sums_and_all_to_alls_of_a_block_start_anew_in_recomputation(setup, name, plain, checkpointed):
+    for again, each in ((False, plain), (True, checkpointed)):
+        found = setup(name, activation_checkpointing=again)
+        traffic = next(traffic for traffic in step_traffic(found) if traffic.what == "activations")
+        assert calls(found, traffic, rank=0) == 3 * LAYERS * each
+
+
 def test_what_a_gpu_hides(setup):
     """DDP's embedding comes last. ZeRO hides nothing without ``overlap_comm``, and a CPU hides nothing at all."""
     p, embedding = total(model_parameters(setup().model)), VOCABULARY * C
@@ -132,6 +146,50 @@ def test_offload_moves_gradients_and_weights_over_the_hosts_link(setup):
     assert parts["optimizer"] == pytest.approx(28 * p / 2 / 1e3, rel=0.01)
 
 
+def test_matrices_of_a_micro_batch_take_the_rate_of_its_rows_and_of_a_ranks_share_of_the_width(setup):
+    """A micro batch of 2 sequences of 4 tokens, of which a sequence rank has half; 4 tensor ranks halve a square."""
+    by_rows = {name: {1: {4: 1e9, 8: 2e9, 16: 4e9}} for name in ("fp32", "bf16")}
+    by_width = {name: {4: {1: 1e9}, 8: {1: 2e9}} for name in ("fp32", "bf16")}
+    flops = Work(matrix_flops=1e9)
+
+    def seconds(rates: dict, **fields) -> float:
+        return flops.seconds(machine(matrix=rates).rates, setup(**fields))
+
+    assert seconds(by_rows, run_type="baseline", world_size=1) == pytest.approx(1 / 2)
+    assert seconds(by_rows, run_type="baseline", world_size=1, micro_batch_size=4) == pytest.approx(1 / 4)
+    assert seconds(by_rows, name="sequence") == pytest.approx(1)
+    four = {"tensor_parallel": {"autotp_size": 4}}
+    wide = replace(setup().model, n_head=4)
+    assert seconds(by_width, name="tensor", model=wide, world_size=4, top=four) == pytest.approx(1)
+    assert seconds(by_width, name="zero1") == pytest.approx(1 / 2)
+
+
+def test_collectives_take_the_time_of_their_operation_and_of_the_numbers_they_sum(setup):
+    """DDP sums gradients in fp32, ZeRO in the precision of the activations; FSDP gathers and scatters."""
+    slowness = {
+        "all_reduce": {"fp32": 1, "bf16": 3},
+        "reduce_scatter": {"fp32": 5, "bf16": 7},
+        "all_gather": {"fp32": 11},
+    }
+    slow = machine(slowness=slowness)
+
+    def sent(**fields) -> tuple[float, dict[str, int]]:
+        found = setup(**fields)
+        ring = {traffic.operation: traffic.ring_bytes for traffic in step_traffic(found)}
+        return 1e6 * predict_step(found, slow).parts["communication"], ring
+
+    seconds, ring = sent(run_type="ddp", precision="bf16")
+    assert seconds == pytest.approx(ring["all_reduce"])
+    seconds, ring = sent(name="zero0", precision="bf16")
+    assert seconds == pytest.approx(3 * ring["all_reduce"])
+    seconds, ring = sent(name="zero2", precision="bf16")
+    assert seconds == pytest.approx(3 * ring["all_reduce"] + 11 * ring["all_gather"])
+    seconds, ring = sent(run_type="fsdp", precision="bf16")
+    assert seconds == pytest.approx(5 * ring["reduce_scatter"] + 11 * ring["all_gather"])
+    seconds, ring = sent(name="zero3", precision="bf16")
+    assert seconds == pytest.approx(7 * ring["reduce_scatter"] + 11 * ring["all_gather"])
+
+
 @pytest.mark.parametrize(
     ("world", "devices", "rate"),
     [
@@ -151,6 +209,19 @@ def test_tensor_peers_share_a_machine_and_their_data_peers_share_its_network(set
     assert among == {"tensor": 1e6, "data": 1e5 / 2}
 
 
+def test_peers_that_do_not_fill_machines_and_stages_on_two_machines_pass_their_network(setup):
+    """Three peers of 8 GPUs a machine: ranks 6, 7 and 8. Four stages of 4 ranks: the second and the third, 7 and 8."""
+    model = replace(setup().model, n_head=3, n_embd=12)
+    odd = setup("tensor", world_size=24, model=model, top={"tensor_parallel": {"autotp_size": 3}})
+    rates = {bus_rate(odd, RATES, traffic, devices=8) for traffic in step_traffic(odd) if traffic.axis == "tensor"}
+    assert rates == {1e5}
+    model = replace(setup().model, n_layer=4)
+    stages = {"stages": 4, "partition": "uniform"}
+    deep = setup("pipeline", world_size=16, model=model, top={"pipeline": stages})
+    rates = {bus_rate(deep, RATES, traffic, devices=8) for traffic in step_traffic(deep) if traffic.axis == "pipeline"}
+    assert rates == {1e5 / 4}
+
+
 def test_the_heads_gradient_is_added_up_over_chunks(setup):
     """32 Mi logits a chunk on a CPU: 4 chunks for these 2,400 tokens. In bf16 each is added to a sum in fp32."""
     vocabulary = 50_257
@@ -163,17 +234,21 @@ def test_the_heads_gradient_is_added_up_over_chunks(setup):
     assert one_chunk == model.padded_vocab_size * C * 8
 
 
-def test_rates_between_measured_widths_and_ranks():
-    rates = replace(RATES, matrix={"fp32": {100: 1e9, 400: 4e9}})
-    assert rates.matrix_at("fp32", 200) == pytest.approx(2e9)
-    assert (rates.matrix_at("fp32", 1), rates.matrix_at("fp32", 10_000)) == (1e9, 4e9)
+def test_rates_between_measured_widths_rows_and_ranks():
+    rates = replace(RATES, matrix={"fp32": {100: {16: 1e9, 64: 2e9}, 400: {16: 4e9, 64: 8e9}}})
+    assert rates.matrix_at("fp32", width=200, rows=16) == pytest.approx(2e9)
+    assert rates.matrix_at("fp32", width=100, rows=32) == pytest.approx(2**0.5 * 1e9)
+    assert rates.matrix_at("fp32", width=1, rows=1) == 1e9
+    assert rates.matrix_at("fp32", width=10_000, rows=10_000) == 8e9
     assert [at_ranks({2: 20.0, 8: 80.0}, ranks) for ranks in (1, 2, 3, 16)] == [20.0, 20.0, 80.0, 80.0]
 
 
 def test_a_datasheet_gives_an_assumed_range_around_a_share_of_its_peaks(setup):
     gpu = datasheet_machine(find_gpu("h100-80gb"))
     assert gpu.assumed
-    assert gpu.slowest.matrix["bf16"][1] < gpu.rates.matrix["bf16"][1] < gpu.fastest.matrix["bf16"][1] < 989.4e12
+    assert (
+        gpu.slowest.matrix["bf16"][1][1] < gpu.rates.matrix["bf16"][1][1] < gpu.fastest.matrix["bf16"][1][1] < 989.4e12
+    )
     step = predict_step(setup(run_type="ddp", model=PRESETS["small"], seq_length=1024, precision="bf16"), gpu)
     assert step.assumed
     assert step.least < step.seconds < step.most

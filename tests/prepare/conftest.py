@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked_ranks import run_script
 from prep_helpers import CORPUS, SCRIPTS
 from small_run import write_tokenizer
 
@@ -35,10 +36,8 @@ def run(script_command) -> Run:
     """Run a script in a folder; returns its output and exit code."""
 
     def execute(script: str, *flags: object, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess:
-        arguments, environment = script_command(script, *flags, **variables)
-        done = subprocess.run(
-            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
+        (_, path, *words), environment = script_command(script, *flags, **variables)
+        done = run_script(path, words, cwd=cwd, environment=environment)
         assert done.returncode == code, f"{flags} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
         if code:
             assert "Traceback" not in done.stderr

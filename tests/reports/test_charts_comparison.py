@@ -165,12 +165,14 @@ def test_the_lowest_epoch_mean_is_left_out_where_there_is_one_epoch(compared):
 
 def test_every_scheduler_setting_has_a_row_and_nothing_is_cut(compared):
     params = {f"a_setting_with_a_long_name_{i}": 1000 + i for i in range(9)} | {"last": None, "text": "x" * 200}
+    params["link"] = "[x](https://y)"
     scheduler = {"type": "T", "params": params}
     _, rows = compared(a=record(training_config__scheduler=scheduler), b=record(), c=flat_record())
     assert rows["scheduler type"] == ["T", "WarmupCosineLR", "unknown"]
     assert rows[r"scheduler params a\_setting\_with\_a\_long\_name\_8"] == ["1008", "absent", "unknown"]
     assert rows["scheduler params last"] == ["not given", "absent", "unknown"]
     assert rows["scheduler params text"][0] == "x" * 200
+    assert rows["scheduler params link"][0] == r"[x]\(https://y)"
     assert rows["optimizer settings betas"][0] == "[0.9, 0.95]"
     assert not [label for label, cells in rows.items() if "…" in "".join(cells) and "data" not in label]
 

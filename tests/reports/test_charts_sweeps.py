@@ -101,6 +101,21 @@ def test_other_work_and_failures_are_marked_and_have_no_bar():
     assert "not comparable" in texts(charts["mine_efficiency"])
 
 
+def test_the_cost_of_more_tokens_is_marked():
+    found = scaling({"ddp": {2: 1.8}}, weak=True)
+    cells = [
+        replace(one, cost=spread(2.0), turns=[replace(one.turns[0], work={"tokens": tokens})])
+        for one, tokens in zip(found.cells, (1000.0, 2000.0), strict=True)
+    ]
+    assert "tokens: 1,000 to 2,000" in texts(
+        charts_of_sweep(replace(found, cells=cells, price_per_device_hour=3.0), name="mine")["mine_money"]()
+    )
+    alike = [replace(one, turns=cells[0].turns) for one in cells]
+    assert "NOT EQUAL" not in texts(
+        charts_of_sweep(replace(found, cells=alike, price_per_device_hour=3.0), name="mine")["mine_money"]()
+    )
+
+
 def test_memory_is_stacked_and_predicted_beside_measured():
     footprint = replace(FOOTPRINT, model_state={**STATE, "master weights": 0.0})  # no such part is in the legend
     found = sweep([cell("a", 1, footprint=footprint), cell("b", 2, footprint=footprint)], [])
@@ -267,6 +282,25 @@ def overlap(one, two) -> bool:
 def test_a_sweep_with_footprints_is_read_as_it_was_written(tmp_path):
     found = scaling(SPEEDS)
     assert read_sweep(write_sweep(tmp_path, found)) == found
+
+
+CONTRADICTIONS = {
+    "a baseline that is no cell": lambda found: replace(
+        found, comparisons=[replace(found.comparisons[0], baseline="ddp on 8 devices")]
+    ),
+    "a compared cell that is none": lambda found: replace(found, cells=found.cells[:1]),
+    "a name twice": lambda found: replace(found, cells=[*found.cells, found.cells[0]]),
+    "a name that clears the screen": lambda found: replace(found, suite="mine\x1b[2J"),
+    "no device": lambda found: replace(found, cells=[replace(found.cells[0], devices=0), *found.cells[1:]]),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_record_that_contradicts_itself_is_refused_in_a_line(what, tmp_path):
+    path = write_sweep(tmp_path, CONTRADICTIONS[what](scaling(SPEEDS)))
+    with pytest.raises(UserError, match=r"cannot be read as the record of a sweep: [^\n]+$") as refused:
+        read_sweep(path)
+    assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=lambda theme: theme.name)

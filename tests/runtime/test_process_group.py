@@ -1,17 +1,15 @@
 """Joining and leaving the group of all ranks."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-
-from dsgpt.runtime.launcher import launcher_command
+from forked_ranks import run_script
 
 # A group belongs to the whole process, so each test starts a new process.
 CODE = """
 import os, sys
 import torch, torch.distributed as dist
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import joined
 from dsgpt.runtime.topology import read_topology
 
@@ -24,26 +22,23 @@ try:
 except ArithmeticError:
     pass
 print("left" if dist.is_initialized() else "destroyed")
+leave(0)
 """
 
 
 @pytest.mark.parametrize(("end", "state"), [("well", "destroyed"), ("fail", "left")])
 @pytest.mark.parametrize("leftover", [{}, {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}])
-def test_a_single_process_forms_a_group(end, state, leftover):
+def test_a_single_process_forms_a_group(tmp_path, end, state, leftover):
+    script = tmp_path / "one.py"
+    script.write_text(CODE)
     clean = {key: value for key, value in os.environ.items() if "RANK" not in key and not key.startswith("MASTER_")}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, end],
-        env=clean | leftover,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    done = run_script(script, [end], environment=clean | leftover)
     assert done.stdout.split("\n")[:2] == ["0 0 1 127.0.0.1", state]
 
 
 RANKS = """
 import torch
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import HostGroup, joined
 from dsgpt.runtime.topology import read_topology
 
@@ -53,13 +48,12 @@ with joined(topology, torch.device("cpu")):
     values, largest = ranks.gathered([topology.rank + 0.1, 2]), ranks.largest(topology.rank)
     if topology.rank == 0:
         print(values, largest)
+leave(0)
 """
 
 
 def test_every_rank_learns_what_the_others_have(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    done = subprocess.run(
-        [*launcher_command("torchrun", 2), str(script)], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = run_script(script, [], ranks=2)
     assert done.stdout == "[[0.1, 2.0], [1.1, 2.0]] 1\n"

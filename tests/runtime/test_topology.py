@@ -1,9 +1,13 @@
 """The index of a rank in every dimension, compared with DeepSpeed's layouts."""
 
+import socket
+from pathlib import Path
+
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from dsgpt.runtime.topology import ParallelSizes, Topology
+from dsgpt.runtime import topology
+from dsgpt.runtime.topology import ParallelSizes, Topology, free_port
 
 
 def place(rank: int, world_size: int, **sizes: int) -> Topology:
@@ -41,3 +45,17 @@ def test_sequence_peers_are_neighbours_with_the_same_data():
 )
 def test_sizes_in_words(sizes, words):
     assert str(ParallelSizes(**sizes)) == words
+
+
+def test_a_free_port_is_none_that_a_connection_could_take_meanwhile(monkeypatch):
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert free_port() < first_of_connections
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(topology, "_FIRST_PORT", port)
+        monkeypatch.setattr(topology, "_first_port_of_connections", lambda: port + 1)
+        assert free_port() != port
+    monkeypatch.setattr(topology, "_first_port_of_connections", lambda: port)
+    assert free_port() >= first_of_connections

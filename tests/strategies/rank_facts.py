@@ -1,15 +1,14 @@
 """What the tests of DDP and of FSDP share: one launch for many facts, and assertions that hold for both."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import run_script
 from training_runs import SHAPE, data_flags, finished, write_recipe
 
 from dsgpt.benchmarks.harness.corpus import Corpus
-from dsgpt.runtime.launcher import launcher_command
 
 RANKS, ACCUMULATION, LAYERS = 2, 3, 2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -24,8 +23,7 @@ def facts_on_ranks(run_type: str, corpus: Corpus, folder: Path) -> dict[str, Any
     flags = [*data_flags(corpus), *SHAPE, "--max_position_embeddings", "63", "--seq_length", "32", "--device", "cpu"]
     flags += ["--deepspeed_config", str(recipe), "--precision", "fp32", "--micro_batch_size_per_gpu", "2"]
     script = str(Path(__file__).with_name("torch_on_ranks.py"))
-    command = [*launcher_command("torchrun", RANKS), script, run_type, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    done = run_script(script, [run_type, *flags], ranks=RANKS)
     finished(done)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, read_topology
 from dsgpt.strategies.build import build_strategy
@@ -161,3 +162,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
+from forked_ranks import run_script
 
-from dsgpt.runtime.launcher import launcher_command
 from dsgpt.telemetry.clocks import ThreadClock
 from dsgpt.telemetry.interval import RankShare, RankTimes, interval_figures
 from dsgpt.telemetry.meter import Figures
@@ -91,6 +91,7 @@ RANKS = """
 import json, time
 import torch
 import torch.distributed as dist
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import HostGroup, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import StepResult
@@ -114,14 +115,14 @@ with joined(topology, torch.device("cpu")):
     shares = ranks.gathered(RankShare(0.0, computing, meter.last_own_loss))
     if topology.rank == 0:
         print(json.dumps([sum(figures.step_secs), interval_figures(figures, ranks=[RankShare(*s) for s in shares])[0]]))
+leave(0)
 """
 
 
 def test_the_rank_that_computes_longest_is_found_although_all_steps_take_equally_long(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    command = [*launcher_command("torchrun", 2), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = run_script(script, [], ranks=2)
     seconds, figures = json.loads(done.stdout)
     assert seconds >= 5 * 0.06
     assert figures["slowest_rank"] == 1

@@ -14,6 +14,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import joined
 from dsgpt.runtime.topology import Topology, read_topology
 from dsgpt.strategies.deepspeed.zero import Zero
@@ -55,3 +56,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from forked_ranks import run_script
 from training_runs import SCRIPT, assert_same_training, data_flags, finished, read_record, train, write_recipe
 
 from dsgpt.runtime.launcher import launcher_command
@@ -45,9 +46,8 @@ def test_a_mistake_is_printed_once(corpus, tmp_path, name):
 
 def test_baseline_under_a_launcher_is_refused(corpus, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.json")
-    command = [*launcher_command("deepspeed", 2), SCRIPT, "--run_type", "baseline", *data_flags(corpus)]
-    command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    words = ["--run_type", "baseline", *data_flags(corpus), "--deepspeed_config", str(recipe)]
+    done = run_script(SCRIPT, [*words, "--checkpoint_path", str(tmp_path / "run")], ranks=2)
     assert done.returncode == 2
     assert done.stderr.count("--run_type baseline is one process, but the launcher started 2") == 1
 

@@ -2,20 +2,19 @@
 
 import itertools
 import json
-import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from forked_ranks import run_script
 from training_runs import SHAPE, data_flags, finished, write_recipe
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.launcher import launcher_command
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
 from dsgpt.strategies.pytorch.baseline import Baseline
@@ -113,17 +112,8 @@ def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
     scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
     recipe = write_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
     script = str(Path(__file__).with_name("fp16_on_cpu.py"))
-    command = [*launcher_command("torchrun", ranks), script, *data_flags(corpus)]
-    command += [*SHAPE, "--seq_length", "32", "--device", "cpu"]
-    command += [
-        "--deepspeed_config",
-        str(recipe),
-        "--micro_batch_size_per_gpu",
-        "2",
-        "--enforce_global_batch_size",
-        "12",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    words = [*data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", recipe]
+    done = run_script(script, [*words, "--micro_batch_size_per_gpu", 2, "--enforce_global_batch_size", 12], ranks=ranks)
     finished(done)
     runs = json.loads(done.stdout.splitlines()[-1])
     expected = runs.pop("baseline")

@@ -31,10 +31,10 @@ def resumed(corpus, tmp_path_factory) -> Path:
     """Four steps of two real processes: one took micro batches of 16 on two threads, then one of 1 on one thread."""
     folder = tmp_path_factory.mktemp("segments")
     recipe = write_recipe(folder / "recipe.json")
-    finished(train(folder / "run", corpus, recipe, *WIDE, *LARGE))
+    finished(train(folder / "run", corpus, recipe, *WIDE, *LARGE, by="python"))
     (folder / "run" / "RUN_COMPLETE.txt").unlink()
     shutil.rmtree(folder / "run" / "step-00000004")
-    finished(train(folder / "run", corpus, recipe, *WIDE, *SMALL, "--resume"))
+    finished(train(folder / "run", corpus, recipe, *WIDE, *SMALL, "--resume", by="python"))
     return folder / "run"
 
 

@@ -1,10 +1,12 @@
 """``src/plan.py`` after its flags are read: calibrates, plans one setup, or recommends one."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dsgpt.advising.options import CALIBRATION, PlanOptions
+from dsgpt.advising.options import PlanOptions
 from dsgpt.advising.plan import Plan, plan_of
 from dsgpt.advising.published import published_page
 from dsgpt.advising.recommendation import (
@@ -17,10 +19,11 @@ from dsgpt.advising.request import PlanRequest, fixed_batch, read_request
 from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.common.divisors import divisors
-from dsgpt.common.errors import EXIT_DONE
+from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.planning.prices import TABLE, PriceTable, read_prices
+from dsgpt.planning.rates import CALIBRATION
 
 
 def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
@@ -38,7 +41,9 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
         return _calibrate(options, problems)
     if options.published is not None:
         problems.raise_if_any()
-        write_atomic(options.published, published_page(repository=repository).encode())
+        page = published_page(repository=repository).encode()
+        with _writing("--published", options.published):
+            write_atomic(options.published, page)
         print(options.published)
         return EXIT_DONE
     request = read_request(options, problems, repository=repository)
@@ -93,7 +98,8 @@ def _what_would_fit(request: PlanRequest, plan: Plan, prices: PriceTable) -> lis
 def _recommend(request: PlanRequest, *, repository: Path) -> int:
     found = search(request, read_prices(request.options.prices or TABLE), repository=repository)
     best = best_of(found, request)
-    written = write_recommendation(best, request)
+    with _writing("--into", request.options.into):
+        written = write_recommendation(best, request)
     assert best.plan is not None
     _draw(best.plan, request.options)
     if request.options.json:
@@ -107,7 +113,17 @@ def _draw(plan: Plan, options: PlanOptions) -> None:
     if options.picture is not None:
         from dsgpt.advising.picture import draw_plan  # noqa: PLC0415 - matplotlib takes a second
 
-        draw_plan(plan, options.picture)
+        with _writing("--picture", options.picture):
+            draw_plan(plan, options.picture)
+
+
+@contextlib.contextmanager
+def _writing(flag: str, path: Path) -> Iterator[None]:
+    """Turn a refusal of the file system into one line about ``flag``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
 
 
 def _print(found: object) -> None:

@@ -27,7 +27,12 @@ def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository:
     """
     found = []
     for path in paths:
-        steps = list(_steps(path, machine_of, repository=repository))
+        try:
+            steps = list(_steps(path, machine_of, repository=repository))
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
+        steps = [step for step in steps if step.setup.precision in step.machine.precisions]
         if not steps:
             raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
         found += steps
@@ -55,7 +60,7 @@ def _of_a_sweep(path: Path, machine_of: MachineOf, *, repository: Path) -> Itera
         if work is None or cell.tokens_per_sec is None:
             continue
         setup = _setup_of_cell(cell, work, repository=repository)
-        tokens = work["global batch"] * setup.seq_length
+        tokens = int(work["global batch"]) * setup.seq_length
         yield MeasuredStep(
             setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median
         )
@@ -71,7 +76,7 @@ def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path
     problems.raise_if_any()
     assert recipe is not None
     given = BatchRequest(
-        global_batch_size=work["global batch"],
+        global_batch_size=int(work["global batch"]),
         micro_batch_size=options.micro_batch_size_per_gpu,
         gradient_accumulation_steps=options.grad_accum_steps,
     )
@@ -79,7 +84,7 @@ def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path
     batch, _ = plan_batch(given, data_parallel_size=ranks, enforce_global=False, problems=problems)
     problems.raise_if_any()
     assert batch is not None
-    shape = {name: work[f"model {name}"] for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    shape = {name: int(work[f"model {name}"]) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
     return Setup(
         run_type=run_type,
         model=GPT2Config(**shape),
@@ -88,7 +93,7 @@ def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path
         precision=work["precision"],
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        seq_length=work["sequence length"],
+        seq_length=int(work["sequence length"]),
         activation_checkpointing=options.activation_checkpointing,
     )
 

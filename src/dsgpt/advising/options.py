@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import Parser, Reader, read_words, ungrouped
 from dsgpt.common.problems import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES
 from dsgpt.model.config import PRESETS
+from dsgpt.planning.rates import CALIBRATION
 
 DESCRIPTION = """\
 Predict memory, time and cost of a training before it is paid for, and recommend a setup. Memory follows from formulas.
@@ -28,7 +29,6 @@ examples:
     python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
 INTO = Path("plan")
-CALIBRATION = Path("checkpoint") / "calibration.json"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -180,8 +180,9 @@ def _add_machine(flags: _Flags) -> None:
     flags.value("--gpu", str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...")
     flags.whole("--gpus", "how many devices (default: 1; of a calibration: all that it measured)")
     flags.whole("--gpus_per_machine", "GPUs of one machine (default: 8)")
-    flags.value("--network_gbps", flags.reader.number("--network_gbps"), "X", "Gbit/s between machines (100)")
-    host = flags.reader.number("--host_memory_gb")
+    network = _amount(flags.reader, "--network_gbps", example="100")
+    flags.value("--network_gbps", network, "X", "Gbit/s between machines (100)")
+    host = _amount(flags.reader, "--host_memory_gb", example="512")
     flags.value("--host_memory_gb", host, "X", "memory of a machine for offload (default: twice that of its GPUs)")
     flags.path("--machine", "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)")
     flags.paths("--measured", "JSON", "records of sweeps of this machine, to which the rates are fitted")
@@ -220,35 +221,21 @@ def _add_calibration(flags: _Flags) -> None:
     flags.value("--seconds", flags.reader.number("--seconds"), "X", "about how long to measure (default: 60)")
 
 
-def _amount(reader: Reader, flag: str) -> Callable[[str], float | None]:
+def _amount(reader: Reader, flag: str, *, example: str = "10e9") -> Callable[[str], float | None]:
     """A reader of amounts above 0: ``10e9``, ``1_000_000``."""
-
-    def read(word: str) -> float | None:
-        """The amount, or None after noting the mistake."""
-        try:
-            value = float(word.replace("_", "").replace(",", ""))
-        except ValueError:
-            value = 0.0
-        if not 0 < value < 1e18:
-            reader.problems.add(f"{flag} must be a number above 0, such as 10e9, not {word}")
-            return None
-        return value
-
-    return read
+    return reader.value(
+        flag,
+        lambda word: float(ungrouped(word)),
+        accepts=lambda value: 0 < value < 1e18,
+        must_be=f"a number above 0, such as {example}",
+    )
 
 
 def _duration(reader: Reader, flag: str) -> Callable[[str], float | None]:
     """A reader of durations, in seconds: ``90m``, ``72h``, ``3d``."""
-
-    def read(word: str) -> float | None:
-        """The seconds, or None after noting the mistake."""
-        try:
-            value = float(word[:-1]) * _UNITS[word[-1:]]
-        except (ValueError, KeyError):
-            value = 0.0
-        if not 0 < value < 1e12:
-            reader.problems.add(f"{flag} must be a time with its unit, such as 90m, 72h or 3d, not {word}")
-            return None
-        return value
-
-    return read
+    return reader.value(
+        flag,
+        lambda word: float(word[:-1]) * _UNITS.get(word[-1:], 0),
+        accepts=lambda value: 0 < value < 1e12,
+        must_be="a time with its unit, such as 90m, 72h or 3d",
+    )

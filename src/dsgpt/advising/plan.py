@@ -37,6 +37,8 @@ class Plan:
     run: RunTime
     costs: list[Cost]
     """The cheapest first; empty if no price is known."""
+    spot: bool
+    """Whether spot prices were asked for."""
 
     @property
     def fits(self) -> bool:
@@ -110,6 +112,7 @@ def plan_of(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceT
         step=step,
         run=run,
         costs=_costs(setup, machine, options, prices, run),
+        spot=options.spot,
     )
 
 

@@ -33,9 +33,12 @@ class Published:
     model: str
     shape: PublishedShape
     gpu: str
+    gpus: Positive
     run_type: str
     recipe: str
     """A recipe of ``ds_configs``, without its batch."""
+    precision: str
+    seq_length: Positive
     micro_batch_size: Positive
     gradient_accumulation_steps: Positive
     tokens_per_sec_per_gpu: Positive
@@ -50,9 +53,6 @@ class Published:
 class PublishedTable:
     """The file."""
 
-    seq_length: Positive
-    gpus: Positive
-    precision: str
     rows: list[Published]
 
 
@@ -74,62 +74,65 @@ def read_published() -> PublishedTable:
     return read_as(TABLE, PublishedTable)
 
 
-def predict(row: Published, table: PublishedTable, *, repository: Path) -> Predicted:
+def predict(row: Published, *, repository: Path) -> Predicted:
     """What the planner says of the setup of ``row``."""
     problems = Problems()
     recipe = read_recipe(repository / "ds_configs" / f"{row.recipe}.json", problems)
     problems.raise_if_any()
     assert recipe is not None
     shape = vars(row.shape)
-    model = GPT2Config(**shape, block_size=table.seq_length, vocab_size=GPT2_VOCAB_SIZE)
+    model = GPT2Config(**shape, block_size=row.seq_length, vocab_size=GPT2_VOCAB_SIZE)
     setup = Setup(
         run_type=row.run_type,
         model=model,
         recipe=recipe,
-        world_size=table.gpus,
-        precision=table.precision,
+        world_size=row.gpus,
+        precision=row.precision,
         micro_batch_size=row.micro_batch_size,
         gradient_accumulation_steps=row.gradient_accumulation_steps,
-        seq_length=table.seq_length,
+        seq_length=row.seq_length,
     )
     step = predict_step(setup, datasheet_machine(find_gpu(row.gpu)))
-    tokens = row.micro_batch_size * row.gradient_accumulation_steps * table.seq_length
+    tokens = row.micro_batch_size * row.gradient_accumulation_steps * row.seq_length
     return Predicted(low=tokens / step.most, likely=tokens / step.seconds, high=tokens / step.least)
 
 
 def published_page(*, repository: Path) -> str:
     """The page, as Markdown."""
     table = read_published()
-    predicted = [predict(row, table, repository=repository) for row in table.rows]
-    return "\n".join([*_head(table), *_table(table, predicted), "", *_remarks(table, predicted), *_assumed(), ""])
+    predicted = [predict(row, repository=repository) for row in table.rows]
+    return "\n".join([*_head(), *_table(table, predicted), "", *_remarks(table, predicted), *_assumed(), ""])
 
 
-def _head(table: PublishedTable) -> Iterator[str]:
+def _head() -> Iterator[str]:
     yield from (
         "# The planner beside published figures",
         "",
         "`src/plan.py` predicts times on GPUs from datasheets and assumed shares of their peaks. **This project",
         "measured none of them: the machine of the committed records has no GPU.** Other programs published what",
         "they reached. They are not this program: llm.c is CUDA with fused kernels; llm-foundry and nanoGPT are",
-        "PyTorch with their own attention, precision or compiler. A range that contains their figures makes the",
-        "assumptions plausible. It does not prove them.",
+        "PyTorch with their own attention, precision or compiler; GPT2-Optimization, of which this project is a",
+        "successor, is DeepSpeed with attention in separate operations. A range that contains their figures makes",
+        "the assumptions plausible. It does not prove them.",
         "",
-        f"Tokens per second of one of {table.gpus} GPUs, {table.precision}, {table.seq_length:,} tokens a sequence.",
-        "The setup is the one here that is most like theirs, micro batch x accumulation.",
+        "Tokens per second of one GPU. The setup is the one here that is most like theirs, with micro batch x",
+        "accumulation and tokens of a sequence.",
         "",
     )
 
 
 def _table(table: PublishedTable, predicted: list[Predicted]) -> Iterator[str]:
-    yield "| program, model | GPU | setup here | predicted | likely | published | within |"
+    yield "| program, model | GPUs | setup here | predicted | likely | published | within |"
     yield "|---|---|---|---:|---:|---:|---|"
     for number, (row, found) in enumerate(zip(table.rows, predicted, strict=True), 1):
         strategy = row.recipe if row.run_type == "optimized" else row.run_type
+        gpus = f"{row.gpus} x {row.gpu}"
+        work = f"{row.micro_batch_size} x {row.gradient_accumulation_steps}, {row.seq_length:,}"
+        figure = row.tokens_per_sec_per_gpu
         yield (
-            f"| [{row.program}, {row.model}]({row.source}) | {row.gpu} | {strategy}, {row.micro_batch_size} x "
-            f"{row.gradient_accumulation_steps} | {found.low / 1e3:,.1f}k to {found.high / 1e3:,.1f}k | "
-            f"{found.likely / 1e3:,.1f}k | {row.tokens_per_sec_per_gpu / 1e3:,.1f}k | "
-            f"{'yes' if found.contains(row.tokens_per_sec_per_gpu) else f'no: see row {number}'} |"
+            f"| [{row.program}, {row.model}]({row.source}) | {gpus} | {strategy}, {row.precision}, {work} | "
+            f"{found.low / 1e3:,.1f}k to {found.high / 1e3:,.1f}k | {found.likely / 1e3:,.1f}k | "
+            f"{figure / 1e3:,.1f}k | {'yes' if found.contains(figure) else f'no: see row {number}'} |"
         )
 
 
@@ -139,7 +142,7 @@ def _remarks(table: PublishedTable, predicted: list[Predicted]) -> Iterator[str]
     yield ""
     for number, row in enumerate(table.rows, 1):
         outside = "" if row.why_outside is None else f" **Outside the range:** {row.why_outside}"
-        yield f"{number}. {row.program}, {row.model}, {row.gpu}: {row.published_as}.{outside}"
+        yield f"{number}. {row.program}, {row.model}, {row.gpus} x {row.gpu}: {row.published_as}.{outside}"
     yield ""
 
 

@@ -1,12 +1,14 @@
 """A recommendation for people, as JSON, and as the files that carry it out."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dsgpt.advising.plan import Plan
 from dsgpt.advising.request import PlanRequest
-from dsgpt.advising.search import Judged
+from dsgpt.advising.search import Judged, no_price
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.advising.words import dollars, duration, size
 from dsgpt.common.errors import UserError
@@ -34,6 +36,8 @@ def _nothing_fits(found: Sequence[Judged], request: PlanRequest) -> str:
     if inside:
         fastest = min(inside, key=lambda each: each.plan.run.seconds if each.plan else 0.0)
         assert fastest.plan is not None
+        if request.options.budget is not None and not fastest.plan.costs:
+            return f"--budget cannot be judged, because {request.machine.name} {no_price(request.options.spot)}"
         cost = f" and costs {dollars(fastest.plan.costs[0].usd)}" if fastest.plan.costs else ""
         return (
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "
@@ -141,11 +145,17 @@ def _training_words(best: Judged, request: PlanRequest, recipe: Path) -> list[st
         "--num_heads": options.num_heads,
         "--embedding_size": options.embedding_size,
         "--max_position_embeddings": options.max_position_embeddings,
-        "--vocab_size": options.vocab_size,
+        "--vocab_size": request.model.vocab_size,
         "--seq_length": request.seq_length,
         "--max_train_steps": best.plan.run.steps,
         "--eval_every": options.eval_every or None,
+        "--max_val_steps": _validation_steps(best.plan, options.val_tokens),
         "--save_every": options.save_every,
         "--precision": None if options.precision == "auto" else options.precision,
     }
     return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def _validation_steps(plan: Plan, val_tokens: float) -> int | None:
+    """Global batches of a validation as it is planned; None to validate on the whole file."""
+    return math.ceil(val_tokens / plan.tokens_per_step) if val_tokens else None

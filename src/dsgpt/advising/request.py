@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsgpt.advising.measured import read_measured
-from dsgpt.advising.options import CALIBRATION, PlanOptions
+from dsgpt.advising.options import PlanOptions
+from dsgpt.common.divisors import divisors_around, multiples_around
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import BatchPlan
@@ -17,7 +18,7 @@ from dsgpt.planning.calibrations import calibrated_machine, read_calibration
 from dsgpt.planning.datasheet_rates import DEVICES_PER_MACHINE, NETWORK_BYTES_PER_SEC, datasheet_machine
 from dsgpt.planning.fitting import fit
 from dsgpt.planning.hardware import find_gpu
-from dsgpt.planning.rates import Machine
+from dsgpt.planning.rates import CALIBRATION, Machine
 from dsgpt.planning.setup import Setup
 from dsgpt.runtime.topology import Topology
 
@@ -104,6 +105,8 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     recipe = _recipe(options, problems, repository=repository)
     seq_length = _seq_length(options, model, problems)
     _check_lengths(options, problems)
+    _check_machines(options, machine, problems)
+    _check_ignored(options, problems)
     precision = _precision(options, recipe, machine, problems) if recipe and machine else None
     problems.raise_if_any()
     assert model is not None
@@ -209,9 +212,41 @@ def _check_lengths(options: PlanOptions, problems: Problems) -> None:
         problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
     if options.eval_every and not options.val_tokens:
         problems.add("--eval_every needs --val_tokens, the tokens of a validation")
-    if not options.recommend:
-        for flag, value in (("--budget", options.budget), ("--deadline", options.deadline)):
-            if value is not None:
-                problems.add(f"{flag} is a limit for --recommend: add it, or leave {flag} out")
     if options.picture is not None and options.picture.suffix not in {".svg", ".png"}:
         problems.add(f"--picture {options.picture} must end in .svg or .png")
+
+
+def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
+    """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
+    if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
+        problems.add(
+            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: "
+            "take no more, or name other GPUs with --gpu"
+        )
+    devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
+    if options.gpu is not None and devices > together and devices % together:
+        problems.add(
+            f"--gpus {devices}: are not whole machines of {together} GPUs: take --gpus "
+            f"{multiples_around(devices, together)}, or --gpus_per_machine {divisors_around(devices, together)}"
+        )
+
+
+def _check_ignored(options: PlanOptions, problems: Problems) -> None:
+    """Note flags that another flag makes meaningless: a plan must not look as if it had followed them."""
+    limits = {"--budget": options.budget, "--deadline": options.deadline}
+    searched = {"--run_type": options.run_type, "--activation_checkpointing": options.activation_checkpointing or None}
+    described = {
+        "--gpus_per_machine": options.gpus_per_machine,
+        "--network_gbps": options.network_gbps,
+        "--host_memory_gb": options.host_memory_gb,
+    }
+    priced = {"--prices": options.prices, "--spot": options.spot or None}
+    for flags, meaningless, why in (
+        (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
+        (searched, options.recommend, "is what --recommend searches: leave it out"),
+        (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
+        (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
+    ):
+        for flag, value in flags.items():
+            if meaningless and value is not None:
+                problems.add(f"{flag} {why.format(flag=flag)}")

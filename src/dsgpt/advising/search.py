@@ -11,7 +11,7 @@ from dsgpt.advising.ways import Way, ways
 from dsgpt.advising.words import dollars, duration, size
 from dsgpt.common.divisors import divisors
 from dsgpt.common.problems import Problems
-from dsgpt.config.batch import BatchPlan
+from dsgpt.config.batch import LARGEST_BATCH, BatchPlan
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import Recipe
 from dsgpt.planning.prices import PriceTable
@@ -118,6 +118,8 @@ def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) 
     plain = way.recipe(request.recipe, path, train_batch_size=total, **more)
     training = request.training(plain, way.run_type, problems=problems)
     check_split(training, problems)
+    if total is not None and total > LARGEST_BATCH:
+        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
     ranks = request.devices // plain.parallel_of(way.run_type).ranks_per_copy
     if total is not None and not problems and total % ranks:
         problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
@@ -168,6 +170,11 @@ def _first_line(problems: Problems, path: Path) -> str:
     return ""
 
 
+def no_price(spot: bool) -> str:
+    """Why a budget cannot be judged."""
+    return f"has no known {'spot price' if spot else 'price'}: give --price_per_gpu_hour"
+
+
 def _reason(request: PlanRequest, best: Plan | None, smallest: Plan | None) -> str:
     """Why a way is not within the limits; empty if it is."""
     options = request.options
@@ -184,7 +191,7 @@ def _reason(request: PlanRequest, best: Plan | None, smallest: Plan | None) -> s
     if options.deadline is not None and best.run.seconds > options.deadline:
         return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
     if options.budget is not None and not best.costs:
-        return "has no known price: give --price_per_gpu_hour"
+        return no_price(options.spot)
     if options.budget is not None and best.costs[0].usd > options.budget:
         return f"costs {dollars(best.costs[0].usd)}, more than the budget of {dollars(options.budget)}"
     return ""

@@ -69,7 +69,8 @@ def _run(plan: Plan) -> list[str]:
 
 def _cost(plan: Plan) -> list[str]:
     if not plan.costs:
-        return [f"cost: no price of {plan.machine.name} is known: give --price_per_gpu_hour, or --prices"]
+        kind, more = ("spot price", ", leave out --spot") if plan.spot else ("price", "")
+        return [f"cost: no {kind} of {plan.machine.name} is known: give --price_per_gpu_hour{more}, or --prices"]
     lines = []
     for cost in plan.costs[:_OFFERS]:
         dated = f", list price of {cost.known_on}, not live: check {cost.source}" if cost.known_on else ""

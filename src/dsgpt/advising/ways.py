@@ -39,7 +39,8 @@ def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
 
     Args:
         devices: GPUs of the training.
-        together: GPUs of one machine; tensor and sequence peers are on the same one.
+        together: GPUs of one machine; tensor and sequence peers are on the same one, so on several machines their
+            number divides it.
         repository: has the shipped recipes.
     """
     if devices == 1:
@@ -49,7 +50,7 @@ def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
         yield Way(name="fsdp", run_type="fsdp", blocks=_blocks(repository, "zero0"))
     for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
         yield Way(name=recipe.replace("_", "-"), run_type="optimized", blocks=_blocks(repository, recipe))
-    inside = [size for size in divisors(devices) if 1 < size <= together]
+    inside = [size for size in _on_one_machine(devices, devices, together=together) if size > 1]
     for size in inside:
         blocks = _blocks(repository, "tensor") | {"tensor_parallel": {"autotp_size": size}}
         yield Way(name=f"tensor{size}-zero1", run_type="optimized", blocks=blocks)
@@ -61,13 +62,18 @@ def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
 
 
 def _pipelines(stages: int, devices: int, *, together: int, repository: Path) -> Iterator[Way]:
-    for tensor in (size for size in divisors(devices // stages) if size <= together):
+    for tensor in _on_one_machine(devices // stages, devices, together=together):
         blocks = _blocks(repository, "pipeline")
         blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
         if tensor > 1:
             blocks["tensor_parallel"] = {"autotp_size": tensor}
         name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
         yield Way(name=name, run_type="optimized", blocks=blocks)
+
+
+def _on_one_machine(number: int, devices: int, *, together: int) -> list[int]:
+    """The divisors of ``number`` with which groups of neighbouring ranks are never on two machines."""
+    return [size for size in divisors(number) if devices <= together or together % size == 0]
 
 
 def _blocks(repository: Path, name: str) -> dict[str, Any]:

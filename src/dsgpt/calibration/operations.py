@@ -1,5 +1,6 @@
 """The operations that a calibration times, each at shapes like those of a training step."""
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -9,18 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgpt.model.linear_cross_entropy import CACHED
+from dsgpt.telemetry.ring import ring_factor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}
 """Widths of the linear layers."""
 TOKENS = {"cpu": 1024, "cuda": 16384}
 """Of a micro batch."""
+ROWS = {"cpu": (128, 256, 1024), "cuda": (1024, 4096, 16384)}
+"""Tokens of micro batches for which matrix products are timed."""
+WEIGHT_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""Of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
 ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Of an array that fits into no cache."""
 SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 VOCABULARY = 50_257
-HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 512), "cuda": (1024,)}
+HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 256, 512), "cuda": (1024,)}
 _SMALL = 50
+_PIECES = 8
+"""Of the calls of a collective operation: each is timed for itself."""
 
 
 class Clock:
@@ -49,7 +57,7 @@ class Clock:
         return sorted(times)[len(times) // 4]
 
     def seconds_together(self, call: Callable[[], object]) -> float:
-        """As ``seconds`` for a collective operation: every rank calls it equally often."""
+        """As ``seconds`` for a collective operation, in pieces: every rank calls it equally often."""
         call()
         self._wait()
         begun = time.perf_counter()
@@ -58,6 +66,10 @@ class Clock:
         count = torch.tensor(max(1, int(self._seconds / max(time.perf_counter() - begun, 1e-6))), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MIN)
         calls = min(int(count), 10_000)
+        times = [self._mean(call, max(1, calls // _PIECES)) for _ in range(_PIECES)]
+        return sorted(times)[len(times) // 4]
+
+    def _mean(self, call: Callable[[], object], calls: int) -> float:
         begun = time.perf_counter()
         for _ in range(calls):
             call()
@@ -69,13 +81,15 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def matrix_flops_per_sec(clock: Clock, precision: str, width: int) -> float:
+def matrix_flops_per_sec(clock: Clock, precision: str, width: int, rows: int) -> float:
     """A linear layer from ``width`` to four times as many outputs: its product and the two of its backward pass."""
-    rows, outputs = TOKENS[clock.device.type], 4 * width
-    x, w = _random(clock, precision, rows, width), _random(clock, precision, outputs, width)
-    y = _random(clock, precision, rows, outputs)
+    outputs = 4 * width
+    x, y = _random(clock, precision, rows, width), _random(clock, precision, rows, outputs)
+    layers = -(-WEIGHT_BYTES[clock.device.type] // (x.element_size() * outputs * width))
+    weights = itertools.cycle(_random(clock, precision, outputs, width).repeat(layers, 1, 1))
 
     def products() -> None:
+        w = next(weights)
         x @ w.T
         y @ w
         y.T @ x
@@ -160,11 +174,27 @@ def host_link_bytes_per_sec(clock: Clock) -> float:
     return source.element_size() * source.numel() / clock.seconds(lambda: target.copy_(source))
 
 
-def all_reduce_bus_bytes_per_sec(clock: Clock) -> float:
-    """Bytes that a rank of a ring sends: 2(n-1)/n of the tensor (NCCL's bus bandwidth)."""
-    ranks, size = dist.get_world_size(), SENT_BYTES[clock.device.type]
-    tensor = torch.zeros(size // 4, device=clock.device)
-    return 2 * (ranks - 1) / ranks * size / clock.seconds_together(lambda: dist.all_reduce(tensor))
+def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
+    """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.telemetry.ring``."""
+    ranks, size, dtype = dist.get_world_size(), SENT_BYTES[clock.device.type], DTYPES[precision]
+    whole, other = (
+        torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=clock.device) for _ in "ab"
+    )
+    part, partner = other[: len(other) // ranks], dist.get_rank() ^ 1
+    sender = dist.get_rank() % 2 == 0
+
+    def send() -> None:
+        if partner < ranks:
+            dist.send(whole, partner) if sender else dist.recv(other, partner)
+
+    call: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": send,
+    }
+    return ring_factor(operation, ranks) * size / clock.seconds_together(call[operation])
 
 
 def all_reduce_sec(clock: Clock) -> float:

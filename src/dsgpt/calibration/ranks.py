@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,9 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import start_processes
 
 from dsgpt.calibration import operations
-from dsgpt.calibration.operations import HEAD_SIZES, LENGTHS, WIDTHS, Clock
+from dsgpt.calibration.operations import HEAD_SIZES, LENGTHS, ROWS, WIDTHS, Clock
 from dsgpt.runtime.device import bring_up
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.process_group import gather_objects, joined
 from dsgpt.runtime.topology import Topology, free_port
 
@@ -23,13 +24,22 @@ _POLL_SEC = 0.1
 
 def operations_of(precisions: tuple[str, ...], kind: str, *, devices: int) -> list[tuple[str, str]]:
     """Every operation that is timed, and its variant: the keys under which its figure is stored; or nothing."""
-    found = [("matrix_flops_per_sec", f"{each} {width}") for each in precisions for width in WIDTHS[kind]]
+    found = [
+        ("matrix_flops_per_sec", f"{each} {width} {rows}")
+        for each in precisions
+        for width in WIDTHS[kind]
+        for rows in ROWS[kind]
+    ]
     shapes = [f"{size} {length}" for size in HEAD_SIZES[kind] for length in LENGTHS[kind]]
     found += [("attention_flops_per_sec", f"{each} {shape}") for each in precisions for shape in shapes]
     for name in ("elementwise_bytes_per_sec", "logits_per_sec"):
         found += [(name, precision) for precision in precisions]
     found += [("triad_bytes_per_sec", ""), ("operation_sec", ""), ("host_link_bytes_per_sec", "")]
-    return found + ([("bus_bytes_per_sec", ""), ("all_reduce_sec", "")] if devices > 1 else [])
+    if devices == 1:
+        return found
+    sums = [("bus_bytes_per_sec", f"{name} {each}") for name in ("all_reduce", "reduce_scatter") for each in precisions]
+    moves = [("bus_bytes_per_sec", f"{name} fp32") for name in ("all_gather", "all_to_all", "send")]
+    return [*found, *sums, *moves, ("all_reduce_sec", "")]
 
 
 def measure_ceilings(
@@ -77,8 +87,8 @@ class _Asked:
     seconds: float
 
 
-def _measure_rank(rank: int, asked: _Asked, queue: Any) -> None:
-    """Time every operation; rank 0 reports, and at the end sends the figures of the slowest rank."""
+def _measure_rank(rank: int, asked: _Asked, queue: Any) -> NoReturn:
+    """The process of a rank: time every operation; rank 0 reports, and at the end sends the slowest rank's figures."""
     devices = asked.devices
     topology = Topology(
         rank=rank, local_rank=rank, world_size=devices, local_world_size=devices, launcher="calibration"
@@ -86,7 +96,7 @@ def _measure_rank(rank: int, asked: _Asked, queue: Any) -> None:
     device = bring_up(asked.kind, local_rank=rank, threads=asked.threads)
     with joined(topology, device):
         clock = Clock(device, seconds=asked.seconds)
-        found: dict[str, Any] = {"devices": devices, "bus_bytes_per_sec": None, "all_reduce_sec": None}
+        found: dict[str, Any] = {"devices": devices}
         for name, variant in operations_of(asked.precisions, asked.kind, devices=devices):
             dist.barrier()
             figures = gather_objects(_time(clock, name, variant))
@@ -94,14 +104,14 @@ def _measure_rank(rank: int, asked: _Asked, queue: Any) -> None:
             if rank == 0:
                 queue.put((name, {}))
         if rank == 0:
-            queue.put(("", found))
+            queue.put(("", {"bus_bytes_per_sec": None, "all_reduce_sec": None} | found))
+    leave(0)
 
 
 def _time(clock: Clock, name: str, variant: str) -> float:
     words = variant.split()
-    measure = operations.all_reduce_bus_bytes_per_sec if name == "bus_bytes_per_sec" else getattr(operations, name)
     with torch.enable_grad():
-        found: float = measure(clock, *words[:1], *map(int, words[1:]))
+        found: float = getattr(operations, name)(clock, *(int(word) if word.isdecimal() else word for word in words))
     return found
 
 

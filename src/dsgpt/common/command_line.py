@@ -13,6 +13,8 @@ from dsgpt.common.problems import Problems, did_you_mean
 
 D = TypeVar("D")
 """Type of a default."""
+V = TypeVar("V")
+"""Type of a value."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,85 +48,62 @@ class Reader:
     def __init__(self) -> None:
         self.problems = Problems()
 
-    def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
-        """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
+    def value(
+        self, flag: str, parse: Callable[[str], V], *, accepts: Callable[[V], bool], must_be: str
+    ) -> Callable[[str], V | None]:
+        """A reader of the values that ``parse`` makes of a word and that ``accepts`` allows.
 
-        def read(word: str) -> int | None:
-            """The number, or None after noting the mistake."""
+        Args:
+            flag: for the message.
+            parse: raises ``ValueError`` if the word is none.
+            accepts: whether the value may be used.
+            must_be: what is allowed, for the message.
+        """
+
+        def read(word: str) -> V | None:
+            """The value, or None after noting the mistake."""
             try:
-                value = int(word.replace("_", "").replace(",", ""))
+                value = parse(word)
             except ValueError:
-                value = low - 1
-            if value < low:
-                self.problems.add(f"{flag} must be a whole number of at least {low}, not {word}")
+                value = None
+            if value is None or not accepts(value):
+                self.problems.add(f"{flag} must be {must_be}, not {word}")
                 return None
             return value
 
         return read
+
+    def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
+        """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
+        must_be = f"a whole number of at least {low}"
+        return self.value(flag, lambda word: int(ungrouped(word)), accepts=lambda value: value >= low, must_be=must_be)
 
     def number(self, flag: str) -> Callable[[str], float | None]:
         """A reader of finite numbers of at least 0."""
-
-        def read(word: str) -> float | None:
-            """The number, or None after noting the mistake."""
-            try:
-                value = float(word)
-            except ValueError:
-                value = -1.0
-            if not 0 <= value < float("inf"):
-                self.problems.add(f"{flag} must be a number of at least 0, not {word}")
-                return None
-            return value
-
-        return read
+        return self.value(
+            flag, float, accepts=lambda value: 0 <= value < float("inf"), must_be="a number of at least 0"
+        )
 
     def interval(self, flag: str, *, low: float) -> Callable[[str], float | None]:
         """A reader of 0, or of finite numbers of at least ``low``."""
-
-        def read(word: str) -> float | None:
-            """The number, or None after noting the mistake."""
-            try:
-                value = float(word)
-            except ValueError:
-                value = -1.0
-            if value != 0 and not low <= value < float("inf"):
-                self.problems.add(f"{flag} must be 0, or a number of at least {low}, not {word}")
-                return None
-            return value
-
-        return read
+        return self.value(
+            flag,
+            float,
+            accepts=lambda value: value == 0 or low <= value < float("inf"),
+            must_be=f"0, or a number of at least {low}",
+        )
 
     def fraction(self, flag: str) -> Callable[[str], float | None]:
         """A reader of numbers of at least 0 and below 1."""
-
-        def read(word: str) -> float | None:
-            """The number, or None after noting the mistake."""
-            try:
-                value = float(word)
-            except ValueError:
-                value = -1.0
-            if not 0 <= value < 1:
-                self.problems.add(f"{flag} must be a number of at least 0 and below 1, not {word}")
-                return None
-            return value
-
-        return read
+        return self.value(
+            flag, float, accepts=lambda value: 0 <= value < 1, must_be="a number of at least 0 and below 1"
+        )
 
     def share(self, flag: str) -> Callable[[str], float | None]:
         """A reader of numbers above 0 and below 1."""
-
-        def read(word: str) -> float | None:
-            """The number, or None after noting the mistake."""
-            try:
-                value = float(word)
-            except ValueError:
-                value = 0.0
-            if not 0 < value < 1:
-                self.problems.add(f"{flag} must be a number above 0 and below 1, such as 0.05, not {word}")
-                return None
-            return value
-
-        return read
+        return self.value(
+            flag, float, accepts=lambda value: 0 < value < 1, must_be="a number above 0 and below 1, such as 0.05"
+        )
 
     def choice(self, flag: str, allowed: Sequence[str], default: D) -> Callable[[str], str | D]:
         """A reader of the ``allowed`` words; any other word becomes ``default``."""
@@ -156,6 +135,11 @@ class Reader:
             return words
 
         return read
+
+
+def ungrouped(word: str) -> str:
+    """``word`` without the ``_`` and ``,`` that group the digits of a number."""
+    return word.replace("_", "").replace(",", "")
 
 
 def read_words(

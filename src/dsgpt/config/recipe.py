@@ -53,8 +53,8 @@ DEEPSPEED_KEYS = (
 )
 """Keys that only DeepSpeed's engine uses. Other strategies ignore them.
 
-The engine gets them as given, with three exceptions: ``zero_allow_untested_optimizer`` is always true, values for
-offload are adapted, and ``overlap_comm`` is false if it is absent.
+The engine gets them as given, with four exceptions: ``zero_allow_untested_optimizer`` is always true, values for
+offload are adapted, ``overlap_comm`` is false if it is absent, and ``reduce_bucket_size`` is at most the model's size.
 
 The keys change how a step is computed, not its result, with one exception: Zero++'s ``zero_quantized_weights`` and
 ``zero_quantized_gradients`` in ``zero_optimization`` round what ranks send, which changes the training.

@@ -90,6 +90,18 @@ class ZeroRecipe(Block):
     zero_quantized_gradients: Flag = False
     """Zero++: send gradients in 8 and 4 bits, which changes the training."""
 
+    def bucket_elements(self, parameters: int) -> int:
+        """Elements of the bucket that DeepSpeed gets: ``reduce_bucket_size``, at most all gradients of the model.
+
+        DeepSpeed allocates the bucket at its full size (``setup_buckets`` and ``_setup_for_real_optimizer`` of its
+        optimizers). One that holds every gradient is never full before the backward pass ends, so a larger one sends
+        the same messages.
+
+        Args:
+            parameters: of the whole model. Tensor and pipeline ranks hold fewer.
+        """
+        return min(self.reduce_bucket_size, parameters)
+
     @field_validator("offload_param", "offload_optimizer")
     @classmethod
     def _offload_fits_stage(cls, block: OffloadParam | OffloadOptimizer, info: ValidationInfo) -> Any:

@@ -76,6 +76,10 @@ class GPT2Config:
         block = 12 * width * width + 13 * width  # qkv, projection, two MLP matrices; their biases; two LayerNorms
         return (self.vocab_size + self.block_size) * width + self.n_layer * block + 2 * width
 
+    def padded_parameter_count(self) -> int:
+        """Parameters of the model with the padded vocabulary rows, as they are in memory."""
+        return self.parameter_count() + (self.padded_vocab_size - self.vocab_size) * self.n_embd
+
     def flops_per_token(self, seq_length: int) -> int:
         """FLOPs of forward and backward pass, by the PaLM paper's appendix B: 6 N + 12 L H Q T.
 

@@ -1,17 +1,30 @@
 """``calibration.json``: what a machine was measured to do, and its rates for predictions. Imports no torch."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, read_as
+from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, read_as
 from dsgpt.planning.rates import Machine, Rates, nearest_ranks
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "2.0"
+_PRECISION, _SIZE = re.compile("fp32|bf16|fp16"), re.compile("[1-9][0-9]{0,8}")
+_OPERATION = re.compile("all_reduce|reduce_scatter|all_gather|all_to_all|send")
 ALLOWANCE = 1.25
 """How much longer, or shorter, a step may take than measured rates say: a roofline leaves out caches, memory
 allocation and how processes disturb each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schema:
+    """What files of every schema have."""
+
+    schema_version: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +32,8 @@ class Ceilings:
     """What each device did while ``devices`` processes measured at the same time; of the slowest process."""
 
     devices: Positive
-    matrix_flops_per_sec: dict[str, dict[str, Finite]]
-    """By precision and width, of a linear layer's forward and backward pass."""
+    matrix_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
+    """By precision, width and rows, of a linear layer's forward and backward pass."""
     attention_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
     """By precision, head size and length."""
     elementwise_bytes_per_sec: dict[str, Finite]
@@ -29,8 +42,8 @@ class Ceilings:
     """``a = b + s * c`` on arrays that fit into no cache."""
     operation_sec: Finite
     """Of an operation on 16 numbers, in a forward or backward pass."""
-    bus_bytes_per_sec: Finite | None
-    """Of an all-reduce; None for one device."""
+    bus_bytes_per_sec: dict[str, dict[str, Finite]] | None
+    """Ring bytes, by collective operation and precision; None for one device."""
     all_reduce_sec: Finite | None
     """Of one number."""
     host_link_bytes_per_sec: Finite
@@ -53,7 +66,7 @@ class Calibration:
     seconds: Finite
     """That it took."""
     disk_bytes_per_sec: Finite
-    ceilings: list[Ceilings]
+    ceilings: Annotated[list[Ceilings], Field(min_length=1)]
     """By number of devices."""
 
     @property
@@ -69,17 +82,71 @@ def read_calibration(path: Path) -> Calibration:
         UserError: it is missing, or not a calibration of this schema; one line.
     """
     try:
-        found = read_as(path, Calibration, unknown_keys=True)
+        schema = read_as(path, _Schema, unknown_keys=True).schema_version
+        readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
+        found = read_as(path, Calibration, unknown_keys=True) if readable else None
     except JsonError as error:
         raise UserError(
             f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
         ) from error
-    if found.schema_version.split(".")[0] != SCHEMA_VERSION.split(".", maxsplit=1)[0] or not found.ceilings:
+    if found is None:
         raise UserError(
-            f"--machine {path}: has schema {found.schema_version}, but this program reads {SCHEMA_VERSION}: write it "
-            "again with --calibrate"
+            f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
+            "--calibrate"
         )
+    wrong = next(_impossible(asdict(found)), None)
+    if wrong:
+        raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
     return found
+
+
+def _impossible(calibration: dict[str, Any]) -> Iterator[str]:
+    """Rates with which a prediction would be wrong or end in an error."""
+    if not calibration["machine"].isprintable():
+        yield "its machine has a name that cannot be printed"
+    if calibration["disk_bytes_per_sec"] <= 0:
+        yield "disk_bytes_per_sec must be above 0"
+    for number, ceilings in enumerate(calibration["ceilings"]):
+        place, precisions = f"ceilings.{number}", set(ceilings["matrix_flops_per_sec"])
+        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
+            if set(ceilings[name]) != precisions:
+                yield f"{place}.{name}: has other precisions than matrix_flops_per_sec"
+        if ceilings["bus_bytes_per_sec"] and "fp32" not in ceilings["bus_bytes_per_sec"].get("all_reduce", {}):
+            yield f"{place}.bus_bytes_per_sec: has no all_reduce of fp32"
+        for name, value in ceilings.items():
+            keys = (_OPERATION, _PRECISION) if name == "bus_bytes_per_sec" else (_PRECISION, _SIZE, _SIZE)
+            yield from _impossible_rates(value, f"{place}.{name}", keys=keys)
+
+
+def _impossible_rates(value: Any, place: str, *, keys: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    """The same inside a part of the file, whose keys at each depth match the pattern of that depth."""
+    if not isinstance(value, dict):
+        if value is not None and value <= 0:
+            yield f"{place} must be above 0, not {value:g}"
+        return
+    if not value:
+        yield f"{place}: has no rate"
+    for name, part in value.items():
+        if not keys[0].fullmatch(name):
+            yield f"{place}: has the key {clipped(name)}"
+        yield from _impossible_rates(part, f"{place}.{name}", keys=keys[1:])
+
+
+def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precision: str) -> float | None:
+    """FLOP/s of the fastest matrix product that one device reached; None if it was measured on other hardware.
+
+    Args:
+        calibration: a machine's.
+        hardware: the block of that name of a record.
+        precision: of the product.
+    """
+    same = all(calibration.hardware.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count"))
+    ranks, threads = hardware.get("local_world_size"), hardware.get("threads_per_device")
+    if not same or calibration.kind != "cpu" or ranks is None or threads != calibration.threads_per_device:
+        return None
+    by_devices = {each.devices: each for each in calibration.ceilings}
+    by_width = by_devices[nearest_ranks(by_devices, ranks)].matrix_flops_per_sec.get(precision, {})
+    return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
 
 
 def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:
@@ -113,11 +180,13 @@ def calibrated_machine(calibration: Calibration, *, devices: int | None = None) 
 
 def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
     several = {each.devices: each for each in calibration.ceilings if each.bus_bytes_per_sec and each.all_reduce_sec}
-    bus = {number: each.bus_bytes_per_sec or 0.0 for number, each in several.items()}
+    bus = {number: (each.bus_bytes_per_sec or {})["all_reduce"]["fp32"] for number, each in several.items()}
     begun = {number: each.all_reduce_sec or 0.0 for number, each in several.items()}
     return Rates(
         matrix={
-            precision: {int(width): rate for width, rate in by_width.items()}
+            precision: {
+                int(width): {int(rows): rate for rows, rate in by_rows.items()} for width, by_rows in by_width.items()
+            }
             for precision, by_width in ceilings.matrix_flops_per_sec.items()
         },
         attention={
@@ -133,8 +202,15 @@ def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
         kernel_sec=ceilings.operation_sec,
         bus=bus or {1: ceilings.triad_bytes_per_sec},
         collective_sec=begun or {1: ceilings.operation_sec},
+        slowness=_slowness(several[max(several)].bus_bytes_per_sec or {}) if several else {},
         network=min(bus.values(), default=ceilings.triad_bytes_per_sec),
         host_link=ceilings.host_link_bytes_per_sec,
         host_memory=ceilings.triad_bytes_per_sec,
         disk=calibration.disk_bytes_per_sec,
     )
+
+
+def _slowness(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """How many times as long as an all-reduce in fp32 each operation takes."""
+    fastest = rates["all_reduce"]["fp32"]
+    return {name: {each: fastest / rate for each, rate in known.items()} for name, known in rates.items()}

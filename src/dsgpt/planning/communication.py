@@ -28,6 +28,8 @@ class Traffic:
     group_size: int
     """Ranks that take part."""
     payload_bytes: int
+    summed_width: int = FULL
+    """Bytes of a number of a sum: summing 16-bit numbers may take longer than sending them."""
     axis: str = "data"
     """Which ranks take part: those of ``data``, or of a ``tensor``, ``sequence`` or ``pipeline`` group."""
 
@@ -82,7 +84,13 @@ def _fsdp(setup: Setup) -> list[Traffic]:
     gradients = width * fsdp_elements(whole, ranks)
     return [
         Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=setup.low * weights * ranks),
-        Traffic(what="gradients", operation="reduce_scatter", group_size=ranks, payload_bytes=gradients * ranks),
+        Traffic(
+            what="gradients",
+            operation="reduce_scatter",
+            group_size=ranks,
+            payload_bytes=gradients * ranks,
+            summed_width=width,
+        ),
     ]
 
 
@@ -92,7 +100,7 @@ def _zero(setup: Setup, rank: int) -> list[Traffic]:
     return _zero3(setup, held) if setup.recipe.zero_stage == 3 else _zero012(setup, held)
 
 
-def _gradient_width(setup: Setup) -> int:
+def gradient_width(setup: Setup) -> int:
     """Bytes per gradient: sent in the precision of the activations, but with sequence ranks in fp32."""
     return FULL if setup.sizes.sequence > 1 else setup.low
 
@@ -104,9 +112,12 @@ def _zero012(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
     """
     stage, ranks = setup.recipe.zero_stage, setup.zero_ranks
     times = setup.gradient_accumulation_steps if stage == 2 else 1
-    size = times * _gradient_width(setup) * total(held)
+    width = gradient_width(setup)
+    size = times * width * total(held)
     operation = "reduce" if _reduces_to_owner(setup) else "all_reduce"
-    found = [Traffic(what="gradients", operation=operation, group_size=ranks, payload_bytes=size)]
+    found = [
+        Traffic(what="gradients", operation=operation, group_size=ranks, payload_bytes=size, summed_width=width),
+    ]
     if stage > 0:
         padded = setup.low * sum(group.padded for group in flat_groups(held, ranks))
         found.append(Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=padded))
@@ -133,20 +144,29 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> list[Traffic]:
 
     after_step = pieces(persistent(setup.recipe.zero_optimization, held))
     weights = setup.low * (micro_batches * pieces(gathered(setup)) + after_step)
-    width = micro_batches * _gradient_width(setup)
+    width = gradient_width(setup)
     bucketed = [part for part in held if _is_all_reduced(setup, part)]
     alone = [part for part in held if not _is_all_reduced(setup, part)]
+    reduced = {"reduce_scatter": pieces(alone), "all_reduce": total(bucketed)}
     return [
         Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=weights),
-        Traffic(what="gradients", operation="reduce_scatter", group_size=ranks, payload_bytes=width * pieces(alone)),
-        Traffic(what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=width * total(bucketed)),
+        *(
+            Traffic(
+                what="gradients",
+                operation=operation,
+                group_size=ranks,
+                payload_bytes=micro_batches * width * elements,
+                summed_width=width,
+            )
+            for operation, elements in reduced.items()
+        ),
     ]
 
 
 def _is_all_reduced(setup: Setup, part: ParameterSize) -> bool:
     """Whether ZeRO-3 all-reduces the gradient, in a bucket, instead of reducing each piece to its rank."""
     zero = setup.recipe.zero_optimization
-    return zero.contiguous_gradients and not zero.reduce_scatter and part.numel <= zero.reduce_bucket_size
+    return zero.contiguous_gradients and not zero.reduce_scatter and part.numel <= setup.reduce_bucket_size
 
 
 def _split_model(setup: Setup, rank: int) -> list[Traffic]:
@@ -175,7 +195,12 @@ def _tensor(setup: Setup, rank: int) -> Traffic:
     sums = 5 if setup.activation_checkpointing else 4
     size = sums * setup.blocks(rank) * _activations(setup)
     return Traffic(
-        what="activations", operation="all_reduce", group_size=setup.sizes.tensor, payload_bytes=size, axis="tensor"
+        what="activations",
+        operation="all_reduce",
+        group_size=setup.sizes.tensor,
+        payload_bytes=size,
+        summed_width=setup.low,
+        axis="tensor",
     )
 
 

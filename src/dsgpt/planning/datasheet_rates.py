@@ -83,7 +83,7 @@ def _rates(gpu: Gpu, which: str, network: float) -> Rates:
     peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
     memory = of(MEMORY) * gpu.memory_bytes_per_sec
     return Rates(
-        matrix={name: {1: of(MATRIX) * peak} for name, peak in peaks.items()},
+        matrix={name: {1: {1: of(MATRIX) * peak}} for name, peak in peaks.items()},
         attention={name: {1: {1: of(ATTENTION) * peak}} for name, peak in peaks.items()},
         elementwise=dict.fromkeys(peaks, memory),
         logits={name: memory / BYTES_PER_LOGIT[name] for name in peaks},

@@ -1,4 +1,4 @@
-"""Fits the rates of a machine to measured steps: a factor of computation for each precision, two of communication.
+"""Fits the rates of a machine to measured steps: a factor of computation for each precision, one of communication.
 
 A roofline from rates that were measured one by one leaves out what happens between them: allocation, caches, Python.
 The factors say how much longer a step takes. They are few, so that they hold for setups that were never measured.
@@ -20,8 +20,7 @@ _LEAST_SPREAD = 0.05
 _ROUNDS = 30
 _FARTHEST = 0.5
 """Change of a factor's logarithm in a round."""
-SENT = ("communication", "gathers")
-"""The parts of a step that communicate."""
+_SENT = "communication"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,6 @@ class Factors:
     compute: Mapping[str, float]
     """By precision."""
     communication: float
-    gathering: float
-    """Of all-gathers and reduce-scatters, besides ``communication``: a calibration measures all-reduces."""
     spread: float
     """The largest share by which a fitted prediction misses a measured step."""
     steps: int
@@ -66,8 +63,7 @@ class Factors:
     def _scaled(self, rates: Rates) -> Rates:
         for precision, factor in self.compute.items():
             rates = rates.in_precision(precision, slower=factor)
-        rates = rates.scaled(compute=1, communication=self.communication)
-        return replace(rates, gathering=rates.gathering * self.gathering)
+        return rates.scaled(compute=1, communication=self.communication)
 
 
 def fit(steps: Sequence[MeasuredStep]) -> Factors:
@@ -76,17 +72,12 @@ def fit(steps: Sequence[MeasuredStep]) -> Factors:
     A prediction is a sum of terms that grow with one factor each. Gauss-Newton steps on the logarithms of the factors
     minimize the sum of squares of log(predicted / measured).
     """
-    names = [*sorted({step.setup.precision for step in steps}), *SENT]
+    names = [*sorted({step.setup.precision for step in steps}), _SENT]
     terms = [_terms(step, names) for step in steps]
-    if not _matters("gathers", steps, terms):  # then they take as much longer as all-reduces
-        for term in terms:
-            term["communication"] += term.pop("gathers")
     free = [name for name in names if _matters(name, steps, terms)]
     found = dict.fromkeys(names, 1.0)
     for _ in range(_ROUNDS):
         found |= _nearer(found, free, steps, terms)
-    if "gathers" not in free:
-        found["gathers"] = found["communication"]
     factors = replace(_factors(found), steps=len(steps))
     return replace(factors, spread=max(_missed(step, factors) for step in steps))
 
@@ -116,9 +107,8 @@ def _nearer(
 
 
 def _factors(found: Mapping[str, float]) -> Factors:
-    compute = {name: factor for name, factor in found.items() if name not in SENT}
-    sent, gathered = (found[part] for part in SENT)
-    return Factors(compute=compute, communication=sent, gathering=gathered / sent, spread=0.0, steps=0)
+    compute = {name: factor for name, factor in found.items() if name != _SENT}
+    return Factors(compute=compute, communication=found[_SENT], spread=0.0, steps=0)
 
 
 def _terms(step: MeasuredStep, names: Sequence[str]) -> dict[str, float]:

@@ -29,11 +29,10 @@ def embedding_bytes(setup: Setup) -> int:
 
 
 def bucket_bytes(setup: Setup, width: int) -> int:
-    """DeepSpeed's buffer for gradients to reduce, which has its full size even for a small model; two that overlap."""
-    zero = setup.recipe.zero_optimization
+    """DeepSpeed's buffer for gradients to reduce, which has its full size all the time; two that overlap."""
     if not setup.contiguous_gradients:
         return 0
-    return width * zero.reduce_bucket_size * (2 if zero.overlap_comm else 1)
+    return width * setup.reduce_bucket_size * (2 if setup.recipe.zero_optimization.overlap_comm else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ def bucket_fills(setup: Setup, held: Sequence[ParameterSize]) -> Iterator[Fill]:
 
     One that is larger than a bucket is reduced by itself.
     """
-    limit, elements, last = setup.recipe.zero_optimization.reduce_bucket_size, 0, held[-1]
+    limit, elements, last = setup.reduce_bucket_size, 0, held[-1]
     for part in reversed(held):
         if elements and elements + part.numel > limit:
             blocks = int(part.name.split(".")[1]) + 1 if part.name.startswith("blocks.") else 0

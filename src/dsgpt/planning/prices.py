@@ -105,7 +105,7 @@ def costs(
         instances = math.ceil(gpus / price.gpus)
         found.append(
             _cost(
-                f"{price.provider} {price.instance}",
+                f"{price.provider} {price.instance}{', spot' if spot else ''}",
                 hourly * instances,
                 seconds=(seconds, least, most),
                 instances=instances,

@@ -7,14 +7,19 @@ They are measured (``dsgpt.planning.calibrations``), or shares of a datasheet's 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+CALIBRATION = Path("checkpoint") / "calibration.json"
+"""Where a calibration is written and looked for by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """What one device does while every device of its machine works."""
 
-    matrix: Mapping[str, Mapping[int, float]]
-    """FLOP/s of the matrix products of a block, by precision and the model's width."""
+    matrix: Mapping[str, Mapping[int, Mapping[int, float]]]
+    """FLOP/s of the matrix products of a block, by precision, the model's width and the rows: tokens of a micro batch.
+    With few rows, reading and packing the weights takes most of the time."""
     attention: Mapping[str, Mapping[int, Mapping[int, float]]]
     """FLOP/s of causal attention, by precision, head size and length; FLOPs of the masked half do not count."""
     elementwise: Mapping[str, float]
@@ -26,11 +31,12 @@ class Rates:
     kernel_sec: float
     """Seconds that every operation takes in addition, however small it is."""
     bus: Mapping[int, float]
-    """Bytes that a device sends per second in a ring, by the number of ranks of the ring."""
+    """Bytes that a device sends per second in a ring that sums fp32 numbers, by the number of ranks of the ring."""
     collective_sec: Mapping[int, float]
     """Seconds of a collective operation without data, by the number of its ranks."""
-    gathering: float = field(default=1.0, kw_only=True)
-    """How many times as long as an all-reduce of as many bytes an all-gather or a reduce-scatter takes."""
+    slowness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """How many times as long as an all-reduce of fp32 numbers other operations take for as many ring bytes, by
+    operation and precision; empty where they were not measured."""
     network: float
     """Bytes per second between two machines, in one direction, all links of a machine together."""
     host_link: float
@@ -40,14 +46,23 @@ class Rates:
     disk: float
     """Bytes written to disk per second by a single process."""
 
-    def matrix_at(self, precision: str, width: int) -> float:
-        """FLOP/s of matrices at this width."""
-        return interpolated(self.matrix[precision], width)
+    def matrix_at(self, precision: str, *, width: float, rows: int) -> float:
+        """FLOP/s of a block's matrices of this width with this many tokens."""
+        by_width = self.matrix[precision]
+        return interpolated({each: interpolated(rates, rows) for each, rates in by_width.items()}, width)
 
     def attention_at(self, precision: str, *, head_size: int, length: int) -> float:
         """FLOP/s of attention with heads of this size in sequences of this length."""
         by_head_size = self.attention[precision]
         return interpolated({size: interpolated(rates, length) for size, rates in by_head_size.items()}, head_size)
+
+    def slowness_of(self, operation: str, precision: str) -> float:
+        """How many times as long as an all-reduce in fp32 takes for as many ring bytes.
+
+        Operations that only move numbers are known in fp32 alone. A reduction to one rank sums as an all-reduce does.
+        """
+        known = self.slowness.get("all_reduce" if operation == "reduce" else operation, {})
+        return known.get(precision, known.get("fp32", 1.0))
 
     def in_precision(self, precision: str, *, slower: float) -> "Rates":
         """The rates with which computation in ``precision`` takes ``slower`` times as long."""
@@ -72,17 +87,8 @@ class Rates:
 
         return replace(
             self,
-            matrix={
-                precision: {width: rate / compute for width, rate in by_width.items()}
-                for precision, by_width in self.matrix.items()
-            },
-            attention={
-                precision: {
-                    size: {length: rate / compute for length, rate in by_length.items()}
-                    for size, by_length in by_size.items()
-                }
-                for precision, by_size in self.attention.items()
-            },
+            matrix=_slower(self.matrix, compute),
+            attention=_slower(self.attention, compute),
             elementwise=slower(self.elementwise),
             logits=slower(self.logits),
             memory=self.memory / compute,
@@ -92,7 +98,16 @@ class Rates:
         )
 
 
-def interpolated(known: Mapping[int, float], place: int) -> float:
+def _slower(
+    rates: Mapping[str, Mapping[int, Mapping[int, float]]], times: float
+) -> dict[str, dict[int, dict[int, float]]]:
+    return {
+        precision: {one: {other: rate / times for other, rate in inner.items()} for one, inner in outer.items()}
+        for precision, outer in rates.items()
+    }
+
+
+def interpolated(known: Mapping[int, float], place: float) -> float:
     """The value at ``place`` between the nearest known ones, on a scale of powers; at the ends the nearest."""
     points = sorted(known.items())
     below = [point for point in points if point[0] <= place] or points[:1]

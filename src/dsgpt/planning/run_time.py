@@ -19,9 +19,9 @@ class Length:
     tokens: float
     """Of the whole training."""
     eval_every: int = 0
-    """Steps between validations; 0 for none."""
+    """Steps between validations; there is one at the end in any case."""
     val_tokens: float = 0.0
-    """Of a validation."""
+    """Of a validation; 0 leaves validations out."""
     save_every: int = 0
     """Steps between checkpoints; there is one at the end in any case."""
 
@@ -47,8 +47,8 @@ def run_time(setup: Setup, machine: Machine, step: StepTime, length: Length) -> 
     """The time of a training whose steps take ``step``."""
     global_batch = setup.micro_batch_size * setup.gradient_accumulation_steps * setup.data_parallel_size
     steps = max(1, math.floor(length.tokens / (global_batch * setup.seq_length)))
-    validations = steps // length.eval_every if length.eval_every else 0
-    saves = max(1, steps // length.save_every) if length.save_every else 1
+    validations = _times(steps, length.eval_every) if length.val_tokens else 0
+    saves = _times(steps, length.save_every)
     validation = validations * _validation_micro_batches(setup, length) * step.validation_micro_batch
     written = checkpoint_bytes(setup)
     parts = {
@@ -67,6 +67,11 @@ def run_time(setup: Setup, machine: Machine, step: StepTime, length: Length) -> 
         least=bounded(step.least, machine.fastest.disk),
         most=bounded(step.most, machine.slowest.disk),
     )
+
+
+def _times(steps: int, every: int) -> int:
+    """How often something happens that is done every so many steps, and after the last one in any case."""
+    return math.ceil(steps / every) if every else 1
 
 
 def checkpoint_bytes(setup: Setup) -> int:

@@ -107,6 +107,11 @@ class Setup:
         return zero.contiguous_gradients and (given or zero.stage > 1 or self.world_size > 1)
 
     @property
+    def reduce_bucket_size(self) -> int:
+        """Elements of DeepSpeed's bucket, as it is allocated."""
+        return self.recipe.zero_optimization.bucket_elements(self.model.padded_parameter_count())
+
+    @property
     def first_ranks(self) -> range:
         """The first rank of every pipeline stage. All ranks of a stage have the same traffic."""
         return range(0, self.world_size, self.world_size // self.sizes.pipeline)

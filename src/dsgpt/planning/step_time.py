@@ -9,12 +9,11 @@ section 2.2). ``--compile`` is not modelled.
 
 from dataclasses import dataclass
 
-from dsgpt.planning.flat_groups import flat_groups, parts
 from dsgpt.planning.gathering import gathered
-from dsgpt.planning.parameters import total
+from dsgpt.planning.passes import gradient_bytes, low_arithmetic_bytes, norm_bytes, optimizer_bytes, stepped_elements
 from dsgpt.planning.rates import Machine, Rates
 from dsgpt.planning.setup import FULL, Setup
-from dsgpt.planning.sharded import Shards, fsdp_elements, zero_piece
+from dsgpt.planning.sharded import zero_piece
 from dsgpt.planning.transfers import exposed_communication, overlap_in_words
 from dsgpt.planning.work import Work, block_backward, block_forward, embedding, head_and_loss, validation_forward
 
@@ -109,12 +108,13 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
         backward=seconds["backward"] + seconds["recomputation"],
     )
     found = {name: micro_batches * each for name, each in seconds.items()}
-    found["gradients"] = _gradient_bytes(setup, rank) / rates.memory
-    found["norm and clipping"] = _norm_bytes(setup, rank) / rates.memory
+    found["gradients"] = gradient_bytes(setup, rank, kind=machine.kind) / rates.memory
+    low = low_arithmetic_bytes(setup, rank, kind=machine.kind)
+    found["gradients"] += low / rates.elementwise[setup.precision]
+    found["norm and clipping"] = norm_bytes(setup, rank) / rates.memory
     found["optimizer"] = _optimizer(setup, rates, rank)
     found["offload"] = _offload(setup, rates, machine, rank)
     found["communication"] = sent.once + micro_batches * sent.per_micro_batch
-    found["gathers"] = sent.gathers
     found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
     validation = validation_forward(setup, setup.blocks(rank), kind=machine.kind).seconds(rates, setup)
     return _Rank(
@@ -145,45 +145,10 @@ def _has_zero3_hooks(setup: Setup) -> bool:
     return setup.run_type == "optimized" and setup.recipe.zero_stage == 3
 
 
-def stepped_elements(setup: Setup, rank: int) -> int:
-    """Elements on which the optimizer of ``rank`` steps."""
-    held = setup.held(rank)
-    if setup.run_type == "fsdp":
-        return fsdp_elements(held, setup.world_size)
-    if setup.run_type != "optimized" or setup.recipe.zero_stage == 0:
-        return total(held)
-    if setup.recipe.zero_stage == 3:
-        return Shards.of(setup, held).own
-    return parts(flat_groups(held, setup.zero_ranks))
-
-
-def _gradient_bytes(setup: Setup, rank: int) -> float:
-    """Bytes read and written to add up gradients and to copy them into the buckets of ZeRO.
-
-    In low precision every micro batch's gradients are added to a sum in fp32, w + 8 bytes an element; in fp32 those
-    after the first are, 12 bytes. ZeRO copies what it reduces, 2w bytes.
-    """
-    elements, micro_batches = total(setup.held(rank)), setup.gradient_accumulation_steps
-    adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
-    copies = 0
-    if setup.run_type == "optimized" and setup.recipe.zero_stage:
-        copies = 2 * setup.low * (micro_batches if setup.recipe.zero_stage > 1 else 1)
-    return elements * (adding + copies)
-
-
-def _norm_bytes(setup: Setup, rank: int) -> float:
-    """The norm reads every gradient, 4 bytes; clipping reads and writes it again, 8 bytes."""
-    return stepped_elements(setup, rank) * (FULL + (2 * FULL if setup.recipe.gradient_clipping else 0))
-
-
 def _optimizer(setup: Setup, rates: Rates, rank: int) -> float:
-    """The optimizer reads the gradient, reads and writes the weight and each moment, 28 bytes an element for Adam.
-
-    In low precision it also writes the weight in that precision. With offload the host does all this.
-    """
-    size = FULL * (1 + 2 * (1 + setup.moments)) + (0 if setup.precision == "fp32" else FULL + setup.low)
+    """The optimizer's step; with offload the host does it."""
     on_host = setup.recipe.dsgpt.fsdp.cpu_offload if setup.run_type == "fsdp" else _offloads(setup)
-    return stepped_elements(setup, rank) * size / (rates.host_memory if on_host else rates.memory)
+    return optimizer_bytes(setup, rank) / (rates.host_memory if on_host else rates.memory)
 
 
 def _offloads(setup: Setup) -> bool:

@@ -14,15 +14,13 @@ On a CPU nothing overlaps: the thread that sends needs the core that computes.
 import math
 from dataclasses import dataclass
 
-from dsgpt.planning.communication import Traffic, step_traffic
+from dsgpt.planning.communication import Traffic, gradient_width, step_traffic
 from dsgpt.planning.gathering import gathered
 from dsgpt.planning.parameters import EMBEDDING, model_parameters, total
 from dsgpt.planning.rates import Rates, at_ranks
 from dsgpt.planning.setup import FULL, Setup
 
 MIB = 1 << 20
-GATHERS = ("all_gather", "reduce_scatter")
-"""Operations that a calibration does not measure: its all-reduce is what most strategies use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +28,7 @@ class Exposed:
     """Seconds of a step's communication."""
 
     once: float
-    """That the step waits for, without ``gathers`` and the activations of a pipeline's stages."""
-    gathers: float
-    """That it waits for in all-gathers and reduce-scatters of weights and gradients."""
+    """That the step waits for, without the activations of a pipeline's stages."""
     per_micro_batch: float
     """Of activations, for each micro batch: they delay the other stages of a pipeline too."""
     hidden: float
@@ -53,7 +49,7 @@ def exposed_communication(
         forward: seconds that the rank computes in the forward pass of a micro batch.
         backward: the same for the backward pass.
     """
-    once = gathers = per_micro_batch = hidden = 0.0
+    once = per_micro_batch = hidden = 0.0
     for traffic in step_traffic(setup, rank=rank):
         seconds = _seconds(setup, rates, traffic, rank=rank, devices=devices)
         if traffic.what == "activations":
@@ -61,11 +57,8 @@ def exposed_communication(
             continue
         behind = _hidden(setup, traffic, seconds, forward=forward, backward=backward) if overlaps else 0.0
         hidden += behind
-        if traffic.operation in GATHERS:
-            gathers += seconds - behind
-        else:
-            once += seconds - behind
-    return Exposed(once=once, gathers=gathers, per_micro_batch=per_micro_batch, hidden=hidden)
+        once += seconds - behind
+    return Exposed(once=once, per_micro_batch=per_micro_batch, hidden=hidden)
 
 
 def overlap_in_words(setup: Setup, *, overlaps: bool) -> str:
@@ -108,21 +101,24 @@ def _seconds(setup: Setup, rates: Rates, traffic: Traffic, *, rank: int, devices
     """The time to send all of ``traffic`` in a ring, and to begin each of its operations."""
     rate = bus_rate(setup, rates, traffic, devices=devices)
     begun = calls(setup, traffic, rank=rank) * at_ranks(rates.collective_sec, traffic.group_size)
-    longer = rates.gathering if traffic.operation in GATHERS else 1.0
-    return longer * (traffic.ring_bytes / rate + begun)
+    precision = "fp32" if traffic.summed_width == FULL else setup.precision
+    return rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
 
 
 def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> float:
     """Bytes that a rank sends per second in this group.
 
-    A ring over several machines passes their network once for each group that has ranks on the same machines.
+    A ring over several machines passes their network once for each group that has ranks on the same machines. Machines
+    take the ranks in turn. Stages follow each other, so on several machines some neighbours, and the first and the last
+    stage, are on two of them, and all stages wait for those.
     """
     sizes = setup.sizes
     stride = {"data": sizes.tensor, "sequence": sizes.tensor, "tensor": 1}.get(
         traffic.axis, setup.world_size // sizes.pipeline
     )
     inside = at_ranks(rates.bus, traffic.group_size)
-    if stride * (traffic.group_size - 1) < devices:
+    shared = traffic.axis != "pipeline" and devices % (stride * traffic.group_size) == 0
+    if shared or setup.world_size <= devices:
         return inside
     return min(inside, rates.network / min(stride, devices))
 
@@ -131,7 +127,8 @@ def calls(setup: Setup, traffic: Traffic, *, rank: int) -> int:
     """Collective operations in a step that send ``traffic``."""
     micro_batches, blocks = setup.gradient_accumulation_steps, setup.blocks(rank)
     if traffic.what == "activations":
-        each = {"tensor": 5 * blocks, "sequence": 12 * blocks, "pipeline": 2}[traffic.axis]
+        again = setup.activation_checkpointing
+        each = {"tensor": (4 + again) * blocks, "sequence": (8 + 4 * again) * blocks, "pipeline": 2}[traffic.axis]
         return each * micro_batches
     if traffic.axis == "pipeline":
         return 1
@@ -144,9 +141,9 @@ def calls(setup: Setup, traffic: Traffic, *, rank: int) -> int:
 
 
 def _zero_calls(setup: Setup, traffic: Traffic) -> int:
+    """With the recipe's bucket: a smaller one that holds all gradients sends no more messages."""
     zero, micro_batches = setup.recipe.zero_optimization, setup.gradient_accumulation_steps
     if traffic.what == "weights":
         return micro_batches * len(gathered(setup)) // 2 + 1 if zero.stage == 3 else 2
     times = micro_batches if zero.stage >= 2 else 1
-    width = FULL if setup.sizes.sequence > 1 else setup.low
-    return times + math.ceil(traffic.payload_bytes / (width * zero.reduce_bucket_size))
+    return times + math.ceil(traffic.payload_bytes / (gradient_width(setup) * zero.reduce_bucket_size))

@@ -4,6 +4,7 @@ Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V
 a number in the precision of the activations. A stream is the residual stream of a micro batch, wMC bytes.
 """
 
+import math
 from dataclasses import dataclass
 
 from dsgpt.planning.activations import CHUNK
@@ -37,7 +38,8 @@ class Work:
         """The time of all parts. Matrix products take the longer of computing and reading (a roofline)."""
         precision, model = setup.precision, setup.model
         attention = rates.attention_at(precision, head_size=model.n_embd // model.n_head, length=setup.seq_length)
-        computing = self.matrix_flops / rates.matrix_at(precision, model.n_embd)
+        width = model.n_embd / math.sqrt(setup.sizes.tensor)  # of a square with as many weights as a rank has
+        computing = self.matrix_flops / rates.matrix_at(precision, width=width, rows=setup.tokens)
         return (
             max(computing, self.matrix_bytes / rates.memory)
             + self.attention_flops / attention
@@ -51,16 +53,19 @@ def block_forward(setup: Setup) -> Work:
     """A block's forward pass: 24MC²/t FLOPs of matrices, 2MTC/t of causal attention, 10 + 10/t streams.
 
     Streams read and written: 2 by each LayerNorm, 3 by each residual sum, 8/t by GELU, 2/t by the transposed output of
-    attention.
+    attention. The layers of tensor ranks add their biases after the product, 4 + 14/t. Sequence ranks arrange the
+    tensors of four all-to-alls before and after each, 16.
     """
     model, tokens, tensor = setup.model, setup.tokens, setup.sizes.tensor
     stream = setup.low * tokens * model.n_embd
     matrices = 12 * model.n_embd**2 // tensor
+    biases = 4 + 14 / tensor if tensor > 1 else 0
+    arranged = 16 if setup.sizes.sequence > 1 else 0
     return Work(
         matrix_flops=2 * matrices * tokens,
         matrix_bytes=setup.low * matrices + stream * (4 + 12 / tensor),
         attention_flops=2 * tokens * setup.seq_length * model.n_embd / tensor,
-        elementwise_bytes=stream * (10 + 10 / tensor),
+        elementwise_bytes=stream * (10 + 10 / tensor + biases + arranged),
         kernels=_FORWARD_KERNELS,
     )
 
@@ -70,15 +75,17 @@ def block_backward(setup: Setup) -> Work:
 
     Attention multiplies five times instead of twice, because it computes its scores again (FlashAttention, Dao et al.
     2022, algorithm 4). Streams: 5 by each LayerNorm, 3 by each sum of gradients, 12/t by GELU, 6/t to join the
-    gradients of queries, keys and values, 2 + 7/t for the sums that are the gradients of biases.
+    gradients of queries, keys and values, 2 + 7/t for the sums that are the gradients of biases, 16 around the
+    all-to-alls of sequence ranks.
     """
     forward, tensor = block_forward(setup), setup.sizes.tensor
     stream = setup.low * setup.tokens * setup.model.n_embd
+    arranged = 16 if setup.sizes.sequence > 1 else 0
     return Work(
         matrix_flops=2 * forward.matrix_flops,
         matrix_bytes=2 * forward.matrix_bytes,
         attention_flops=2.5 * forward.attention_flops,
-        elementwise_bytes=stream * (18 + 25 / tensor),
+        elementwise_bytes=stream * (18 + 25 / tensor + arranged),
         kernels=_BACKWARD_KERNELS,
     )
 

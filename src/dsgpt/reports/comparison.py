@@ -258,4 +258,4 @@ def _escape(text: str) -> str:
     """Text with Markdown's special characters escaped, also for tables."""
     for character in "\\|*_`<":
         text = text.replace(character, f"\\{character}")
-    return text.replace("\n", " ")
+    return text.replace("](", "]\\(").replace("\n", " ")

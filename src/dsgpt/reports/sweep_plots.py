@@ -104,5 +104,7 @@ def _money(sweep: Sweep, *, warnings: Sequence[str], captions: Sequence[str]) ->
     rows = cell_rows(sweep, lambda cell: cell.cost, lambda value: f"{value:,.4g}")
     if all(row.value is None for row in rows):
         return "the sweep had no --price"
+    if unequal := sweep.unequal_tokens():
+        warnings = [*warnings, f"NOT EQUAL WORK: {unequal}"]
     price = f"of all devices' training time, at {sweep.price_per_device_hour:g} for a device hour (less is better)"
     return _bars(rows, title="Cost of the training", axis=price, warnings=warnings, captions=[SPREAD, *captions])

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import JsonError, parse_as, read_bytes
+from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_bytes
+from dsgpt.common.problems import is_number
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.footprint import Footprint
 
@@ -48,7 +49,7 @@ class Turn:
     """One training of a cell. Figures that its record does not have are None."""
 
     cell: str
-    repeat: int
+    repeat: Positive
     """From 1; turns of one repeat ran near each other."""
     place: int
     """In the order in which all turns ran, from 1."""
@@ -85,7 +86,7 @@ class SweepCell:
     """A setting and its turns; every figure is of the turns that are done."""
 
     name: str
-    devices: int
+    devices: Positive
     launcher: str
     flags: list[str]
     """Of ``src/gpt2.py``, as the suite has them."""
@@ -101,6 +102,7 @@ class SweepCell:
     final_loss: float | None = None
     """Of the first turn that is done: all turns compute the same."""
     time_to_target_sec: Spread | None = None
+    """None if a turn that is done did not reach the target."""
     cost: Spread | None = None
     """Of the training time of all devices, in the unit of the price."""
 
@@ -129,6 +131,9 @@ class Compared:
     """Median speed-up, divided by the devices per device of the baseline."""
     loss_difference: float | None = None
     """Final loss minus the baseline's; None unless they are the same training."""
+    largest_loss_difference: float | None = None
+    """Largest distance of a step's loss from the baseline's at that step in the same repeat; None unless they are the
+    same training, and in records made before this field existed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +172,14 @@ class Sweep:
         """The cell of that name."""
         return next(cell for cell in self.cells if cell.name == name)
 
+    def unequal_tokens(self) -> str:
+        """That some cells trained on more tokens than others, which cost more; empty if none did."""
+        found = [work.get("tokens") for cell in self.cells for turn in cell.done().values() if (work := turn.work)]
+        tokens = sorted({count for count in found if is_number(count)})
+        if len(tokens) < 2:
+            return ""
+        return f"not all cells trained on the same number of tokens: {tokens[0]:,.0f} to {tokens[-1]:,.0f}"
+
 
 @dataclass(frozen=True)
 class Worked:
@@ -191,9 +204,29 @@ def read_sweep(path: Path) -> Sweep:
     """
     file = path / SWEEP_FILE if path.is_dir() else path
     try:
-        sweep = parse_as(read_bytes(file, max_bytes=MAX_BYTES), Sweep, unknown_keys=True)
+        sweep = parse_sweep(read_bytes(file, max_bytes=MAX_BYTES))
     except JsonError as error:
         raise UserError(f"{file}: cannot be read as the record of a sweep: {error}") from error
     if sweep.schema_version.split(".")[0] != SCHEMA_VERSION.split(".", maxsplit=1)[0]:
         raise UserError(f"{file}: has schema {sweep.schema_version}, but this program reads {SCHEMA_VERSION}")
+    return sweep
+
+
+def parse_sweep(data: bytes) -> Sweep:
+    """A record from the text of its file.
+
+    Raises:
+        JsonError: it is not a record of a sweep, or it contradicts itself.
+    """
+    sweep = parse_as(data, Sweep, unknown_keys=True)
+    names = [cell.name for cell in sweep.cells]
+    if len(set(names)) < len(names):
+        raise JsonError("two of its cells have the same name")
+    for name in (sweep.suite, *names, *(comparison.name for comparison in sweep.comparisons)):
+        if not name.isprintable():
+            raise JsonError(f"the name {clipped(name)} has characters that cannot be printed")
+    for comparison in sweep.comparisons:
+        for name in (comparison.baseline, *(one.cell for one in comparison.cells)):
+            if name not in names:
+                raise JsonError(f"the comparison {clipped(comparison.name)} is with {clipped(name)}, which is no cell")
     return sweep

@@ -1,11 +1,18 @@
 """Rank, world size and parallel sizes, from the environment variables that launchers set. Imports no torch."""
 
+import contextlib
 import os
+import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from dsgpt.common.errors import UserError
+
+_PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000
+_FIRST_PORT_OF_MOST_SYSTEMS = 32_768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +134,23 @@ def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def free_port() -> int:
-    """A free TCP port of this machine, for the ranks' rendezvous."""
+    """A free TCP port of this machine, for the ranks' rendezvous, which begins seconds later.
+
+    It lies below the ports that the system gives to connections: one of those could be taken before the ranks meet.
+    """
+    ports = list(range(_FIRST_PORT, _first_port_of_connections()))
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        with socket.socket() as probe, contextlib.suppress(OSError):  # it is taken
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+        own: int = probe.getsockname()[1]
+    return own
+
+
+def _first_port_of_connections() -> int:
+    try:
+        return int(_PORTS_OF_CONNECTIONS.read_text(encoding="ascii").split()[0])
+    except OSError:  # another system than Linux
+        return _FIRST_PORT_OF_MOST_SYSTEMS

@@ -1,12 +1,18 @@
 """The speed of a run for its lines and its record: throughput, its share of the hardware's peak, ranks that wait."""
 
+import logging
 from typing import Any
 
+from dsgpt.common.errors import UserError
 from dsgpt.config.run_config import RunConfig
+from dsgpt.planning.calibrations import Calibration, read_calibration
+from dsgpt.planning.rates import CALIBRATION
 from dsgpt.planning.utilisation import Utilisation, utilisation
 from dsgpt.runtime.process_group import HostGroup
 from dsgpt.telemetry.interval import RankShare, RankTimes, interval_figures
 from dsgpt.telemetry.meter import StepMeter, throughput
+
+logger = logging.getLogger(__name__)
 
 
 class Speed:
@@ -20,6 +26,8 @@ class Speed:
 
     def __init__(self, config: RunConfig, description: dict[str, Any], *, ranks: HostGroup) -> None:
         self._config, self._ranks = config, ranks
+        on_cpu = description.get("hardware", {}).get("device") == "cpu"
+        self._calibration = _calibration_of_this_machine() if on_cpu else None
         self._here = self._utilisation_on(description)
         self._times = RankTimes()
 
@@ -51,4 +59,21 @@ class Speed:
     def _utilisation_on(self, description: dict[str, Any]) -> Utilisation:
         config = self._config
         hardware = description.get("hardware", {})
-        return utilisation(config.model, hardware, seq_length=config.seq_length, precision=config.precision)
+        return utilisation(
+            config.model,
+            hardware,
+            seq_length=config.seq_length,
+            precision=config.precision,
+            calibration=self._calibration,
+        )
+
+
+def _calibration_of_this_machine() -> Calibration | None:
+    """What ``plan.py --calibrate`` measured, if it did."""
+    if not CALIBRATION.exists():
+        return None
+    try:
+        return read_calibration(CALIBRATION)
+    except UserError:
+        logger.warning(f"MFU is unknown: {CALIBRATION} cannot be used; write it again with src/plan.py --calibrate")
+        return None

@@ -3,18 +3,33 @@
 ``make faults`` is the whole campaign; its record is ``docs/faults.md``.
 """
 
+from pathlib import Path
+
 import pytest
+from forked_ranks import run_script
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.faults.damage import BEFORE, DAMAGES, NEWEST, try_damage
+from dsgpt.benchmarks.faults.plan import RUNS
 from dsgpt.benchmarks.faults.runs import Runs
 from dsgpt.benchmarks.faults.suite import core_faults, try_faults
+
+
+class ForkedRuns(Runs):
+    """Launches what is disturbed. The undisturbed and the resumed runs, which are compared with it, are forked."""
+
+    def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
+        ranks = RUNS[run].ranks
+        words = [*self.words(run, run_dir, {}), *more]
+        script = REPOSITORY / "src" / "gpt2.py"
+        done = run_script(script, words, ranks=ranks if ranks > 1 else None, cwd=run_dir.parent)
+        return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The campaign's runs. An undisturbed run is trained when a test first needs it."""
-    return Runs(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
+    return ForkedRuns(tmp_path_factory.mktemp("faults"), repository=REPOSITORY)
 
 
 @pytest.mark.parametrize("fault", core_faults(), ids=lambda fault: fault.name)

@@ -11,6 +11,7 @@ from suite_commands import benchmark, refusal
 from dsgpt.benchmarks.harness.records import RECORDS, REFERENCE, WORK, check_lines, remake_records
 from dsgpt.benchmarks.harness.sources import (
     SUITES,
+    SWEEP,
     source_files,
     source_hashes,
     sources_paragraph,
@@ -27,10 +28,11 @@ FILES = (
     "src/dsgpt/reports/bars.py",
     "src/dsgpt/benchmarks/harness/work.py",
     "src/dsgpt/benchmarks/harness/pages.py",
-    *(f"src/dsgpt/benchmarks/{suite}/{name}" for suite in SUITES for name in ("command.py", "page.py")),
+    *(f"src/dsgpt/benchmarks/{suite}/{name}" for suite in (*SUITES, SWEEP) for name in ("command.py", "page.py")),
     "ds_configs/zero1.json",
     "ds_configs/README.md",
 )
+NAMES = ["demo", *SUITES, "sweep-strategies", "sweep-scaling"]
 DEMO_FILES = [
     f"demo-{run}/{file}" for run in ("baseline", "zero1") for file in ("training_metrics.json", "metrics.jsonl")
 ]
@@ -52,22 +54,27 @@ class Commands:
         self._work = repository / WORK
         self.made: list[str] = []
         self.shown: list[str] = []
+        self.words: dict[str, list[str]] = {}
         self.exit_codes: dict[str, int] = {}
         self.interrupted: str = ""
 
     def __call__(self, words: Sequence[str]) -> int:
         script, *rest = words
         name = "demo" if script in {"src/demo.py", "charts/generate_charts.py"} else rest[0]
+        if name == "run":
+            name = f"sweep-{rest[2]}" if rest[1] == "--suite" else Path(rest[2]).stem
         if script == "charts/generate_charts.py" or "--table-from" in rest:
             self.shown.append(name)
             return 0
         if name == self.interrupted:
             raise KeyboardInterrupt
         self.made.append(name)
+        self.words[name] = list(words)
         files = [f"demo/checkpoint/{file}" for file in DEMO_FILES] if name == "demo" else [f"{name}.json"]
+        files = [f"{name}/sweep.json"] if name.startswith("sweep-") else files
         for file in files:
             (self._work / file).parent.mkdir(parents=True, exist_ok=True)
-            (self._work / file).write_text(f"{name}, made {len(self.made)} commands after the start")
+            (self._work / file).write_text(json.dumps({"seconds": 60.0, "made": f"{name}, as number {len(self.made)}"}))
         return self.exit_codes.get(name, 0)
 
 
@@ -170,14 +177,14 @@ def test_a_file_that_changed_while_the_record_was_made_is_never_up_to_date():
 def test_records_are_remade_once_and_then_skipped_but_their_pages_are_made_again(repository, commands, capsys):
     assert list(check_lines(repository))[1] == "parity: there is no such record"
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == commands.shown == ["demo", *SUITES]
+    assert commands.made == commands.shown == NAMES
     assert all((repository / REFERENCE / file).exists() for file in DEMO_FILES)
     assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
-    assert "[2/5] parity: remaking it, because there is no such record" in capsys.readouterr().out
+    assert "[2/10] parity: remaking it, because there is no such record" in capsys.readouterr().out
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == ["demo", *SUITES]
-    assert commands.shown == 2 * ["demo", *SUITES]
-    assert "[2/5] parity: made from the present sources, skipped" in capsys.readouterr().out
+    assert commands.made == NAMES
+    assert commands.shown == 2 * NAMES
+    assert "[2/10] parity: made from the present sources, skipped" in capsys.readouterr().out
 
 
 def test_a_change_makes_the_records_old_that_depend_on_the_file(repository, commands):
@@ -200,7 +207,38 @@ def test_an_interrupted_remake_continues_with_the_interrupted_record(repository,
     assert not (repository / REFERENCE).exists()  # a changed file would make the commit of the next record dirty
     commands.interrupted = ""
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == ["demo", *SUITES]
+    assert commands.made == NAMES
+
+
+def test_a_remake_says_how_long_it_will_take_by_the_committed_records(repository, commands, capsys):
+    remake_records(repository, only=["saving"], run=commands)
+    assert "to remake: saving; nothing says how long it takes" in capsys.readouterr().out
+    remake_records(repository, only=["plan", "speed"], run=commands)
+    (repository / LOADER).write_text("other")
+    capsys.readouterr()
+    remake_records(repository, only=["faults", "saving", "plan", "speed"], run=commands)
+    shown = capsys.readouterr().out
+    assert "to remake: faults, saving, plan, speed; about 3 min 00 s, and 1 that nothing says it of" in shown
+    assert "[2/4] saving: remade, " in shown
+    assert " since the start; about 2 min 00 s for the others" in shown
+
+
+def test_pages_and_charts_are_made_when_all_records_are_replaced(repository, commands):
+    """The charts of the demo are of the plan and the sweeps, too."""
+
+    def run(words):
+        if words[0] == "charts/generate_charts.py":
+            assert all((repository / REFERENCE / file).exists() for one in RECORDS.values() for file in one.records)
+        return commands(words)
+
+    assert remake_records(repository, run=run) == 0
+    assert commands.shown == NAMES
+
+
+def test_peers_are_those_of_speed(repository, commands):
+    remake_records(repository, only=["plan", "speed"], peers=["nanogpt=/there"], run=commands)
+    assert commands.words["speed"][-2:] == ["--peer", "nanogpt=/there"]
+    assert "--peer" not in commands.words["plan"]
 
 
 def test_an_interrupted_demo_starts_again(repository, commands):
@@ -220,11 +258,11 @@ def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository,
     assert remake_records(repository, run=commands) == 1
     assert commands.made == ["demo", "parity"]
     assert before == {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
-    assert "[2/5] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
+    assert "[2/10] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
     commands.exit_codes.clear()
     assert remake_records(repository, run=commands) == 0
-    assert commands.made == ["demo", "parity", *SUITES]  # the demo is kept, the suite that failed is not
-    assert "[1/5] demo: remade before, skipped" in capsys.readouterr().out
+    assert commands.made == ["demo", *NAMES[1:2], *NAMES[1:]]  # the demo is kept, the suite that failed is not
+    assert "[1/10] demo: remade before, skipped" in capsys.readouterr().out
     assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
 
 

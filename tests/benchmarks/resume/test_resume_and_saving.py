@@ -53,7 +53,13 @@ def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
 
 
 def test_saving_writes_its_record_and_page(tmp_path, monkeypatch):
-    small = {"model_size": "demo", "vocab_size": 300, "seq_length": 16}
+    small = {
+        "model_size": "demo",
+        "vocab_size": 300,
+        "seq_length": 16,
+        "save_every": 2,
+        "max_train_steps": 2 * SAVES + 1,
+    }
     monkeypatch.setattr(saving_command, "WORK", saving_command.WORK | small)
     record, page = tmp_path / "saving.json", tmp_path / "saving.md"
     options = SavingOptions(rounds=1, device="cpu", output=record, page=page, keep=None)

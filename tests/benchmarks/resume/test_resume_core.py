@@ -12,17 +12,20 @@ from small_run import REPOSITORY
 from training_runs import read_lines, roll_back
 
 from dsgpt.benchmarks.harness.cells import by
-from dsgpt.benchmarks.harness.work import STEPS, flags, write_recipe
+from dsgpt.benchmarks.harness.work import flags, write_recipe
 from dsgpt.benchmarks.resume.matrix import cells, core_pairs, core_rewritten, seeded_pairs
-from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, SAVED, ResumeSuite, wrong_in
+from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, WHOLE, Length, ResumeSuite, wrong_in
 from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS
 from dsgpt.main import train
+
+LENGTH = Length(steps=8)
+"""Enough to notice state that is lost: the tests below lose some. The record has 20 steps."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """How the core ended, by name: one run for all tests."""
-    suite = ResumeSuite(tmp_path_factory.mktemp("resume"), repository=REPOSITORY)
+    suite = ResumeSuite(tmp_path_factory.mktemp("resume"), repository=REPOSITORY, length=LENGTH)
     return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
 
 
@@ -68,9 +71,9 @@ def test_why_a_pair_fails(fact, value, said):
     pair = core_pairs()[0]
     before, after = by(pair.source), by(pair.target)
     measured = {
-        "changes": [{"step": SAVED, "name": "executed by", "before": before, "after": after}],
-        "line": f"resuming from step-{SAVED:08d} ({before}) as {after}",
-        "steps": list(range(1, STEPS + 1)),
+        "changes": [{"step": WHOLE.saved, "name": "executed by", "before": before, "after": after}],
+        "line": f"resuming from step-{WHOLE.saved:08d} ({before}) as {after}",
+        "steps": list(range(1, WHOLE.steps + 1)),
         "validated": [10, 15, 20],
         "loss": 1e-6,
         "validation loss": 1e-6,
@@ -82,8 +85,11 @@ def test_why_a_pair_fails(fact, value, said):
 def trained(run, folder, corpus, *more):
     """The baseline of the suite, in ``run``; its losses."""
     recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
-    words = flags(BASELINE, recipe=recipe, corpus=corpus, run_dir=run, device="cpu")
-    assert train([*words, "--save_every", str(SAVED), "--keep_checkpoints", "9", "--max_val_steps", "1", *more]) == 0
+    words = flags(BASELINE, recipe=recipe, corpus=corpus, run_dir=run, device="cpu", steps=LENGTH.steps)
+    assert (
+        train([*words, "--save_every", str(LENGTH.saved), "--keep_checkpoints", "9", "--max_val_steps", "1", *more])
+        == 0
+    )
     return {line["step"]: line["loss"] for line in read_lines(run)}
 
 
@@ -92,7 +98,7 @@ def lose_the_moments(checkpoint: Path) -> dict[str, bytes | None]:
 
 
 def miscount(checkpoint: Path) -> dict[str, bytes | None]:
-    counters = json.loads((checkpoint / COUNTERS).read_text()) | {"optimizer_steps": 2 * SAVED}
+    counters = json.loads((checkpoint / COUNTERS).read_text()) | {"optimizer_steps": 2 * LENGTH.saved}
     return {COUNTERS: json.dumps(counters).encode()}
 
 
@@ -100,8 +106,8 @@ def miscount(checkpoint: Path) -> dict[str, bytes | None]:
 def test_state_that_a_strategy_loses_is_noticed(tmp_path, corpus, harm):
     """The bound is far below what a checkpoint without moments, or with another count of steps, does to the loss."""
     straight = trained(tmp_path / "run", tmp_path, corpus)
-    copy = roll_back(tmp_path / "run", tmp_path / "copy", SAVED)
-    checkpoint = copy / f"step-{SAVED:08d}"
+    copy = roll_back(tmp_path / "run", tmp_path / "copy", LENGTH.saved)
+    checkpoint = copy / f"step-{LENGTH.saved:08d}"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, data in harm(checkpoint).items():
         if data is None:
@@ -112,4 +118,4 @@ def test_state_that_a_strategy_loses_is_noticed(tmp_path, corpus, harm):
             manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     resumed = trained(copy, tmp_path, corpus, "--resume")
-    assert max(abs(resumed[step] - straight[step]) for step in range(SAVED + 1, STEPS + 1)) > 400 * BOUND
+    assert max(abs(resumed[step] - straight[step]) for step in range(LENGTH.saved + 1, LENGTH.steps + 1)) > 400 * BOUND

@@ -183,6 +183,26 @@ def test_a_small_part_of_the_command(tmp_path):
     assert done.returncode == (result["seconds"]["median"] > result["target"])
 
 
+def test_without_a_checkout_record_page_and_console_name_the_rows_that_are_missing(tmp_path, monkeypatch, capsys):
+    """Otherwise a record without nanoGPT reads as if nothing else had been meant to be compared."""
+
+    def fail(_self, _row):
+        raise UserError("not measured here")
+
+    monkeypatch.setattr(command._SpeedCommand, "_row", fail)
+    record, page = tmp_path / "speed.json", tmp_path / "speed.md"
+    only = ("4-x-256-t-256-b-8-bf16", "time-to-loss")
+    options = SpeedOptions(output=record, page=page, keep=None, rounds=1, peer=(), only=only, device="cpu")
+    run_speed(options, repository=REPOSITORY)
+    found = json.loads(record.read_text())
+    assert [result["title"] for result in found["results"]] == ["4-x-256-t-256-b-8-bf16"]
+    title = "4 x 256, T=256, B=8, bf16"
+    assert found["missing"] == {NANOGPT: [title, f"{title}, compiled", command.TIME_TO_LOSS]}
+    line = f"nanogpt (`--peer nanogpt=FOLDER`) it is missing in: {title}; {title}, compiled; {command.TIME_TO_LOSS}."
+    assert line in page.read_text()
+    assert line in capsys.readouterr().out
+
+
 def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
     def fail(_self):
         raise UserError("no memory left")

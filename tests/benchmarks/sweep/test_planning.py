@@ -43,6 +43,7 @@ def test_all_mistakes_of_a_description_are_reported_together(tmp_path, snapshot)
         cell("c d", run_type="ddp"),
         cell("c-d", devices=2, launcher="torchrun"),
         cell("e", devices=2),
+        cell("f\x1b[2J", run_type="ddp", launcher=["torchrun"]),
         {"flags": 3},
     ]
     comparisons = [{"baseline": "q", "kind": "strong"}, {"baseline": "c d", "cells": ["c"]}]

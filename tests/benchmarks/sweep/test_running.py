@@ -8,11 +8,12 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from small_run import REPOSITORY
+from small_run import REPOSITORY, TOKENS, random_ids, write_tokens
 from suite_commands import benchmark
-from sweep_files import WORK, cell, made_up, options, write_description
+from sweep_files import STEPS, WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks.sweep import command, training
 from dsgpt.benchmarks.sweep.cells import Cell as SweepedCell
@@ -33,6 +34,7 @@ Root Cause (first observed failure):
 [0]:
   exitcode  : 2 (pid: 21190)
 """
+ALL = range(1, STEPS + 1)
 GROUPS = ["bash", "-c", "setsid sleep 60 & echo $!; wait"]
 """A launcher whose worker has a session of its own, as those of ``torchrun``."""
 
@@ -72,13 +74,24 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     assert compared.speed_up.values == pytest.approx(ratios)
     assert compared.efficiency == pytest.approx(compared.speed_up.median / 2)
     assert abs(compared.loss_difference) < 2e-4
+    distances = [
+        abs(losses(tmp_path, "one", n)[step] - losses(tmp_path, "two", n)[step]) for n in (1, 2) for step in ALL
+    ]
+    assert compared.largest_loss_difference == max(distances) < 2e-4
     page = (tmp_path / "out" / "sweep.md").read_text()
     assert f"| {one.final_loss:.4f} |" in page
     assert "| communication share |" in page
+    assert f"| {compared.largest_loss_difference:.2g} |" in page
     assert "None: every turn trained to its end." in page
     assert not list(tmp_path.glob("out/work/turns/*/*/run/step-*"))
     assert benchmark("run", "--table-from", "out/sweep.json", "--page", "again.md", cwd=tmp_path).returncode == 0
     assert (tmp_path / "again.md").read_text() == page
+
+
+def losses(folder: Path, name: str, repeat: int) -> dict[int, float]:
+    """The loss of every step of a turn, as its training wrote it."""
+    text = (folder / f"out/work/turns/{repeat}/{name}/run/metrics.jsonl").read_text()
+    return {line["step"]: line["loss"] for line in map(json.loads, text.splitlines()) if "loss" in line}
 
 
 class Trainings:
@@ -127,7 +140,7 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
     ] * 2
 
 
-def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_path, monkeypatch):
+def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
     run_sweep(options(tmp_path, three), repository=REPOSITORY)
     with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
@@ -138,6 +151,12 @@ def test_turns_with_other_settings_recipes_or_sources_are_refused(three, tmp_pat
     with pytest.raises(UserError, match=r"with other recipes, which"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
     recipe.write_text(before)
+    train_data = (tmp_path / "train.bin").read_bytes()
+    write_tokens(tmp_path / "train.bin", random_ids(TOKENS, seed=9))
+    with pytest.raises(UserError, match=r"with other data, which"):
+        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    write_tokens(tmp_path / "train.bin", np.frombuffer(train_data, dtype="<u2"))
+    assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
     monkeypatch.setattr(command, "source_hashes", lambda *_: {"src/gpt2.py": "edited"})
     with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
@@ -225,9 +244,21 @@ def test_figures_of_a_comparison_are_paired_by_repeat_and_unknown_stays_unknown(
     other = cell_of(planned("two", 2), turns, price=None)
     assert (other.cost, other.joules, other.peak_memory_bytes_rank0) == (None, None, None)
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
-    (compared,) = comparison_of(plan, [base, other]).cells
+    (compared,) = comparison_of(plan, [base, other], losses={}).cells
     assert compared.speed_up.values == [1.5, 2.0]
     assert (compared.speed_up.median, compared.efficiency) == (1.75, 0.875)
+
+
+def test_the_largest_difference_is_over_all_steps_and_repeats_and_unknown_without_the_same_steps():
+    """Wrong if only the last step counts, where strategies may meet again."""
+    cells = [cell_of(planned(name, 1), [made_up(name, n, speed=1) for n in (1, 2)], price=None) for name in ("a", "b")]
+    plan = ComparisonPlan(name="strong", kind="same training", baseline="a", cells=("b",))
+    found = {("a", n): {1: 9.0, 2: 8.0} for n in (1, 2)} | {("b", 1): {1: 9.25, 2: 8.0}, ("b", 2): {1: 9.0, 2: 7.5}}
+    for changed, largest in (({}, 0.5), ({("b", 2): {1: 9.0, 2: 8.0}}, 0.25), ({("b", 2): {1: 9.0}}, None)):
+        (compared,) = comparison_of(plan, cells, losses=found | changed).cells
+        assert compared.largest_loss_difference == largest
+    (weak,) = comparison_of(replace(plan, kind="weak scaling"), cells, losses=found).cells
+    assert weak.largest_loss_difference is None
 
 
 def test_a_repeat_in_which_one_failed_has_no_speed_up():
@@ -235,18 +266,26 @@ def test_a_repeat_in_which_one_failed_has_no_speed_up():
     broken = made_up("two", 1, speed=None, state=State.FAILED, message="exit code 1: KeyError")
     other = cell_of(planned("two", 2), [broken, made_up("two", 2, speed=100)], price=None)
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
-    (compared,) = comparison_of(plan, [base, other]).cells
+    (compared,) = comparison_of(plan, [base, other], losses={}).cells
     assert compared.speed_up.values == [2.0]
+
+
+def test_a_target_that_one_turn_missed_has_no_time():
+    reached, missed = (
+        made_up("one", repeat, speed=100, time_to_target_sec=time) for repeat, time in ((1, 3.0), (2, None))
+    )
+    assert cell_of(planned("one", 1), [reached], price=None).time_to_target_sec.median == 3.0
+    assert cell_of(planned("one", 1), [reached, missed], price=None).time_to_target_sec is None
 
 
 def test_cells_whose_records_show_other_work_have_no_speed_up():
     base = cell_of(planned("one", 1), [made_up("one", 1, speed=100)], price=None)
     other = cell_of(planned("two", 2), [made_up("two", 1, speed=150, work=WORK | {"global batch": 16.0})], price=None)
     plan = ComparisonPlan(name="strong", kind="same training", baseline="one", cells=("two",))
-    (compared,) = comparison_of(plan, [base, other]).cells
+    (compared,) = comparison_of(plan, [base, other], losses={}).cells
     assert (compared.comparable, compared.speed_up, compared.loss_difference) == (False, None, None)
     assert "global batch" in compared.same_work
-    (weak,) = comparison_of(replace(plan, kind="weak scaling"), [base, other]).cells
+    (weak,) = comparison_of(replace(plan, kind="weak scaling"), [base, other], losses={}).cells
     assert (weak.comparable, weak.speed_up.median, weak.loss_difference) == (True, 1.5, None)
 
 

@@ -97,17 +97,26 @@ class Runs:
             log: name of the file beside the run folder for what the launcher and its ranks print.
         """
         cell = RUNS[run]
-        strategy = STRATEGIES[cell.strategy]
-        recipe = self.folder / f"{run}.json"
+        front = launcher_command(STRATEGIES[cell.strategy].launcher if cell.ranks > 1 else "python", cell.ranks)
+        words = self.words(run, run_dir, changes or {})
+        command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
+        return Training(command, run_dir=run_dir, log=run_dir.parent / log)
+
+    def words(self, run: str, run_dir: Path, changes: Mapping[str, Any]) -> list[str]:
+        """The flags of ``run``, with ``changes`` of values."""
+        cell, recipe = RUNS[run], self.folder / f"{run}.json"
         if not recipe.exists():
             write_recipe(recipe, cell, recipes=self._repository / "ds_configs")
         words = flags(cell, recipe=recipe, corpus=self._corpus, run_dir=run_dir, device="cpu")
-        for name, value in {"dropout": DROPOUT, "max_train_steps": STEPS, **(changes or {})}.items():
+        for name, value in {"dropout": DROPOUT, "max_train_steps": STEPS, **changes}.items():
             words[words.index(f"--{name}") + 1] = str(value)
-        words += ["--save_every", str(SAVE_EVERY), "--keep_checkpoints", "9", "--steps_per_print", "1"]
-        front = launcher_command(strategy.launcher if cell.ranks > 1 else "python", cell.ranks)
-        command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
-        return Training(command, run_dir=run_dir, log=run_dir.parent / log)
+        return [*words, "--save_every", str(SAVE_EVERY), "--keep_checkpoints", "9", "--steps_per_print", "1"]
+
+    def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
+        """Train ``run`` without a fault, with ``more`` flags; its exit code and what it printed."""
+        with self.start(run, run_dir, *more) as training:
+            code, _, _ = training.wait_until_gone()
+            return code, training.output()
 
     def undisturbed(self, run: str) -> Undisturbed:
         """The undisturbed run, trained at the first call.
@@ -117,10 +126,9 @@ class Runs:
         """
         if run not in self._undisturbed:
             run_dir = self.new(f"{run} undisturbed")
-            with self.start(run, run_dir) as training:
-                code, _, _ = training.wait_until_gone()
-                if code:
-                    raise Missed(f"{run} failed undisturbed, exit code {code}: {training.output()[-1000:]}")
+            code, output = self.train(run, run_dir)
+            if code:
+                raise Missed(f"{run} failed undisturbed, exit code {code}: {output[-1000:]}")
             steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
             saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
             self._undisturbed[run] = Undisturbed(run_dir=run_dir, step_sec=_median(steps), save_sec=_median(saves))
@@ -147,9 +155,7 @@ class Runs:
             Missed: it did not end.
         """
         taken, started = last_step(run_dir), time.perf_counter()
-        with self.start(run, run_dir, "--resume") as training:
-            code, _, _ = training.wait_until_gone()
-            output = training.output()
+        code, output = self.train(run, run_dir, "--resume")
         failure = f"--resume ended with exit code {code}: {first_error(output)}"
         wrong = failure if code else self.difference(run, run_dir)
         return Resumed(

@@ -15,7 +15,7 @@ from dsgpt.benchmarks.harness.launch import CALL_SEPARATOR
 from dsgpt.benchmarks.harness.rank_files import rank_file, read_ranks
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.main import leave
+from dsgpt.runtime.leaving import leave
 
 CELL_LIMIT_SEC = 600
 """Seconds after which a cell counts as stuck."""

@@ -27,6 +27,16 @@ class SuiteFlags:
             "--only", nargs="+", default=(), metavar=metavar, help=f"only these {what} (default: all)"
         )
 
+    def peers(self, text: str) -> None:
+        """``--peer``, the checkouts of other trainers."""
+        self.parser.add_argument(
+            "--peer",
+            nargs="+",
+            default=(),
+            metavar="NAME=FOLDER",
+            help=f"{text}: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
+        )
+
     def core(self, text: str) -> None:
         """``--core``, which selects what the tests run."""
         self.parser.add_argument("--core", action="store_true", help=text)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.benchmarks.harness.sources import DEMO, SUITES, source_hashes, why_old
+from dsgpt.benchmarks.harness.sources import DEMO, SUITES, SWEEP, source_hashes, why_old
 from dsgpt.common.errors import EXIT_DONE
-from dsgpt.common.problems import Problems, did_you_mean
+from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.problems import Problems, did_you_mean, is_number
 from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
@@ -33,6 +34,7 @@ CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughp
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
 PLAN = "plan.json"
+_MAX_BYTES = 256 << 20
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
 Runner = Callable[[Sequence[str]], int]
@@ -44,6 +46,8 @@ class CommittedRecord:
     """One or more records that one command makes."""
 
     name: str
+    suite: str
+    """What it is called in ``dsgpt.benchmarks.harness.sources``."""
     records: tuple[str, ...]
     """Those of ``files`` that have an entry in ``SOURCES.json``."""
     files: Mapping[str, str]
@@ -54,14 +58,29 @@ class CommittedRecord:
     """The command that makes pages or pictures from them."""
 
 
-def _suite(name: str) -> CommittedRecord:
+def _suite(name: str, *flags: str, page: str = "") -> CommittedRecord:
     record, script = f"{name}.json", "src/benchmark.py"
     return CommittedRecord(
         name=name,
+        suite=name,
         records=(record,),
         files={record: record},
-        make=(script, name, "--output", f"{WORK}/{record}"),
-        show=(script, name, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{name}.md"),
+        make=(script, name, *flags, "--output", f"{WORK}/{record}"),
+        show=(script, name, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{page or name}.md"),
+    )
+
+
+def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
+    name, command = f"sweep-{suite}", ("src/benchmark.py", "run")
+    made, record = f"{name}/sweep.json", f"{name}.json"
+    flags = ("--suite", suite, "--devices", devices, "--repeats", "3", "--steps", str(steps), "--profile_comm", "3")
+    return CommittedRecord(
+        name=name,
+        suite=SWEEP,
+        records=(record,),
+        files={made: record},
+        make=(*command, *flags, "--output", f"{WORK}/{made}"),
+        show=(*command, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{name}.md"),
     )
 
 
@@ -69,6 +88,7 @@ def _demo() -> CommittedRecord:
     runs = [word for run in RUNS for word in ("--run", f"{run.removeprefix('demo-')}={REFERENCE}/{run}")]
     return CommittedRecord(
         name=DEMO,
+        suite=DEMO,
         records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
         files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
         make=("src/demo.py", "--into", f"{WORK}/demo"),
@@ -79,7 +99,15 @@ def _demo() -> CommittedRecord:
     )
 
 
-RECORDS = {record.name: record for record in (_demo(), *map(_suite, SUITES))}
+_OTHERWISE = {
+    "plan": _suite("plan", page="planner"),
+    "speed": _suite("speed", "--rounds", "3"),
+    "recipes": _suite("recipes", page="recipe-search"),
+}
+"""Suites whose page has another name, or whose record is made with flags."""
+_SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
+_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in SUITES), *_SWEEPS)
+RECORDS = {record.name: record for record in _MADE}
 """By name, in the order in which they are remade."""
 
 
@@ -93,18 +121,24 @@ def check_lines(repository: Path, *, only: Sequence[str] = ()) -> Iterator[str]:
         yield f"{record.name}: {_why_old(record, repository, REFERENCE) or 'made from the present sources'}"
 
 
-def remake_records(repository: Path, *, only: Sequence[str] = (), run: Runner | None = None) -> int:
+def remake_records(
+    repository: Path, *, only: Sequence[str] = (), peers: Sequence[str] = (), run: Runner | None = None
+) -> int:
     """Remake the records that are not up to date, and the pages of all; return the first exit code that is not 0.
 
     Args:
         repository: holds records, sources and scripts.
         only: names of records; empty for all.
+        peers: ``NAME=FOLDER`` for ``speed --peer``.
         run: runs the commands.
 
     Raises:
         UserError: ``only`` names no record, or a ``SOURCES.json`` cannot be read.
     """
     run, records, started = run or _in(repository), _selected(only), time.perf_counter()
+    old = [record for record in records if _has_to_be_made(record, repository)]
+    if old:
+        print(f"to remake: {', '.join(record.name for record in old)}; {_expected(old, repository)}", flush=True)
     for number, record in enumerate(records, start=1):
         count, why = f"[{number}/{len(records)}] {record.name}", _why_old(record, repository, REFERENCE)
         if not why:
@@ -112,22 +146,54 @@ def remake_records(repository: Path, *, only: Sequence[str] = (), run: Runner | 
         elif not _why_old(record, repository, READY):
             print(f"{count}: remade before, skipped", flush=True)
         else:
-            print(f"{count}: remaking it, because {why}", flush=True)
-            if code := _remake(record, repository, run):
+            print(f"{count}: remaking it, because {why}; {_expected([record], repository)}", flush=True)
+            if code := _remake(record, repository, run, peers=peers):
                 print(f"{count}: failed with exit code {code}; the committed records stay as they were", flush=True)
                 return code
-            print(f"{count}: remade, {duration(time.perf_counter() - started)} since the start", flush=True)
+            old.remove(record)
+            left = f"; {_expected(old, repository)} for the others" if old else ""
+            print(f"{count}: remade, {duration(time.perf_counter() - started)} since the start{left}", flush=True)
     return _publish(records, repository, run)
 
 
+def _has_to_be_made(record: CommittedRecord, repository: Path) -> bool:
+    return all(_why_old(record, repository, folder) for folder in (REFERENCE, READY))
+
+
+def _expected(records: Sequence[CommittedRecord], repository: Path) -> str:
+    """How long it takes to make them, by the committed ones: ``about 14 min 02 s``."""
+    known = [seconds for record in records if (seconds := _seconds(record, repository / REFERENCE)) is not None]
+    if not known:
+        return "nothing says how long it takes"
+    more = "" if len(known) == len(records) else f", and {len(records) - len(known)} that nothing says it of"
+    return f"about {duration(sum(known))}{more}"
+
+
+def _seconds(record: CommittedRecord, folder: Path) -> float | None:
+    """What its making took; None if it does not say so, or cannot be read."""
+    found = list[float]()
+    for file in record.records:
+        try:
+            made = read_object(folder / file, max_bytes=_MAX_BYTES)
+        except JsonError:
+            return None
+        summary = made.get("summary")  # of a run
+        seconds = summary.get("total_wall_time_sec") if isinstance(summary, dict) else made.get("seconds")
+        if not is_number(seconds):
+            return None
+        found.append(seconds)
+    return sum(found)
+
+
 def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) -> int:
-    """Replace the old committed records with the remade ones, and make the pages of all."""
+    """Replace the old committed records with the remade ones, then make the pages of all: charts are of several."""
     for record in records:
         if _why_old(record, repository, REFERENCE):
             if why := _why_old(record, repository, READY):
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
+    for record in records:
         # Also for records that were not old: an interruption may have come before this.
         if code := run(show_words(record, repository)):
             print(f"{record.name}: its pages failed with exit code {code}", flush=True)
@@ -168,7 +234,7 @@ def _selected(only: Sequence[str]) -> list[CommittedRecord]:
 def _why_old(record: CommittedRecord, repository: Path, folder: Path) -> str:
     """Why the record's files in ``folder`` were not made from the present sources; empty if they were."""
     files = (repository / folder / file for file in record.records)
-    return next((why for file in files if (why := why_old(file, name=record.name, repository=repository))), "")
+    return next((why for file in files if (why := why_old(file, name=record.suite, repository=repository))), "")
 
 
 def _in(repository: Path) -> Runner:
@@ -180,16 +246,16 @@ def _in(repository: Path) -> Runner:
     return run
 
 
-def _remake(record: CommittedRecord, repository: Path, run: Runner) -> int:
+def _remake(record: CommittedRecord, repository: Path, run: Runner, *, peers: Sequence[str]) -> int:
     """Make the record again below ``READY``; return the exit code of the command."""
     from dsgpt.telemetry.environment import git_commit  # noqa: PLC0415 - torch takes seconds
 
     ready, work = repository / READY, repository / WORK
     shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
-    before, commit = source_hashes(repository, record.name), git_commit()
-    if code := run(record.make):
+    before, commit = source_hashes(repository, record.suite), git_commit()
+    if code := run((*record.make, *(["--peer", *peers] if peers and record.name == "speed" else []))):
         return code
-    sources = unchanged(before, source_hashes(repository, record.name))
+    sources = unchanged(before, source_hashes(repository, record.suite))
     for made, committed in record.files.items():
         (ready / committed).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(work / made, ready / committed)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from dsgpt.telemetry.sources import PARAGRAPH, Hashes, by_folder, changed_files, hash_files, made_from
 
-SUITES = ("parity", "resume", "faults", "saving")
-DEMO = "demo"
+SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes")
+DEMO, SWEEP = "demo", "sweep"
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
 _OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/reports")
@@ -15,7 +15,7 @@ _ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
 
 
 def source_files(repository: Path, name: str) -> list[Path]:
-    """The files whose change can change the record ``name``, one of ``SUITES`` or ``DEMO``."""
+    """The files whose change can change the record ``name``, one of ``SUITES``, ``DEMO`` or ``SWEEP``."""
     outside = tuple(repository / folder for folder in _OUTSIDE_TRAINING)
     found = [
         path

@@ -20,7 +20,7 @@ from typing import Any
 from dsgpt.benchmarks.harness.children import Alive, fork, killed_on_error, run_cell, spawn, watch
 from dsgpt.benchmarks.harness.launch import ELSEWHERE, PORT_FILE, Start
 from dsgpt.common.files import write_atomic, write_json_atomic
-from dsgpt.main import leave
+from dsgpt.runtime.leaving import leave
 from dsgpt.runtime.topology import Topology, free_port, read_topology
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

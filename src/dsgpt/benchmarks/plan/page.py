@@ -224,8 +224,7 @@ def _fit(record: Record) -> str:
     compute = ", ".join(f"{factor:.2f} in {precision}" for precision, factor in factors["compute"].items())
     return (
         f"\n\nFitted to {factors['steps']} cells: computation takes {compute} times as long as the calibrated rates "
-        f"say, all-reduces {factors['communication']:.2f} times, all-gathers and reduce-scatters "
-        f"{factors['communication'] * factors['gathering']:.2f} times. Calibration and factors are in the record."
+        f"say, communication {factors['communication']:.2f} times. Calibration and factors are in the record."
     )
 
 

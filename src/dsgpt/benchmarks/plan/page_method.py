@@ -28,8 +28,8 @@ are divided, and the attention's output is kept before and after the all-to-all,
 activations of as many micro batches as stages follow it, and its own. With activation checkpointing
 a block keeps 1u, and one block at a time is computed again.
 
-DeepSpeed allocates its reduce bucket at its full size, `reduce_bucket_size`, for a small model too: 2 GB in fp32 if a
-recipe leaves out the key. The prediction has it, because the run will.""",
+DeepSpeed allocates its reduce bucket at its full size before the first gradient comes. A run gives it the recipe's
+`reduce_bucket_size`, at most the number of the model's parameters, and the prediction has the same number.""",
     ),
     (
         "The measurement",

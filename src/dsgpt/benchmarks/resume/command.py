@@ -82,10 +82,11 @@ class _ResumeCommand(SuiteCommand["Result"]):
 
     def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
         """The record of ``results``, which took ``seconds``."""
-        from dsgpt.benchmarks.harness.work import STEPS, VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds
-        from dsgpt.benchmarks.resume.suite import BOUND, REWRITTEN_BOUNDS, SAVED, VALIDATED  # noqa: PLC0415
+        from dsgpt.benchmarks.harness.work import VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.benchmarks.resume.suite import BOUND, REWRITTEN_BOUNDS, WHOLE  # noqa: PLC0415
 
-        steps = {"steps": STEPS, "saved": SAVED, "validation_windows": VALIDATION_WINDOWS, "validated_every": VALIDATED}
+        steps = {"steps": WHOLE.steps, "saved": WHOLE.saved, "validated_every": WHOLE.validated}
+        steps |= {"validation_windows": VALIDATION_WINDOWS}
         return record_head(SCHEMA_VERSION, device="cpu") | {
             "work": steps | work_facts("cpu"),
             "bound": BOUND,

@@ -18,10 +18,26 @@ from dsgpt.benchmarks.harness.work import STEPS
 from dsgpt.benchmarks.resume.matrix import Pair
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, read_steps
 
-SAVED = 10
-"""The step at which a source saves. The target takes the steps after it, up to ``STEPS``."""
-VALIDATED = 5
-"""Steps between validations of the undisturbed baseline, and of a target from the step at which it resumes."""
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """The steps of every training."""
+
+    steps: int = STEPS
+    """A multiple of 4."""
+
+    @property
+    def saved(self) -> int:
+        """The step at which a source saves. The target takes the steps after it."""
+        return self.steps // 2
+
+    @property
+    def validated(self) -> int:
+        """Steps between validations of the undisturbed baseline, and of a target from where it resumes."""
+        return self.steps // 4
+
+
+WHOLE = Length()
 BOUND = 5e-6
 """Bound on the loss of every step and on every validation loss, against the undisturbed baseline: five times what was
 measured. If the resume loses Adam's moments or its step count, the loss changes by more than 2e-3."""
@@ -68,11 +84,12 @@ class ResumeSuite:
     Args:
         folder: an existing folder.
         repository: holds the scripts and recipes.
+        length: of every training.
     """
 
-    def __init__(self, folder: Path, *, repository: Path) -> None:
-        self._folder = folder
-        self._runner = CellRunner(folder, repository=repository, device="cpu")
+    def __init__(self, folder: Path, *, repository: Path, length: Length = WHOLE) -> None:
+        self._folder, self._length = folder, length
+        self._runner = CellRunner(folder, repository=repository, device="cpu", steps=length.steps)
         self._broken_sources: dict[Cell, str] = {}
 
     @property
@@ -111,10 +128,10 @@ class ResumeSuite:
     def reference(self) -> dict[str, float]:
         """First and last loss of the undisturbed baseline."""
         losses = read_losses(self._run_of(BASELINE), "loss")
-        return {"first_loss": losses[1], "last_loss": losses[STEPS]}
+        return {"first_loss": losses[1], "last_loss": losses[self._length.steps]}
 
     def _source(self, cell: Cell) -> _Task:
-        more = ("--eval_every", str(VALIDATED)) if cell == BASELINE else ()
+        more = ("--eval_every", str(self._length.validated)) if cell == BASELINE else ()
         return _Task(cell=cell, subject=cell, assignment=self._assignment(cell, "train", f"source_{cell.folder}", more))
 
     def _rewriting(self, cell: Cell) -> _Task:
@@ -125,19 +142,23 @@ class ResumeSuite:
 
     def _resuming(self, pair: Pair) -> _Task:
         name, checkpoint = f"{pair.source.folder}_to_{pair.target.folder}", self._checkpoint_of(pair.source)
-        more = ("--resume", "--eval_every", str(VALIDATED))  # validates at once, because the source has not
+        more = (
+            "--resume",
+            "--eval_every",
+            str(self._length.validated),
+        )  # validates at once, because the source has not
         assignment = self._assignment(pair.target, "train", name, more, checkpoint=str(checkpoint))
         return _Task(cell=pair.target, subject=pair, assignment=assignment)
 
     def _assignment(self, cell: Cell, call: str, name: str, more: Sequence[str] = (), **arguments: str) -> Assignment:
-        words = ("--save_every", str(SAVED), "--keep_checkpoints", "9", *more)
+        words = ("--save_every", str(self._length.saved), "--keep_checkpoints", "9", *more)
         return self._runner.assignment(cell, call=f"{CALL}{call}", name=name, more=words, arguments=arguments)
 
     def _run_of(self, cell: Cell) -> Path:
         return self._folder / f"source_{cell.folder}" / "run"
 
     def _checkpoint_of(self, cell: Cell) -> Path:
-        return self._run_of(cell) / f"step-{SAVED:08d}"
+        return self._run_of(cell) / f"step-{self._length.saved:08d}"
 
     def _run(self, tasks: list[_Task], started: Callable[[Launch], None]) -> Iterator[tuple[_Task, CellEnd]]:
         """Every task with how it ended."""
@@ -156,7 +177,7 @@ class ResumeSuite:
             measured, message = self._compare_rewritten(subject, end.ranks)
         else:
             measured = self._compare(end.folder / "run")
-            message = wrong_in(subject, measured)
+            message = wrong_in(subject, measured, self._length)
         status = "failed" if message else "passed"
         return Result(subject=subject, status=status, seconds=end.seconds, measured=measured, message=message)
 
@@ -166,7 +187,7 @@ class ResumeSuite:
         facts["weights that a rank computes with"] = not any(end["wrong"] for end in ranks)
         wrong = [name for name, good in facts.items() if not good]
         message = f"not as they were: {', '.join(wrong)}" if wrong else ""
-        expected = read_losses(self._run_of(BASELINE), "val_loss")[SAVED]
+        expected = read_losses(self._run_of(BASELINE), "val_loss")[self._length.saved]
         off = max(abs(end["val_loss"] - expected) for end in ranks)
         if not message and not off <= REWRITTEN_BOUNDS[cell.precision]:
             message = f"validation loss is off by {off:.1e}"
@@ -174,10 +195,10 @@ class ResumeSuite:
 
     def _compare(self, run_dir: Path) -> dict[str, Any]:
         """The facts of the run, and its differences from the undisturbed baseline."""
-        undisturbed = self._run_of(BASELINE)
+        undisturbed, saved, last = self._run_of(BASELINE), self._length.saved, self._length.steps
         expected, found = read_losses(undisturbed, "loss"), read_losses(run_dir, "loss")
         theirs, ours = (
-            load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (undisturbed, run_dir)
+            load_file(folder / f"step-{last:08d}" / "model.safetensors") for folder in (undisturbed, run_dir)
         )
         known, validated = read_losses(undisturbed, "val_loss"), read_losses(run_dir, "val_loss")
         (line,) = [line for line in _log(run_dir) if line.startswith("resuming from")]
@@ -186,30 +207,31 @@ class ResumeSuite:
             "changes": record["changed_at_resume"],
             "line": line.replace(f"{self._folder}/", ""),
             "steps": sorted(found),
-            "loss": max(abs(found[step] - expected[step]) for step in range(SAVED + 1, STEPS + 1)),
-            "validated": [step for step in sorted(validated) if step >= SAVED],
-            "validation loss": max(abs(validated[step] - known[step]) for step in validated if step >= SAVED),
+            "loss": max(abs(found[step] - expected[step]) for step in range(saved + 1, last + 1)),
+            "validated": [step for step in sorted(validated) if step >= saved],
+            "validation loss": max(abs(validated[step] - known[step]) for step in validated if step >= saved),
             "weights": max(relative(ours[name], theirs[name]) for name in theirs),
         }
 
 
-def wrong_in(pair: Pair, measured: dict[str, Any]) -> str:
+def wrong_in(pair: Pair, measured: dict[str, Any], length: Length = WHOLE) -> str:
     """Why a pair failed; empty if nothing is wrong.
 
     Args:
         pair: which cell saved and which resumed.
         measured: its losses, steps and validations, the console's line and the record's entry about the resume.
+        length: of its training.
     """
     facts = ("loss", "validation loss")
     wrong = [f"{fact} is off by {measured[fact]:.1e}" for fact in facts if not measured[fact] <= BOUND]
-    if measured["steps"] != list(range(1, STEPS + 1)):
+    if measured["steps"] != list(range(1, length.steps + 1)):
         wrong.append(f"its steps are {measured['steps']}")
-    if measured["validated"] != list(range(SAVED, STEPS + 1, VALIDATED)):
+    if measured["validated"] != list(range(length.saved, length.steps + 1, length.validated)):
         wrong.append(f"it validated after steps {measured['validated']}")
     before, after = executed_by(pair.source), executed_by(pair.target)
     if f"({before}) as {after}" not in measured["line"]:
         wrong.append(f"it printed: {measured['line']}")
-    moved = {"step": SAVED, "name": "executed by", "before": before, "after": after}
+    moved = {"step": length.saved, "name": "executed by", "before": before, "after": after}
     if measured["changes"] != [moved]:
         wrong.append(f"its record says: {measured['changes']}")
     return "; ".join(wrong)

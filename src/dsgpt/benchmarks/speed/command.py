@@ -24,6 +24,7 @@ NEEDED = {NANOGPT: "model.py"}
 TOKENS = 2_000_000
 MEMORY_STEPS = 2
 MEMORY_TARGET = 0.7
+TIME_TO_LOSS = "the demo's recipe: time to the loss of nanoGPT's settings"
 LOSS_ROUNDS = 1
 """Trainings to a loss take minutes; on a CPU only their times differ."""
 
@@ -83,12 +84,15 @@ class _SpeedCommand(SuiteCommand[Result]):
         self._peers = read_peers(options.peer)
         self._folder: Path
         self._measurements: dict[str, Callable[[], Result]] = {}
+        self._missing: dict[str, list[str]] = {}
 
     def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
         """Choose the rows, limits and other measurements of this device; see ``SuiteCommand``."""
         cores, device = len(os.sched_getaffinity(0)), self._options.device
         present = tuple(peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers)
         compared = rows(device, cores=cores, peers=present)
+        every_row = rows(device, cores=cores, peers=PEERS)
+        self._missing = {peer: self._rows_with(peer, every_row) for peer in PEERS if peer not in present}
         every: dict[str, Callable[[], Result]] = {row.key: partial(self._row, row) for row in compared}
         for work in dict.fromkeys(replace(row.work, compile=False) for row in compared if not row.per_rank):
             every[_ceiling_key(work)] = partial(self._ceilings, work)
@@ -100,12 +104,16 @@ class _SpeedCommand(SuiteCommand[Result]):
         if NANOGPT in self._peers:
             every["time-to-loss"] = self._time_to_loss
         wanted = self._options.only
-        self._measurements = {
-            key: call for key, call in every.items() if not wanted or any(key.startswith(word) for word in wanted)
-        }
+        self._measurements = {key: call for key, call in every.items() if _selected(key, wanted)}
         if not self._measurements:
             raise UserError(f"--only {' '.join(wanted)}: selects nothing; there are {', '.join(every)}")
         return len(self._measurements)
+
+    def _rows_with(self, peer: str, every_row: Sequence[Row]) -> list[str]:
+        """The titles of what was selected and compares with ``peer``."""
+        titles = {row.key: row.title for row in every_row if any(entry.kind == peer for entry in row.entries)}
+        titles |= {"time-to-loss": TIME_TO_LOSS} if peer == NANOGPT else {}
+        return [title for key, title in titles.items() if _selected(key, self._options.only)]
 
     def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
         from dsgpt.benchmarks.harness.random_tokens import write_random_tokens  # noqa: PLC0415 - numpy takes its time
@@ -171,7 +179,7 @@ class _SpeedCommand(SuiteCommand[Result]):
             peer=self._peers[NANOGPT],
             rounds=LOSS_ROUNDS,
         )
-        return {"title": "the demo's recipe: time to the loss of nanoGPT's settings", **measured}
+        return {"title": TIME_TO_LOSS, **measured}
 
     def _demo_data(self) -> Path:
         from dsgpt.benchmarks.harness.corpus import prepare_demo  # noqa: PLC0415 - numpy takes its time
@@ -185,12 +193,17 @@ class _SpeedCommand(SuiteCommand[Result]):
         return record_head(SCHEMA_VERSION, device=self._options.device) | {
             "rounds": self._options.rounds,
             "peers": {name: _commit(folder) for name, folder in self._peers.items()},
+            "missing": {peer: titles for peer, titles in self._missing.items() if titles},
             "seconds": round(seconds, 1),
             "results": list(results),
         }
 
     def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
         return [f"{result['title']}: the target was not reached" for result in results if missed(result)]
+
+
+def _selected(key: str, wanted: Sequence[str]) -> bool:
+    return not wanted or any(key.startswith(word) for word in wanted)
 
 
 def missed(result: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ compares tokens per second and rank; "apart" are as many processes at once that 
 can do better.
 
 Machine: {machine}; {hardware["device"]}. {software}.
-Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{_missing(record)}"""
     sections = [
         ("Tokens per second", _speed_table(record)),
         ("Distance to the machine's limit", _limit_table(record)),
@@ -46,8 +46,16 @@ Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."
 
 
 def summary_lines(record: Record) -> list[str]:
-    """One line for each result, for a console."""
-    return [verdict(result) for result in record["results"]]
+    """One line for each result, for a console, and what could not be measured."""
+    return [*(verdict(result) for result in record["results"]), *filter(None, _missing(record).splitlines())]
+
+
+def _missing(record: Record) -> str:
+    """Rows without a peer whose checkout was not given; empty if all were, and for records that do not say it."""
+    return "".join(
+        f"\n\nWithout a checkout of {peer} (`--peer {peer}=FOLDER`) it is missing in: {'; '.join(titles)}."
+        for peer, titles in record.get("missing", {}).items()
+    )
 
 
 def reached(result: Result) -> bool | None:

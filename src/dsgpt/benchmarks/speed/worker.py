@@ -87,6 +87,6 @@ def _answer(values: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
-    from dsgpt.main import leave
+    from dsgpt.runtime.leaving import leave
 
     leave(0)

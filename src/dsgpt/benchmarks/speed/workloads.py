@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dsgpt.benchmarks.harness import shapes
 from dsgpt.model.config import PRESETS, GPT2Config
 
 OURS, ENGINE, DDP = "dsgpt", "dsgpt ZeRO-1", "dsgpt ddp"
@@ -11,14 +12,9 @@ PEERS = (NANOGPT, HUGGING_FACE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(shapes.Shape):
     """A model and the length of its sequences."""
 
-    name: str
-    n_layer: int
-    n_head: int
-    n_embd: int
-    vocab_size: int
     length: int
     positions: int = 1024
     """Of which the first ``length`` are used."""
@@ -60,7 +56,7 @@ def published(name: str, *, length: int, vocab_size: int | None = None) -> Shape
     )
 
 
-NARROW = Shape(name="4 x 256", n_layer=4, n_head=4, n_embd=256, vocab_size=8192, length=256)
+NARROW = Shape(**asdict(shapes.NARROW), length=256)
 
 
 @dataclass(frozen=True, kw_only=True)

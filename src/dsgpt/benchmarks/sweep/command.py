@@ -31,6 +31,7 @@ PAGE = SuitePage(name="sweep", of="sweeps", text=sweep_page, summary=summary_lin
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
 TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
+PARTS = ("train", "validation")
 RUN = "run"
 """The run folder of a turn, below the turn's."""
 
@@ -115,6 +116,10 @@ class _SweepCommand(SuiteCommand[Turn]):
             cell.name: planned_work(cell, flags[cell.name], repository=self._repository) for cell in self._suite.cells
         }
         require_equal_work(self._suite, works)
+        plan["data"] = {
+            name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
+        }
+        self._store.require(plan)
         self._store.begin(plan)
         left = len(list(self._store.left(self._turns)))
         if left < len(self._turns):
@@ -135,8 +140,10 @@ class _SweepCommand(SuiteCommand[Turn]):
         target = self._options.target_loss
         if target is None or turn.state != State.DONE:
             return turn
-        run_dir = self._store.folder / planned.folder / RUN
-        return replace(turn, time_to_target_sec=time_to_loss(run_dir, target))
+        return replace(turn, time_to_target_sec=time_to_loss(self._run_dir(planned), target))
+
+    def _run_dir(self, planned: PlannedTurn) -> Path:
+        return self._store.folder / planned.folder / RUN
 
     def _train(self, planned: PlannedTurn) -> Turn:
         from dsgpt.benchmarks.sweep.figures import turn_of  # noqa: PLC0415 - imports more than --help needs
@@ -144,7 +151,7 @@ class _SweepCommand(SuiteCommand[Turn]):
 
         folder, cell = self._store.folder / planned.folder, planned.cell
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
-        run_dir = folder / RUN
+        run_dir = self._run_dir(planned)
         folder.mkdir(parents=True)
         script = str(self._repository / "src" / "gpt2.py")
         ending = train(
@@ -207,13 +214,15 @@ class _SweepCommand(SuiteCommand[Turn]):
 
     def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - of this command alone
         """The sweep as ``reports.sweeps`` reads it."""
-        from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of  # noqa: PLC0415
+        from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of, losses_of  # noqa: PLC0415
 
         options = self._options
         turns: Mapping[str, list[Turn]] = {
             cell.name: [turn for turn in results if turn.cell == cell.name] for cell in self._suite.cells
         }
         cells = [cell_of(cell, turns[cell.name], price=options.price) for cell in self._suite.cells]
+        losses = {(planned.cell.name, planned.repeat): losses_of(self._run_dir(planned)) for planned in self._turns}
+        comparisons = [comparison_of(plan, cells, losses=losses) for plan in self._suite.comparisons]
         return record_head(SCHEMA_VERSION, device=options.device) | {
             "suite": self._suite.name,
             "seed": options.seed,
@@ -223,7 +232,7 @@ class _SweepCommand(SuiteCommand[Turn]):
             "price_per_device_hour": options.price,
             "seconds": round(sum(turn.seconds for turn in results), 1),
             "cells": [asdict(cell) for cell in cells],
-            "comparisons": [asdict(comparison_of(plan, cells)) for plan in self._suite.comparisons],
+            "comparisons": [asdict(comparison) for comparison in comparisons],
         }
 
     def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002

@@ -13,7 +13,7 @@ from dsgpt.benchmarks.sweep.difference import CONFIDENCE, SpeedDifference, block
 from dsgpt.benchmarks.sweep.equal import comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.problems import Problems, did_you_mean
+from dsgpt.common.problems import Problems, did_you_mean, is_number
 from dsgpt.reports.equal_work import Verdict, judge
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
 from dsgpt.reports.sweeps import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, Worked, read_sweep
@@ -190,7 +190,7 @@ def _judged(
     Raises:
         UserError: there are fewer than two.
     """
-    known = [(one, other) for one, other in speeds if one and other]
+    known = [(one, other) for one, other in speeds if one and other and min(one, other) > 0]
     if len(known) < 2:
         raise UserError(
             f"{label}: {len(known)} {of} have a speed in both, and a comparison needs 2: "
@@ -222,4 +222,4 @@ def _step_speeds(path: Path) -> Mapping[int, float]:
 
 
 def _counts(line: Mapping[str, Any]) -> bool:
-    return bool(line.get("tokens_per_sec")) and not line.get("warm_up")
+    return is_number(line.get("step")) and is_number(line.get("tokens_per_sec")) and not line.get("warm_up")

@@ -97,8 +97,8 @@ class _Reader:
     def _cell(self, values: Mapping[str, Any], where: str, shared: tuple[str, ...]) -> Cell | None:
         self._known_keys(values, _CELL_KEYS, where=where)
         name, devices = values.get("name"), values.get("devices", 1)
-        if not isinstance(name, str) or not name.strip():
-            self._wrong(f"{where}.name must be a text, not {clipped(name)}")
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            self._wrong(f"{where}.name must be a text that can be printed, not {clipped(name)}")
             name = None
         if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
             self._wrong(f"{where}.devices must be a whole number of at least 1, not {clipped(devices)}")
@@ -106,7 +106,7 @@ class _Reader:
         flags = (*shared, *self._words(values.get("flags", []), where=f"{where}.flags"))
         run_type = self._checked_flags(flags, where)
         launcher = values.get("launcher", LAUNCHERS.get(run_type or ""))
-        if launcher not in set(LAUNCHERS.values()) and (run_type or "launcher" in values):
+        if launcher not in LAUNCHERS.values() and (run_type or "launcher" in values):
             known = ", ".join(dict.fromkeys(LAUNCHERS.values()))
             self._wrong(f"{where}.launcher must be one of {known}, not {clipped(launcher)}")
         elif launcher == "python" and devices is not None and devices > 1:

@@ -1,7 +1,7 @@
 """Figures of a turn, read from what its training wrote; of a cell, over its turns; and of a comparison."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from dsgpt.reports.runs import LOG_NAME, RECORD_NAME, read_run
 from dsgpt.reports.sweeps import Compared, Comparison, Spread, State, SweepCell, Turn
 
 SEC_PER_HOUR = 3600
+
+Losses = Mapping[float, float]
+"""Training loss by step, nats per token."""
 
 
 def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
@@ -59,6 +62,12 @@ def time_to_loss(folder: Path, target: float) -> float | None:
     return next((point.time for point in train.points if point.loss <= target), None)
 
 
+def losses_of(folder: Path) -> Losses:
+    """The losses of the run in ``folder``, from its lines of steps; empty without them."""
+    train, _ = read_step_curves(folder / LOG_NAME, [])
+    return train.at_steps()
+
+
 def cell_of(cell: Cell, turns: Sequence[Turn], *, price: float | None) -> SweepCell:
     """A cell with its turns and figures; ``price`` is of a device hour."""
     done = [turn for turn in turns if turn.state == State.DONE]
@@ -77,7 +86,7 @@ def cell_of(cell: Cell, turns: Sequence[Turn], *, price: float | None) -> SweepC
         communication_share=_over(done, lambda turn: turn.communication_share),
         joules=_over(done, lambda turn: turn.joules),
         final_loss=first.final_loss if first else None,
-        time_to_target_sec=_over(done, lambda turn: turn.time_to_target_sec),
+        time_to_target_sec=_over_all(done, lambda turn: turn.time_to_target_sec),
         cost=_over(done, lambda turn: cost_of(turn, devices=cell.devices, price=price)),
     )
 
@@ -87,19 +96,29 @@ def cost_of(turn: Turn, *, devices: int, price: float | None) -> float | None:
     return None if price is None else _scaled(turn.train_time_sec, devices * price / SEC_PER_HOUR)
 
 
-def comparison_of(plan: ComparisonPlan, cells: Sequence[SweepCell]) -> Comparison:
-    """The cells of a comparison beside its baseline, judged by the records of their turns."""
+def comparison_of(
+    plan: ComparisonPlan, cells: Sequence[SweepCell], *, losses: Mapping[tuple[str, int], Losses]
+) -> Comparison:
+    """The cells of a comparison beside its baseline, judged by the records of their turns.
+
+    Args:
+        plan: what is compared.
+        cells: all cells of the sweep.
+        losses: of the turns that are done, by cell and repeat.
+    """
     by_name = {cell.name: cell for cell in cells}
     base = by_name[plan.baseline]
     return Comparison(
         name=plan.name,
         kind=plan.kind,
         baseline=plan.baseline,
-        cells=[_compared(plan, base, by_name[name]) for name in plan.cells if name in by_name],
+        cells=[_compared(plan, base, by_name[name], losses) for name in plan.cells if name in by_name],
     )
 
 
-def _compared(plan: ComparisonPlan, base: SweepCell, cell: SweepCell) -> Compared:
+def _compared(
+    plan: ComparisonPlan, base: SweepCell, cell: SweepCell, losses: Mapping[tuple[str, int], Losses]
+) -> Compared:
     ours, theirs = cell.done(), base.done()
     if not ours or not theirs:
         missing = cell.name if not ours else base.name
@@ -110,6 +129,7 @@ def _compared(plan: ComparisonPlan, base: SweepCell, cell: SweepCell) -> Compare
         return Compared(cell=cell.name, same_work=verdict.line(), comparable=False)
     ratios = [_ratio(ours[repeat].tokens_per_sec, theirs[repeat].tokens_per_sec) for repeat in shared]
     speed_up = spread([ratio for ratio in ratios if ratio is not None])
+    pairs = [(losses.get((cell.name, repeat), {}), losses.get((base.name, repeat), {})) for repeat in shared]
     same = plan.kind == "same training"
     return Compared(
         cell=cell.name,
@@ -118,6 +138,7 @@ def _compared(plan: ComparisonPlan, base: SweepCell, cell: SweepCell) -> Compare
         speed_up=speed_up,
         efficiency=None if speed_up is None else speed_up.median * base.devices / cell.devices,
         loss_difference=_difference(cell.final_loss, base.final_loss) if same else None,
+        largest_loss_difference=_largest_difference(pairs) if same else None,
     )
 
 
@@ -134,6 +155,11 @@ def _over(turns: Sequence[Turn], figure: Callable[[Turn], float | None]) -> Spre
     return spread([value for turn in turns if (value := figure(turn)) is not None])
 
 
+def _over_all(turns: Sequence[Turn], figure: Callable[[Turn], float | None]) -> Spread | None:
+    """The same, but None if a turn lacks the figure: of a target, the others would be only those that were lucky."""
+    return None if any(figure(turn) is None for turn in turns) else _over(turns, figure)
+
+
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
@@ -144,6 +170,16 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 def _difference(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one - other
+
+
+def _largest_difference(pairs: Iterable[tuple[Losses, Losses]]) -> float | None:
+    """The largest distance of two losses of a step; None if a pair has no losses, or losses of different steps."""
+    distances: list[float] = []
+    for ours, theirs in pairs:
+        if not ours or ours.keys() != theirs.keys():
+            return None
+        distances += [abs(ours[step] - theirs[step]) for step in ours]
+    return max(distances, default=None)
 
 
 def _at(record: dict[str, Any], *keys: str) -> Any:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.sweep.cells import EQUAL, LABELS
-from dsgpt.common.json_files import parse_as
-from dsgpt.reports.sweeps import Compared, Comparison, Spread, Sweep, SweepCell
+from dsgpt.reports.sweeps import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
 from dsgpt.telemetry.console import duration
 
 UNKNOWN = "unknown"
@@ -39,12 +38,12 @@ def summary_lines(record: Record) -> list[str]:
 
 def _read(record: Record) -> Sweep:
     """The record with its types checked; raises ``JsonError``, a ``ValueError``."""
-    return parse_as(json.dumps(record).encode(), Sweep, unknown_keys=True)
+    return parse_sweep(json.dumps(record).encode())
 
 
 def _head(sweep: Sweep, source: str) -> str:
     hardware = sweep.hardware
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
+    machine = hardware.get("gpu_name") or f"{hardware.get('cpu_name')}, {hardware.get('cpu_count')} cores"
     return f"""# Sweep: {_text(sweep.suite)}
 
 Generated from `{source}` by `python src/benchmark.py run --table-from {source}`.
@@ -53,7 +52,7 @@ Every cell was trained {sweep.repeats} times. The turns of a repeat ran one afte
 {sweep.seed}, then came the next repeat. A figure is the median over the repeats, with the smallest and largest value
 behind it. All turns together took {duration(sweep.seconds)}. Unknown is what was not recorded; it is never 0.
 
-Machine: {machine}; {hardware["device"]}. Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
+Machine: {_text(machine)}; {_text(str(hardware.get("device")))}. Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
 
 
 def _cells(sweep: Sweep) -> str:
@@ -87,6 +86,9 @@ def _legend(sweep: Sweep) -> str:
         )
     if sweep.target_loss is not None:
         lines.append(f"Time to target is the seconds of training until a step had a loss of {sweep.target_loss:g}.")
+    totals = any(cell.joules or cell.time_to_target_sec or cell.cost for cell in sweep.cells)
+    if totals and (unequal := sweep.unequal_tokens()):
+        lines.append(f"Time to target, joules and cost cannot be compared between all cells: {unequal}.")
     if sweep.price_per_device_hour is not None:
         price = f"{sweep.price_per_device_hour:g}"
         lines.append(f"Cost is of the training time of all devices, at {price} for a device hour.")
@@ -96,11 +98,16 @@ def _legend(sweep: Sweep) -> str:
 def _comparison(sweep: Sweep, comparison: Comparison) -> str:
     """The table of a comparison; losses are only compared between equal trainings."""
     base, with_loss = sweep.cell(comparison.baseline), comparison.kind == "same training"
-    rows = [[_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN, _EMPTY, _EMPTY, _EMPTY]]
+    first = [_text(base.name), str(base.devices), "1.00x" if base.done() else UNKNOWN]
+    header = ["cell", "devices", "speed-up", "efficiency", "work"]
+    if with_loss:
+        header.append("loss minus baseline")
+        if any(one.largest_loss_difference is not None for one in comparison.cells):  # older records lack it
+            header.append("largest difference, all steps")
+    columns = len(header)
+    rows = [first + [_EMPTY] * (columns - len(first))]
     rows += [_compared(sweep, comparison, one) for one in comparison.cells]
-    header = ["cell", "devices", "speed-up", "efficiency", "work", "loss minus baseline"]
-    columns = len(header) if with_loss else len(header) - 1
-    return "\n\n".join([LABELS[comparison.kind], table(header[:columns], [row[:columns] for row in rows])])
+    return "\n\n".join([LABELS[comparison.kind], table(header, [row[:columns] for row in rows])])
 
 
 def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
@@ -111,6 +118,7 @@ def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
         _value(one.efficiency, lambda value: f"{value:.0%}"),
         EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
         _value(one.loss_difference, lambda value: f"{value:+.2g}"),
+        _value(one.largest_loss_difference, lambda value: f"{value:.2g}"),
     ]
 
 
@@ -150,7 +158,7 @@ def _text(text: str) -> str:
     """Text for a cell of a table."""
     for character in "\\|*_`<":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return " ".join(text.replace("](", "]\\(").split())
 
 
 def _whole(value: float) -> str:

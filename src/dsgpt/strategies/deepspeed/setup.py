@@ -85,6 +85,8 @@ def engine_config(config: RunConfig) -> dict[str, Any]:
     if recipe.zero_stage > 0:
         # DeepSpeed's default at stage 3 is true, which has had races on GPUs. Parity has not been shown there.
         ds_config["zero_optimization"].setdefault("overlap_comm", False)
+        bucket = recipe.zero_optimization.bucket_elements(config.model.padded_parameter_count())
+        ds_config["zero_optimization"]["reduce_bucket_size"] = bucket
     if recipe.zero_stage == 1 and config.topology.world_size == 1:
         # A single rank sends nothing, so its gradients need not be copied to a bucket first.
         ds_config["zero_optimization"].setdefault("contiguous_gradients", False)
