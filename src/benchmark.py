@@ -291,13 +291,7 @@ class _Flags:
             help=f"{', '.join(decoding.SIZES)} (default: small)",
         )
         self._shared.number("--rounds", default=5, low=1, text="turns of every contender in a row (default: 5)")
-        self._parser.add_argument(
-            "--peer",
-            nargs="+",
-            default=(),
-            metavar="NAME=FOLDER",
-            help="a checkout to compare with, too: nanogpt=FOLDER, whose model.py is executed",
-        )
+        self._shared.peers("a checkout to compare with")
         self._shared.only("KEY", "rows, by the beginnings of their keys")
         self._shared.device("cpu or cuda")
 
