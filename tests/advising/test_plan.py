@@ -84,6 +84,8 @@ REFUSED = {
     "machines of no GPU": "--gpus_per_machine 4 --network_gbps 10 --host_memory_gb 64 --tokens 1e9",
     "a budget without prices": "--gpu h200 --tokens 1e9 --spot --recommend --budget 9000",
     "a batch that training refuses": f"{XL} --recommend --global_batch_size 4_000_000_000",
+    "a calibration in a file": "--calibrate --machine /dev/null/calibration.json",
+    "a calibration that is a folder": "--calibrate --machine /dev",
     "a folder that cannot be": "--gpu h200 --tokens 1e9 --recommend --into /dev/null/plan",
     "a picture that cannot be": f"{XL} {ZERO2} --picture /dev/null/plan.svg",
     "more memory than a number can count": f"{XL} --host_memory_gb 1e300",

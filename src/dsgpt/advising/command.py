@@ -57,11 +57,14 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
 
 
 def _calibrate(options: PlanOptions, problems: Problems) -> int:
+    path = options.machine or CALIBRATION
+    if path.is_dir():
+        problems.add(f"--machine {path}: is a folder; name the file to write")
     problems.raise_if_any()
     from dsgpt.calibration.calibrate import calibrate  # noqa: PLC0415 - torch takes seconds
 
-    path = options.machine or CALIBRATION
-    calibrate(path, seconds=options.seconds, devices=options.gpus)
+    with _writing("--machine", path):  # the first thing that is measured is the disk of its folder
+        calibrate(path, seconds=options.seconds, devices=options.gpus)
     print(path)
     return EXIT_DONE
 

@@ -40,7 +40,8 @@ class Factors:
     """By precision."""
     communication: float
     spread: float
-    """The largest share by which a fitted prediction misses a measured step."""
+    """The largest share by which a measured step is missed by the factors of all others: what to expect of a setup that
+    was not measured."""
     steps: int
     """Measured ones that were fitted."""
 
@@ -55,8 +56,9 @@ class Factors:
             fastest=rates.scaled(compute=1 / wide, communication=1 / wide),
             assumed=False,
             basis=(
-                f"{machine.basis.partition(';')[0]}; fitted to measured steps ({self.steps}), which it misses by "
-                f"{self.spread:.0%} at most"
+                f"{machine.basis.partition(';')[0]}; fitted to measured steps ({self.steps}) in "
+                f"{' and '.join(sorted(self.compute))}, each of which a fit to the others misses by {self.spread:.0%} "
+                "at most"
             ),
         )
 
@@ -74,30 +76,32 @@ def fit(steps: Sequence[MeasuredStep]) -> Factors:
     """
     names = [*sorted({step.setup.precision for step in steps}), _SENT]
     terms = [_terms(step, names) for step in steps]
-    free = [name for name in names if _matters(name, steps, terms)]
+    spread = 0.0
+    for left_out, (step, term) in enumerate(zip(steps, terms, strict=True)):
+        others = [each for index, each in enumerate(zip(steps, terms, strict=True)) if index != left_out]
+        spread = max(spread, abs(_sum(term, _nearest(names, others)) / step.seconds - 1))
+    found = _nearest(names, list(zip(steps, terms, strict=True)))
+    return replace(_factors(found), spread=spread, steps=len(steps))
+
+
+def _nearest(names: Sequence[str], steps: Sequence[tuple[MeasuredStep, Mapping[str, float]]]) -> dict[str, float]:
+    """The factors that fit ``steps``, each with its terms; 1 for what takes no step long enough."""
+    free = [name for name in names if any(term[name] >= _LEAST_SHARE * step.seconds for step, term in steps)]
     found = dict.fromkeys(names, 1.0)
-    for _ in range(_ROUNDS):
-        found |= _nearer(found, free, steps, terms)
-    factors = replace(_factors(found), steps=len(steps))
-    return replace(factors, spread=max(_missed(step, factors) for step in steps))
-
-
-def _matters(name: str, steps: Sequence[MeasuredStep], terms: Sequence[Mapping[str, float]]) -> bool:
-    return any(term.get(name, 0.0) >= _LEAST_SHARE * step.seconds for step, term in zip(steps, terms, strict=True))
+    for _ in range(_ROUNDS if free else 0):
+        found |= _nearer(found, free, steps)
+    return found
 
 
 def _nearer(
-    found: Mapping[str, float],
-    free: Sequence[str],
-    steps: Sequence[MeasuredStep],
-    terms: Sequence[Mapping[str, float]],
+    found: Mapping[str, float], free: Sequence[str], steps: Sequence[tuple[MeasuredStep, Mapping[str, float]]]
 ) -> dict[str, float]:
     """The free factors after another Gauss-Newton step."""
     import numpy as np  # noqa: PLC0415 - only fits need it
 
-    predicted = np.array([_sum(term, found) for term in terms])
-    off = np.log(predicted / np.array([step.seconds for step in steps]))
-    slopes = np.array([[term[name] * found[name] for name in free] for term in terms]) / predicted[:, None]
+    predicted = np.array([_sum(term, found) for _, term in steps])
+    off = np.log(predicted / np.array([step.seconds for step, _ in steps]))
+    slopes = np.array([[term[name] * found[name] for name in free] for _, term in steps]) / predicted[:, None]
     change, *_ = np.linalg.lstsq(slopes, -off, rcond=None)
     within = np.clip(change, -_FARTHEST, _FARTHEST)
     return {
@@ -125,7 +129,3 @@ def _sum(terms: Mapping[str, float], found: Mapping[str, float]) -> float:
 
 def _predicted(step: MeasuredStep, factors: Factors) -> float:
     return predict_step(step.setup, factors.applied(step.machine)).seconds
-
-
-def _missed(step: MeasuredStep, factors: Factors) -> float:
-    return abs(_predicted(step, factors) / step.seconds - 1)

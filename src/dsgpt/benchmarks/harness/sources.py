@@ -8,7 +8,7 @@ SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes")
 DEMO, SWEEP = "demo", "sweep"
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
-_OUTSIDE_TRAINING = ("src/dsgpt/benchmarks", "src/dsgpt/exporting", "src/dsgpt/reports")
+_OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in ("benchmarks", "evaluation", "exporting", "reports"))
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
 """Modules of the suites that only make pages and tables from an existing record."""
