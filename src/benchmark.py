@@ -2,11 +2,11 @@
 
 ``parity`` shows that all strategies train the same model, ``resume`` that each resumes the run of any other, and
 ``faults`` that no fault costs more than the steps since the last checkpoint. ``saving`` measures how long training
-waits for checkpoints, ``speed`` how fast a step is beside other trainers, and ``inference`` how engines answer many
-requests at once. ``serving`` asks a server for more than it can answer. ``recipes`` searches the settings of small
-models. ``run`` trains under many settings and writes what
-each costs. Every measurement is a command with its own flags, and writes a JSON record and a page of it. ``compare``
-says whether one run or sweep is slower than another.
+waits for checkpoints, and ``speed`` how fast a step is beside other trainers. ``decoding`` measures how fast a model
+generates beside other implementations, and ``inference`` how engines answer many requests at once; ``serving`` asks a
+server for more than it can answer. ``recipes`` searches the settings of small models. ``run`` trains under many
+settings and writes what each costs. Every measurement is a command with its own flags, and writes a JSON record and a
+page of it. ``compare`` says whether one run or sweep is slower than another.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from dsgpt.benchmarks.decoding import command as decoding
 from dsgpt.benchmarks.faults import command as faults
 from dsgpt.benchmarks.faults.plan import KILLS
 from dsgpt.benchmarks.faults.plan import SEED as FAULT_SEED
@@ -67,6 +68,7 @@ SUITES: dict[str, Suite[Any]] = {
     "faults": Suite(faults.FaultOptions, faults.run_faults, faults.PAGE),
     "saving": Suite(saving.SavingOptions, saving.run_saving, saving.PAGE),
     "speed": Suite(speed.SpeedOptions, speed.run_speed, speed.PAGE),
+    "decoding": Suite(decoding.DecodingOptions, decoding.run_decoding, decoding.PAGE),
     "plan": Suite(plan.PlanOptions, plan.run_plan, plan.PAGE),
     "inference": Suite(inference.InferenceOptions, inference.run_inference, inference.PAGE),
     "serving": Suite(serving.ServingOptions, serving.run_serving, serving.PAGE),
@@ -98,6 +100,10 @@ checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer.""",
 speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
 tokens, and compare their tokens per second; compare DeepSpeed's engine with the plain loop, and several devices with
 one; measure peak memory, start-up, and what this machine can do. Exit code 0: every goal was reached; 1: otherwise.""",
+    "decoding": """\
+decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
+fp32 and bf16, and compare their seconds; measure how far the time of a token is from that of reading the weights. Exit
+code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise.""",
     "plan": """\
 plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
 them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
@@ -151,6 +157,11 @@ examples:
   python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
   python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
   python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT""",
+    "decoding": """\
+examples:
+  python src/benchmark.py decoding
+  python src/benchmark.py decoding --only fp32 --rounds 9
+  python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT""",
     "plan": """\
 examples:
   python src/benchmark.py plan
@@ -246,6 +257,7 @@ class _Flags:
             "faults": self._of_faults,
             "saving": self._of_saving,
             "speed": self._of_speed,
+            "decoding": self._of_decoding,
             "plan": self._of_plan,
             "inference": self._of_inference,
             "serving": self._of_serving,
@@ -295,6 +307,19 @@ class _Flags:
     def _of_speed(self) -> None:
         self._shared.number("--rounds", default=5, low=1, text="turns of every trainer in a row (default: 5)")
         self._shared.peers("checkouts to compare with")
+        self._shared.only("KEY", "rows, by the beginnings of their keys")
+        self._shared.device("cpu or cuda")
+
+    def _of_decoding(self) -> None:
+        self._parser.add_argument(
+            "--model_size",
+            type=self._reader.choice("--model_size", decoding.SIZES, "small"),
+            default="small",
+            metavar="SIZE",
+            help=f"{', '.join(decoding.SIZES)} (default: small)",
+        )
+        self._shared.number("--rounds", default=5, low=1, text="turns of every contender in a row (default: 5)")
+        self._shared.peers("a checkout to compare with")
         self._shared.only("KEY", "rows, by the beginnings of their keys")
         self._shared.device("cpu or cuda")
 

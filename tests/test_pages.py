@@ -142,7 +142,8 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
 def known_flags() -> set[str]:
     """The flags of all scripts."""
     names = (
-        *("parity", "resume", "faults", "saving", "speed", "inference", "plan", "serving", "recipes", "run", "compare"),
+        *("parity", "resume", "faults", "saving", "speed", "decoding", "inference", "plan", "serving", "recipes"),
+        *("run", "compare"),
     )
     suites = [("src/benchmark.py", suite) for suite in names]
     texts = [help_of(*words) for words in ((script,) for script in SCRIPTS)] + [help_of(*words) for words in suites]

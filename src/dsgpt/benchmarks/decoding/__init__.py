@@ -1,0 +1,1 @@
+"""How fast a model generates, beside other implementations on the same work."""

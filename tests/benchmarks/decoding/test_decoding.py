@@ -1,0 +1,130 @@
+"""``python src/benchmark.py decoding``: what it measures, its figures, its page."""
+
+import json
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from suite_commands import benchmark, refusal
+
+from dsgpt.benchmarks.decoding import measure
+from dsgpt.benchmarks.decoding.contenders import draw_model, open_contender
+from dsgpt.benchmarks.decoding.measure import bytes_read, measure_row, span
+from dsgpt.benchmarks.decoding.page import decoding_page, missed, verdict
+from dsgpt.benchmarks.decoding.work import HUGGING_FACE, NANOGPT, OURS, peers_of, rows
+from dsgpt.common.errors import UserError
+from dsgpt.model.config import PRESETS
+
+CPU = torch.device("cpu")
+SMALL = replace(rows("demo")[0], prompt_tokens=5, new_tokens=4)
+STAND_IN = textwrap.dedent(
+    """
+    import torch
+
+    class GPTConfig:
+        def __init__(self, **shape):
+            self.__dict__.update(shape)
+
+    class GPT(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            print("number of parameters")
+            wide = config.n_embd
+            rows = config.vocab_size + config.block_size + 2
+            self.all = torch.nn.Parameter(torch.zeros(wide * rows + config.n_layer * (12 * wide**2 + 13 * wide)))
+
+        def generate(self, ids, new_tokens, temperature=1.0, top_k=None):
+            assert top_k == 1
+            return torch.cat([ids, torch.full((len(ids), new_tokens), 7)], dim=1)
+    """
+)
+"""The interface of nanoGPT's ``model.py``, and as many parameters."""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "model.py").write_text(STAND_IN, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--rounds 0", "--peer nanogpt", "--peer llama=.", "--peer nanogpt=.", "--only nothing", "--model_size huge"],
+)
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal("decoding", *arguments.split(), cwd=tmp_path) == snapshot
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_every_contender_takes_its_turns(checkout, monkeypatch, batch_size):
+    """Ours and transformers generate the same ids from the same weights."""
+    monkeypatch.setattr(measure, "READS", 1)
+    work = replace(SMALL, batch_size=batch_size)
+    found = measure_row(work, rounds=2, device=CPU, checkout=checkout)
+    kinds = [OURS, HUGGING_FACE, *([NANOGPT] if batch_size == 1 else [])]
+    assert list(found["seconds"]) == kinds == peers_of(work, nanogpt=True)
+    assert list(found["ratios"]) == kinds[1:]
+    assert all(len(figures["values"]) == 2 for figures in (*found["seconds"].values(), found["share"]))
+    assert found["same_ids"]
+    ours, theirs = found["seconds"][OURS]["values"], found["seconds"][HUGGING_FACE]["values"]
+    expected = [each / own for each, own in zip(theirs, ours, strict=True)]
+    assert found["ratios"][HUGGING_FACE]["values"] == pytest.approx(expected)
+    assert found["share"]["median"] == pytest.approx(
+        span([f / t for f, t in zip(found["floor_sec"]["values"], found["token_sec"]["values"], strict=True)])["median"]
+    )
+
+
+def test_the_bytes_of_a_token_are_those_of_its_weights():
+    """All parameters but the positions: 4 bytes each in fp32."""
+    config = PRESETS["demo"]
+    size = 4 * (config.parameter_count() - config.block_size * config.n_embd)
+    assert bytes_read(draw_model(SMALL, CPU)) == size
+    assert bytes_read(draw_model(replace(SMALL, precision="bf16"), CPU)) == size // 2
+
+
+def test_a_peer_with_another_model_is_refused(checkout):
+    (checkout / "model.py").write_text(STAND_IN.replace("block_size + 2", "block_size + 3"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"^nanogpt has .* parameters instead of .*: is it another version"):
+        open_contender(NANOGPT, SMALL, draw_model(SMALL, CPU), checkout=checkout)
+
+
+def result(**changes):
+    return {
+        "title": "it",
+        "work": SMALL.as_dict() | {"precision": changes.pop("precision", "fp32")},
+        "ratios": {HUGGING_FACE: span([1.2, 1.4, 1.3])},
+        "share": span([0.7]),
+        "same_ids": True,
+        "ratio_goal": 1.3,
+        "share_goal": 0.7,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "misses"),
+    [
+        ({}, 0),
+        ({"ratios": {HUGGING_FACE: span([1.2, 1.4, 1.29])}}, 1),
+        ({"share": span([0.69])}, 1),
+        ({"same_ids": False}, 1),
+        ({"same_ids": False, "precision": "bf16"}, 0),
+        ({"same_ids": False, "share": span([0.1])}, 2),
+    ],
+)
+def test_goals(changes, misses):
+    """In bf16 the order of rounding decides between near ids, so they may differ."""
+    assert len(missed(result(**changes))) == misses
+    assert verdict(result(**changes)).endswith(", NOT REACHED") == (misses > 0)
+
+
+def test_a_small_part_of_the_command(tmp_path):
+    record, page = tmp_path / "decoding.json", tmp_path / "decoding.md"
+    words = ["--model_size", "demo", "--only", "fp32-1", "--rounds", 1, "--output", record, "--page", page]
+    done = benchmark("decoding", *words)
+    values = json.loads(record.read_text())
+    assert [each["key"] for each in values["results"]] == ["fp32-1"], done.stderr
+    assert "| demo, fp32, batch 1 |" in page.read_text()
+    assert done.returncode == bool(missed(values["results"][0]))
+    assert "fp32, batch 1: " in done.stdout
+    assert decoding_page(values, source="x").startswith("# How fast a model generates")
