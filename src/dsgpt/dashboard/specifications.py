@@ -51,7 +51,7 @@ def lines(
 
 def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    once = {"data": {"values": [{}]}}
+    once: dict[str, Any] = {"data": {"values": [{}]}}
     for label, value in rules.items():
         at = {"datum": value, "type": "quantitative"}
         found.append(

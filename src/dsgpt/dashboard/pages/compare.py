@@ -60,8 +60,7 @@ def _show_runs(folder: Path, names: Sequence[str]) -> None:
         st.info("Choose two or more runs. The first is the baseline.")
         return
     _show_verdict(runs)
-    price = _price()
-    _show_bars(runs, price)
+    price = _show_bars(runs)
     if steps:
         _show_losses(runs, steps, price)
         _show_difference(runs, steps)
@@ -134,22 +133,20 @@ def _show_verdict(runs: Sequence[Run]) -> None:
         st.warning(plain(line))
 
 
-def _price() -> float | None:
-    return st.number_input(
+def _show_bars(runs: Sequence[Run]) -> float | None:
+    """Show one figure of all runs; returns the price of a device hour."""
+    left, right = st.columns([7, 3])
+    price: float | None = right.number_input(
         "Price of a device hour ($)",
         min_value=0.0,
         value=None,
         step=0.1,
         key=PRICE,
         placeholder="unknown",
-        width=220,
         persist_state="session",
     )
-
-
-def _show_bars(runs: Sequence[Run], price: float | None) -> None:
     known = measures.measures(price)
-    name = st.segmented_control("Figure", list(known), default="time", key="figure", required=True)
+    name = left.segmented_control("Figure", list(known), default="time", key="figure", required=True)
     measure = known.get(name, known["time"])
     marks = [judge([runs[0], run]).mark for run in runs[1:]] if measure.compares else []
     unequal = ", ".join(dict.fromkeys(mark for mark in marks if mark))
@@ -159,6 +156,7 @@ def _show_bars(runs: Sequence[Run], price: float | None) -> None:
     title = measure.title[0].upper() + measure.title[1:] + (f" ({unequal})" if unequal else "")
     names = [run.name for run in runs]
     figure(bars(names, x=measure.title), points=points, numbers=table, title=title, alternative=said, key="bars")
+    return price
 
 
 def _show_losses(runs: Sequence[Run], steps: Mapping[str, Steps], price: float | None) -> None:
