@@ -15,7 +15,7 @@ from dsgpt.advising.recommendation import (
     recommendation_lines,
     write_recommendation,
 )
-from dsgpt.advising.request import PlanRequest, fixed_batch, read_request
+from dsgpt.advising.request import PlanRequest, fixed_setup, read_request
 from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.common.divisors import divisors
@@ -50,7 +50,7 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     if options.recommend:
         return _recommend(request, repository=repository)
     prices = read_prices(options.prices or TABLE)
-    plan = _fixed(request, prices, problems)
+    plan = plan_of(fixed_setup(request, problems), request.machine, request.options, prices)
     _draw(plan, options)
     _print(plan_json(plan) if options.json else [*plan_lines(plan), *_what_would_fit(request, plan, prices)])
     return EXIT_DONE
@@ -67,16 +67,6 @@ def _calibrate(options: PlanOptions, problems: Problems) -> int:
         calibrate(path, seconds=options.seconds, devices=options.gpus)
     print(path)
     return EXIT_DONE
-
-
-def _fixed(request: PlanRequest, prices: PriceTable, problems: Problems) -> Plan:
-    """The plan of the setup that the flags name."""
-    batch = fixed_batch(request, problems)
-    problems.raise_if_any()
-    assert batch is not None
-    checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
-    setup = request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
-    return plan_of(setup, request.machine, request.options, prices)
 
 
 def _what_would_fit(request: PlanRequest, plan: Plan, prices: PriceTable) -> list[str]:
