@@ -9,7 +9,6 @@ from dsgpt.advising.plan import Plan
 from dsgpt.advising.words import GB, held_in_words, strategy_name
 from dsgpt.common.files import write_atomic
 from dsgpt.planning.peak_memory import Peak, peak_memory
-from dsgpt.planning.setup import Setup
 from dsgpt.reports.style import FORMATS, frame, look, quiet_style
 from dsgpt.reports.themes import THEMES, current
 

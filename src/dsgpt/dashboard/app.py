@@ -15,6 +15,7 @@ ICON = (
 )
 """A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
 
+
 def show() -> None:
     """Show the page that the address names."""
     st.set_page_config(page_title="dsgpt", page_icon=ICON, layout="wide")

@@ -62,9 +62,7 @@ def holdings(setup: Setup, *, ranks: int) -> list[Holding]:
     Activations are those that the forward pass keeps for the backward pass, of all micro batches in flight.
     """
     shown = range(min(ranks, setup.world_size))
-    return [
-        Holding(rank=rank, words=held_in_words(setup, rank), blocks=tuple(_blocks(setup, rank))) for rank in shown
-    ]
+    return [Holding(rank=rank, words=held_in_words(setup, rank), blocks=tuple(_blocks(setup, rank))) for rank in shown]
 
 
 def _blocks(setup: Setup, rank: int) -> Iterator[Block]:

@@ -1,4 +1,4 @@
-"""The picture of who holds what: a column for each rank, true to scale in bytes, with the missing part of each shard."""
+"""The picture of who holds what: a column for each rank, true to scale in bytes, with what each shard leaves out."""
 
 from collections.abc import Iterator, Sequence
 

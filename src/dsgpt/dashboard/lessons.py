@@ -66,9 +66,9 @@ _ZERO = {
     ),
     1: (
         "ZeRO-1: the optimizer state is a shard",
-        "Each rank keeps the optimizer state of one part of the model and steps only on that part. After the step every "
-        "rank gathers the new weights of the others. It sends about as much as DDP, because an all-reduce is a reduce "
-        "and a gather.",
+        "Each rank keeps the optimizer state of one part of the model and steps only on that part. After the step "
+        "every rank gathers the new weights of the others. It sends about as much as DDP, because an all-reduce is a "
+        "reduce and a gather.",
     ),
     2: (
         "ZeRO-2: gradients are a shard as well",
@@ -95,31 +95,44 @@ def _offload(setup: Setup) -> Iterator[tuple[str, str]]:
         return
     weights = ", and the weights between their uses" if recipe.offload_param != "none" else ""
     where = "files on a local drive" if recipe.offload_optimizer == "nvme" else "the memory of the host"
-    yield "Offload", (
-        f"The optimizer state{weights} lie in {where}. The CPU steps. Gradients go to the host and new weights come back "
-        "in every step, over the link between device and host, which is far slower than the device's memory."
+    yield (
+        "Offload",
+        (
+            f"The optimizer state{weights} lie in {where}. The CPU steps. Gradients go to the host and new weights "
+            "come back in every step, over the link between device and host, which is far slower than the device's "
+            "memory."
+        ),
     )
 
 
 def _split_model(setup: Setup) -> Iterator[tuple[str, str]]:
     sizes, batches = setup.sizes, setup.gradient_accumulation_steps
     if sizes.tensor > 1:
-        yield "Tensor parallel", (
-            f"{sizes.tensor} neighbouring ranks hold a part of every matrix and compute the same sequences. They sum "
-            "activations twice per block in the forward pass and twice in the backward pass, and wait for each sum. "
-            "So tensor ranks belong on one machine. Embeddings and LayerNorms stay whole."
+        yield (
+            "Tensor parallel",
+            (
+                f"{sizes.tensor} neighbouring ranks hold a part of every matrix and compute the same sequences. They "
+                "sum activations twice per block in the forward pass and twice in the backward pass, and wait for each "
+                "sum. So tensor ranks belong on one machine. Embeddings and LayerNorms stay whole."
+            ),
         )
     if sizes.sequence > 1:
-        yield "Sequence parallel (Ulysses)", (
-            f"{sizes.sequence} ranks hold all weights and read different positions of the same sequences. For attention "
-            "they exchange positions for heads, four all-to-alls per block in each direction. Activations of a rank "
-            "are a part; ZeRO divides the state over these ranks too."
+        yield (
+            "Sequence parallel (Ulysses)",
+            (
+                f"{sizes.sequence} ranks hold all weights and read different positions of the same sequences. For "
+                "attention they exchange positions for heads, four all-to-alls per block in each direction. "
+                "Activations of a rank are a part; ZeRO divides the state over these ranks too."
+            ),
         )
     if sizes.pipeline > 1:
         waiting = bubble_fraction(sizes.pipeline, batches)
-        yield "Pipeline parallel (1F1B)", (
-            f"{sizes.pipeline} stages hold different layers. A micro batch passes through all of them; only one residual "
-            f"stream goes from stage to stage. With {batches} micro batches a stage waits for {waiting:.0%} of the time "
-            "that the passes take: the bubble, (p - 1) / (m + p - 1). The first and the last stage both hold the tied "
-            "embedding and sum its gradients."
+        yield (
+            "Pipeline parallel (1F1B)",
+            (
+                f"{sizes.pipeline} stages hold different layers. A micro batch passes through all of them; only one "
+                f"residual stream goes from stage to stage. With {batches} micro batches a stage waits for "
+                f"{waiting:.0%} of the time that the passes take: the bubble, (p - 1) / (m + p - 1). The first and the "
+                "last stage both hold the tied embedding and sum its gradients."
+            ),
         )

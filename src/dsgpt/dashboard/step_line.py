@@ -1,7 +1,7 @@
 """The time line of one optimizer step: what each rank computes and sends, in order. Its lengths are not seconds.
 
-A forward pass is one long, a backward pass two, three with recomputation. What is sent during a pass lies below it. What
-the step waits for has a place of its own.
+A forward pass is one long, a backward pass two, three with recomputation. What is sent during a pass lies below it.
+What the step waits for has a place of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -178,9 +178,10 @@ class _Drawing:
 
     def _sent(self, placed: Placed, start: float, end: float) -> Bar:
         traffic = placed.traffic
+        among = f"among {traffic.group_size} {traffic.axis} ranks"
         title = (
-            f"{operation_name(traffic)}, {memory(traffic.payload_bytes)}, among {traffic.group_size} {traffic.axis} ranks: "
-            f"this rank sends {memory(traffic.ring_bytes)}; {waits(self._setup, placed)}"
+            f"{operation_name(traffic)}, {memory(traffic.payload_bytes)}, {among}: this rank sends "
+            f"{memory(traffic.ring_bytes)}; {waits(self._setup, placed)}"
         )
         label = f"{operation_name(traffic)} {memory(traffic.payload_bytes)}"
         return Bar(lane=traffic.what, label=label, title=title, start=start, end=end)

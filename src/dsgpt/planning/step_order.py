@@ -144,5 +144,5 @@ def _fsdp_gathers(setup: Setup) -> dict[Place, int]:
     blocks = [part for part in whole if part.name.startswith("blocks.")]
     rest = [part for part in whole if not part.name.startswith("blocks.")]
     size, first = fsdp_elements(blocks, setup.world_size), (FORWARD, 0)
-    found = _each_pass(setup, size, size) if setup.recipe.dsgpt.fsdp.reshard_after_forward else {first: size}
-    return found | {first: size + fsdp_elements(rest, setup.world_size)}
+    found: dict[Place, int] = {first: size + fsdp_elements(rest, setup.world_size)}
+    return _each_pass(setup, size, size) | found if setup.recipe.dsgpt.fsdp.reshard_after_forward else found

@@ -14,6 +14,7 @@ from dsgpt.dashboard.formats import memory, plain
 from dsgpt.dashboard.holding import holdings
 from dsgpt.dashboard.holding_picture import holding_svg
 from dsgpt.dashboard.lessons import lessons
+from dsgpt.dashboard.refusals import refusal
 from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice, Split, held_rows, sent_rows, split_of
 from dsgpt.dashboard.step_line import step_lines
 from dsgpt.dashboard.step_picture import step_svg
@@ -34,7 +35,7 @@ def show() -> None:
     try:
         split = split_of(choice, repository=REPOSITORY, **flags)
     except UserError as error:
-        st.error("This combination is refused:\n\n" + "\n\n".join(plain(line) for line in error.problems))
+        st.error(f"This combination is refused.\n\n{refusal(error)}")
         _recipe(choice)
         return
     _summary(split)
@@ -106,7 +107,7 @@ def _held(split: Split) -> None:
     with st.expander(f"Numbers: the peak of rank {split.rank}"):
         st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
         parts = {name.replace("_", " "): count for name, count in split.peak.parts.items() if count}
-        table = {"part": [*parts, "all"], "bytes": [*parts.values(), split.peak.total]}
+        table: dict[str, list[Any]] = {"part": [*parts, "all"], "bytes": [*parts.values(), split.peak.total]}
         show_table(table, key="split-peak", name="Peak memory")
 
 
@@ -129,8 +130,8 @@ def _sent(split: Split) -> None:
         return
     with st.expander("Numbers: every operation"):
         st.caption(
-            "The payload is the whole buffer of an operation. What a rank sends for it follows from the ring algorithm. "
-            "Losses, norms and counters, a few bytes each, are left out."
+            "The payload is the whole buffer of an operation. What a rank sends for it follows from the ring "
+            "algorithm. Losses, norms and counters, a few bytes each, are left out."
         )
         show_table(columns(rows), key="split-sent", name="What is sent in a step")
 
