@@ -8,6 +8,8 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 
+from dsgpt.reports.themes import DARK, LIGHT
+
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
 
@@ -35,7 +37,13 @@ def figure(
         alternative: one or two sentences for those who do not see the picture.
         key: unique on the page; the same at every rerun.
     """
-    whole = {"height": HEIGHT, **specification, "usermeta": {"embedOptions": {"actions": {"export": True}}}}
+    theme = DARK if st.context.theme.type == "dark" else LIGHT
+    whole = {
+        "height": HEIGHT,
+        "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
+        "usermeta": {"embedOptions": {"actions": {"export": True}}},
+        **specification,
+    }
     st.markdown(f"**{title}**")
     st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")

@@ -25,11 +25,11 @@ def rate(tokens_per_sec: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """``85 ms``, ``1.2 s``, ``42 s``, ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``."""
+    """``85 ms``, ``1.24 s``, ``75.7 s``, ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``."""
     if value is None:
         return UNKNOWN
-    if value < 9.95:
-        return f"{value * 1000:.3g} ms" if value < 0.995 else f"{value:.1f} s"
+    if value < 99.95:
+        return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
     whole = round(value)
     for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
         if whole >= size:
