@@ -13,9 +13,6 @@ from dsgpt.reports.themes import DARK, LIGHT
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
 
-HEIGHT = 320
-"""Of a picture, in pixels."""
-
 
 def figure(
     specification: Mapping[str, Any],
@@ -29,8 +26,8 @@ def figure(
     """Show a picture, and below it its numbers as a table and as a CSV file.
 
     Args:
-        specification: of Vega-Lite, without data, size and title. Without colours of its own it has those of the
-            theme, light or dark: the charts' palette, in the order in which a legend names the runs.
+        specification: of Vega-Lite with a height, without data, width and title. Without colours of its own it has
+            those of the theme, light or dark: the charts' palette, in the order of the names in the legend.
         points: what the picture shows, by the names of its fields. A name has neither ``.`` nor ``[``.
         numbers: the table; a function is called when somebody opens it.
         title: above the picture. It names what is measured and the unit.
@@ -39,7 +36,6 @@ def figure(
     """
     theme = DARK if st.context.theme.type == "dark" else LIGHT
     whole = {
-        "height": HEIGHT,
         "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
         "usermeta": {"embedOptions": {"actions": {"export": True}}},
         **specification,
