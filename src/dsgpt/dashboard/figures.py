@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 
+from dsgpt.dashboard.formats import plain
 from dsgpt.reports.themes import DARK, LIGHT
 
 Table = Mapping[str, Sequence[Any]]
@@ -40,7 +41,7 @@ def figure(
         "usermeta": {"embedOptions": {"actions": {"export": True}}},
         **specification,
     }
-    st.markdown(f"**{title}**")
+    st.markdown(f"**{plain(title)}**")
     st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")
     if not below.open:
