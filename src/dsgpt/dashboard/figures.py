@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.dashboard.formats import plain
+from dsgpt.dashboard.theme import page_theme
 
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
@@ -34,13 +35,13 @@ def figure(
         alternative: one or two sentences for those who do not see the picture.
         key: unique on the page; the same at every rerun.
     """
-    theme = DARK if st.context.theme.type == "dark" else LIGHT
+    theme = page_theme()
     whole = {
         "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
         "usermeta": {"embedOptions": {"actions": {"export": True}}},
         **specification,
     }
-    st.markdown(f"**{title}**")
+    st.markdown(f"**{plain(title)}**")
     st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")
     if not below.open:
