@@ -12,11 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dsgpt.common.errors import UserError
+from dsgpt.reports.charts import charts_of
 from dsgpt.reports.footprint import Footprint, quantile, quantiles
+from dsgpt.reports.inputs import Inputs
 from dsgpt.reports.lines import STEPS, curve_of, draw_losses, in_money, money_axis, token_axis
 from dsgpt.reports.measured import Measured, of_cells, of_runs
 from dsgpt.reports.memory import memory_chart
-from dsgpt.reports.plots import chart_of_predictions, charts_of_runs
+from dsgpt.reports.plots import charts_of_runs
 from dsgpt.reports.predictions import read_predictions
 from dsgpt.reports.runs import read_run
 from dsgpt.reports.scaling import efficiency_rows, scaling_chart
@@ -146,7 +148,8 @@ def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
     cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
-    chart = chart_of_predictions(read_predictions(path))["plan_memory"]()
+    inputs = Inputs(runs=[], sweeps={}, predictions=read_predictions(path), concurrency=None)
+    chart = charts_of(inputs, folders={})["plan_memory"]()
     (axes,) = panels(chart)
     assert widths(axes) == [4, 1, 2, 8]
     assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]

@@ -110,24 +110,17 @@ def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) 
     Raises:
         _Refused: there is none, or training refuses the way.
     """
-    options = request.options
-    total = options.global_batch_size or request.recipe.train_batch_size
-    path = options.into / "recipe.json"
+    total = request.options.global_batch_size or request.recipe.train_batch_size
+    path = request.options.into / "recipe.json"
     more: dict[str, Any] = {"activation_checkpointing": {}} if activation_checkpointing else {}
     problems = Problems()
     plain = way.recipe(request.recipe, path, train_batch_size=total, **more)
     training = request.training(plain, way.run_type, problems=problems)
     check_split(training, problems)
-    if total is not None and total > LARGEST_BATCH:
-        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
     ranks = request.devices // plain.parallel_of(way.run_type).ranks_per_copy
-    if total is not None and not problems and total % ranks:
-        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
-    if total is None:
-        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
+    total = _divisible(total, ranks, problems)
     if problems:
         raise _Refused(_first_line(problems, path))
-    assert total is not None
     share, count = total // ranks, 0
     for micro in divisors(share):
         batch = BatchPlan(
@@ -152,6 +145,18 @@ def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) 
             yield recipe, batch
     if not count:
         raise _Refused(f"no micro batch as asked for divides the {share} sequences of a rank")
+
+
+def _divisible(total: int | None, ranks: int, problems: Problems) -> int:
+    """The global batch, for ``ranks`` data ranks; what is wrong with it goes to ``problems``."""
+    if total is None:
+        problems.add("the global batch is not given: set train_batch_size in the recipe or --global_batch_size")
+        return 0
+    if total > LARGEST_BATCH:
+        problems.add(f"the global batch of {total:,} is too large: at most {LARGEST_BATCH:,}")
+    if not problems and total % ranks:
+        problems.add(f"the global batch of {total} is not divisible by {ranks} data ranks")
+    return total
 
 
 def _asked_for(batch: BatchPlan, request: PlanRequest) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +53,24 @@ def evaluate_tasks(
     manager = TaskManager(include_path=str(include_path) if include_path else None)
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise UserError(f"--tasks: there is no task {', '.join(unknown)}; python -m lm_eval ls tasks lists them")
-    with contextlib.ExitStack() as held:
-        folder = checkpoint
-        if not is_hugging_face(checkpoint):
-            folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="dsgpt-eval-"))) / "model"
-            export(checkpoint, folder, form="hf", dtype="fp32", which=which, console=Console(speaks=False))
-        elif which == "best":
-            raise UserError(f"--checkpoint {checkpoint}: is a Hugging Face folder; --which best needs a run folder")
+    with _exported(checkpoint, which=which) as folder:
         model = HFLM(pretrained=str(folder), device=device, dtype=DTYPES[precision], batch_size=batch_size)
         found = simple_evaluate(model=model, tasks=list(names), limit=limit, task_manager=manager)
     return _metrics(found["results"])
+
+
+@contextlib.contextmanager
+def _exported(checkpoint: Path, *, which: str) -> Iterator[Path]:
+    """A Hugging Face folder of the model: ``checkpoint`` itself, or a temporary export of it."""
+    if not is_hugging_face(checkpoint):
+        with tempfile.TemporaryDirectory(prefix="dsgpt-eval-") as temporary:
+            folder = Path(temporary) / "model"
+            export(checkpoint, folder, form="hf", dtype="fp32", which=which, console=Console(speaks=False))
+            yield folder
+    elif which == "best":
+        raise UserError(f"--checkpoint {checkpoint}: is a Hugging Face folder; --which best needs a run folder")
+    else:
+        yield checkpoint
 
 
 def _metrics(results: Mapping[str, Mapping[str, Any]]) -> Metrics:

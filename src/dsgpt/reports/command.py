@@ -12,11 +12,9 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.reports.comparison import comparison_markdown, console_summary
-from dsgpt.reports.concurrency import Concurrency, read_concurrency
+from dsgpt.reports.inputs import Inputs, read_inputs
 from dsgpt.reports.pictures_wanted import BOTH, FORMATS, Style, read_only, themes_of
-from dsgpt.reports.predictions import Predictions, read_predictions
-from dsgpt.reports.runs import RECORD_NAME, Run, read_run
-from dsgpt.reports.sweeps import Sweep, read_sweep
+from dsgpt.reports.runs import RECORD_NAME
 from dsgpt.reports.themes import LIGHT, THEMES
 from dsgpt.telemetry.sources import PARAGRAPH, by_folder, changed_files, hash_files, made_from
 
@@ -74,18 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         UserError: every mistake in the command line and in the files, one line each.
     """
     request, problems = parse(argv)
-    runs, unreadable = read_all(request.paths)
-    sweeps, more = read_sweeps(request.sweeps)
-    predictions, wrong = read_plan(request.plan)
-    concurrency, unusable = read_inference(request.inference)
-    problems.add(*unreadable, *more, *wrong, *unusable)
-    problems.raise_if_any()
-    sources = _sources_paragraph(request.paths)
-    absent = write_charts(
-        runs, request=request, sweeps=sweeps, predictions=predictions, concurrency=concurrency, sources=sources
+    inputs, unreadable = read_inputs(
+        request.paths, sweeps=request.sweeps, plan=request.plan, inference=request.inference
     )
-    if runs:
-        print(console_summary(runs))
+    problems.add(*unreadable)
+    problems.raise_if_any()
+    absent = write_charts(inputs, request=request, sources=_sources_paragraph(request.paths))
+    if inputs.runs:
+        print(console_summary(inputs.runs))
     for chart, why in absent.items():
         print(f"not drawn: {chart}: {why}")
     print(f"charts: {request.output}")
@@ -163,18 +157,6 @@ def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple
     return named
 
 
-def read_all(paths: dict[str, Path]) -> tuple[list[Run], list[str]]:
-    """Every run that can be read, and the mistakes of those that cannot, one line each."""
-    runs: list[Run] = []
-    problems: list[str] = []
-    for name, path in paths.items():
-        try:
-            runs.append(read_run(path, name=name))
-        except UserError as error:
-            problems += error.problems
-    return runs, problems
-
-
 def _named_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str | None, Path]]:
     """Name and path of each sweep; a text that is a path as a whole has no name."""
     found: list[tuple[str | None, Path]] = []
@@ -189,58 +171,14 @@ def _named_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str | 
     return found
 
 
-def read_sweeps(given: Sequence[tuple[str | None, Path]]) -> tuple[dict[str, Sweep], list[str]]:
-    """Every sweep that can be read, by name, and the mistakes of the others, one line each."""
-    sweeps: dict[str, Sweep] = {}
-    problems: list[str] = []
-    for wanted, path in given:
-        try:
-            sweep = read_sweep(path)
-        except UserError as error:
-            problems += error.problems
-            continue
-        name = wanted or re.sub(r"[^\w.-]+", "-", sweep.suite)
-        if name in sweeps:
-            problems.append(f"two sweeps are called {name!r}; give each its own name in --sweep NAME=PATH")
-        sweeps[name] = sweep
-    return sweeps, problems
-
-
-def read_plan(path: Path | None) -> tuple[Predictions | None, list[str]]:
-    """The record of ``benchmark.py plan`` if there is one, and the mistakes in it."""
-    try:
-        return (read_predictions(path) if path else None), []
-    except UserError as error:
-        return None, list(error.problems)
-
-
-def read_inference(path: Path | None) -> tuple[Concurrency | None, list[str]]:
-    """The record of ``benchmark.py inference`` if there is one, and the mistakes in it."""
-    try:
-        return (read_concurrency(path) if path else None), []
-    except UserError as error:
-        return None, list(error.problems)
-
-
-def write_charts(
-    runs: Sequence[Run],
-    *,
-    request: Request,
-    sweeps: Mapping[str, Sweep],
-    predictions: Predictions | None = None,
-    concurrency: Concurrency | None = None,
-    sources: str = "",
-) -> dict[str, str]:
+def write_charts(inputs: Inputs, *, request: Request, sources: str) -> dict[str, str]:
     """Write all charts, and comparison.md of runs; each file is written whole or not at all.
 
     Charts that are not drawn leave no files of earlier calls either.
 
     Args:
-        runs: the first is the baseline; there may be none.
+        inputs: what is drawn.
         request: where the charts go, and how they look.
-        sweeps: by name.
-        predictions: beside measurements.
-        concurrency: engines with many requests at once.
         sources: what comparison.md says about the sources of the records.
 
     Returns:
@@ -249,29 +187,21 @@ def write_charts(
     Raises:
         UserError: the folder cannot be written.
     """
-    # matplotlib takes seconds to load; --help and mistakes need none of it
+    from dsgpt.reports.charts import charts_of  # noqa: PLC0415 - matplotlib takes seconds to load
     from dsgpt.reports.drawing import draw, file_name  # noqa: PLC0415
-    from dsgpt.reports.plots import chart_of_concurrency, chart_of_predictions, charts_of_runs  # noqa: PLC0415
-    from dsgpt.reports.sweep_plots import charts_of_sweep  # noqa: PLC0415
 
-    output, style = request.output, request.style
+    style = request.style
     folders = {name: path if path.is_dir() else path.parent for name, path in request.paths.items()}
-    charts = charts_of_runs(runs, folders=folders, price=request.price) if runs else {}
-    for name, sweep in sweeps.items():
-        charts |= charts_of_sweep(sweep, name=name)
-    if predictions is not None:
-        charts |= chart_of_predictions(predictions)
-    if concurrency is not None:
-        charts |= chart_of_concurrency(concurrency)
+    charts = charts_of(inputs, folders=folders, price=request.price)
     drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
     stale = [
         file_name(name, theme, form)
         for name, theme, form in itertools.product(drawn.absent, style.themes, style.formats)
     ]
     files = dict(drawn.files)
-    if runs:
-        files["comparison.md"] = comparison_markdown(runs, sources=sources).encode(errors=PRINTABLE)
-    _write(output, files, stale=stale)
+    if inputs.runs:
+        files["comparison.md"] = comparison_markdown(inputs.runs, sources=sources).encode(errors=PRINTABLE)
+    _write(request.output, files, stale=stale)
     return drawn.absent | style.missing(charts)
 
 

@@ -9,8 +9,6 @@ from matplotlib.figure import SubFigure
 
 from dsgpt.reports.bars import INFERENCE, LATENCY, THROUGHPUT, TRAINING_TIME, Bars, draw_bars, memory_bars
 from dsgpt.reports.comparison import INFERENCE_NOISE, shorten, speed_up
-from dsgpt.reports.concurrency import Concurrency
-from dsgpt.reports.concurrency_chart import concurrency_chart
 from dsgpt.reports.curves import Curve
 from dsgpt.reports.drawing import Chart
 from dsgpt.reports.equal_work import inference_stamps, judge, partial_stamps, work_stamps
@@ -33,8 +31,6 @@ from dsgpt.reports.lines import (
 from dsgpt.reports.machines import machine_line, setup_stamps
 from dsgpt.reports.measured import of_runs
 from dsgpt.reports.memory import memory_chart
-from dsgpt.reports.pictures_wanted import INFERENCE_CHART, PLAN_CHART
-from dsgpt.reports.predictions import Predictions
 from dsgpt.reports.runs import FLAT_SCHEMA, Run
 from dsgpt.reports.step_times import communication_chart, step_times_chart
 from dsgpt.reports.style import Frame, frame
@@ -75,17 +71,6 @@ def charts_of_runs(runs: Sequence[Run], *, folders: Mapping[str, Path], price: f
         "utilisation": partial(utilisation_chart, folders, **texts),
         "overview": partial(_overview, named),
     }
-
-
-def chart_of_predictions(predictions: Predictions) -> dict[str, Chart]:
-    """The chart of the record of ``benchmark.py plan``, by its name."""
-    texts = {"warnings": [], "captions": [predictions.footer]}
-    return {PLAN_CHART: partial(memory_chart, predictions.rows, **texts)}
-
-
-def chart_of_concurrency(record: Concurrency) -> dict[str, Chart]:
-    """The chart of the record of ``benchmark.py inference``, by its name."""
-    return {INFERENCE_CHART: partial(concurrency_chart, record)}
 
 
 def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str:

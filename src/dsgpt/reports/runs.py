@@ -7,6 +7,7 @@ from typing import Any
 
 from dsgpt.common.errors import UserError
 from dsgpt.reports.curves import Curve, epoch_curve, read_step_curves, read_step_times
+from dsgpt.reports.epochs import FLAT_KEYS, Epochs, first, last, lowest, mean, total
 from dsgpt.reports.fields import Fields, read_object
 from dsgpt.reports.footprint import Footprint, read_footprint
 from dsgpt.reports.segments import (
@@ -22,15 +23,8 @@ from dsgpt.reports.segments import (
 from dsgpt.reports.work_facts import EXECUTED_BY, read_work
 
 RECORD_NAME, LOG_NAME = "training_metrics.json", "metrics.jsonl"
-FLAT_KEYS = (
-    "train_time_per_epoch",
-    "train_loss_per_epoch",
-    "val_loss_per_epoch",
-    "train_throughput",
-    "inference_latency",
-    "inference_throughput",
-)
 FLAT_SCHEMA = "flat keys"
+Numbers = dict[str, float | None]
 TIMED_FROM_STEP = 4
 """Throughput starts at this step; those before are warm-up (``WARM_UP_STEPS`` in ``telemetry/meter.py``)."""
 TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
@@ -169,8 +163,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         notes: with the remarks so far.
     """
     summary = record.section("summary")
-    schema = record.raw("schema_version")
-    epochs = _Epochs(record, notes=notes)
+    epochs = Epochs(record, notes=notes)
     train_curve, val_curve = _curves(log, epochs, notes)
     peaks = _peaks(record, notes=notes)
     if record.raw("resumed_from") is not None:
@@ -181,7 +174,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
     val_losses = [] if other_sets else epochs.val_losses  # losses of earlier epochs may be of the other set
     return Run(
         name=name,
-        schema=FLAT_SCHEMA if schema is None else str(schema)[:20],
+        schema=_schema(record),
         status=record.text("status"),
         date=(record.text("timestamp_utc") or "")[:10] or None,
         machine=setup_over_time(segments, HARDWARE),
@@ -192,18 +185,13 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         resumed=record.raw("resumed_from") is not None,
         work=read_work(
             record,
-            steps=_first(summary.number("optimizer_steps"), _total(epochs.steps)),
-            tokens=_first(summary.number("tokens_processed_global"), _total(epochs.tokens)),
+            steps=first(summary.number("optimizer_steps"), total(epochs.steps)),
+            tokens=first(summary.number("tokens_processed_global"), total(epochs.tokens)),
         ),
         epochs=epochs.count,
-        train_time=_first(summary.number("train_time_sec"), epochs.train_time),
-        tokens_per_sec=_first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
-        final_train_loss=_first(summary.number("final_train_loss"), _last(epochs.train_losses)),
-        best_train_loss=min((loss for loss in epochs.train_losses if loss is not None), default=None),
-        final_val_loss=_first(summary.number("final_val_loss"), _last(val_losses)),
-        best_val_loss=_first(
-            summary.number("best_val_loss"), min((loss for loss in val_losses if loss is not None), default=None)
-        ),
+        train_time=first(summary.number("train_time_sec"), epochs.train_time),
+        tokens_per_sec=first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
+        **_losses(summary, epochs.train_losses, val_losses),
         **_inference(record, notes=notes),
         **peaks,
         footprint=read_footprint(
@@ -220,27 +208,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
     )
 
 
-class _Epochs:
-    """Values per epoch, from ``epochs`` if it has any, otherwise from the flat keys."""
-
-    def __init__(self, record: Fields, *, notes: list[str]) -> None:
-        epochs = record.sections("epochs")
-        self.steps = [epoch.number("optimizer_steps") for epoch in epochs]
-        self.tokens = [epoch.number("tokens_processed_global") for epoch in epochs]
-        self.train_losses = [epoch.number("train_loss_avg_global") for epoch in epochs] or record.series(FLAT_KEYS[1])
-        self.val_losses = [epoch.number("val_loss_avg_global") for epoch in epochs] or record.series(FLAT_KEYS[2])
-        self.times = record.series("train_time_per_epoch")
-        self.count = max(len(self.train_losses), len(self.val_losses))
-        if not record.is_list("train_time_per_epoch") and self.times and self.count > 1:
-            notes.append(f"train_time_per_epoch is one number for {self.count} epochs: the training time is unknown")
-            self.times = []
-        self.train_time = _total(self.times)
-        self.throughput = _mean_rate(record.series("train_throughput"), times=self.times)
-        if self.throughput is not None and record.raw("schema_version") is None:
-            notes.append("train_throughput of the older generation names no unit: taken as tokens per second")
-
-
-def _curves(log: Path | None, epochs: _Epochs, notes: list[str]) -> tuple[Curve, Curve]:
+def _curves(log: Path | None, epochs: Epochs, notes: list[str]) -> tuple[Curve, Curve]:
     train, validation = (Curve(), Curve()) if log is None else read_step_curves(log, notes)
     if not train.points:
         train = epoch_curve(epochs.train_losses, steps=epochs.steps, times=epochs.times, tokens=epochs.tokens)
@@ -249,14 +217,29 @@ def _curves(log: Path | None, epochs: _Epochs, notes: list[str]) -> tuple[Curve,
     return train, validation
 
 
-def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
+def _schema(record: Fields) -> str:
+    version = record.raw("schema_version")
+    return FLAT_SCHEMA if version is None else str(version)[:20]
+
+
+def _losses(summary: Fields, train_losses: list[float | None], val_losses: list[float | None]) -> Numbers:
+    """The final and the best losses; the arguments are those of the epochs."""
+    return {
+        "final_train_loss": first(summary.number("final_train_loss"), last(train_losses)),
+        "best_train_loss": lowest(train_losses),
+        "final_val_loss": first(summary.number("final_val_loss"), last(val_losses)),
+        "best_val_loss": first(summary.number("best_val_loss"), lowest(val_losses)),
+    }
+
+
+def _inference(record: Fields, *, notes: list[str]) -> Numbers:
     """The ``inference`` section, or else the flat keys, whose latency is for 100 new tokens by definition."""
     inference = record.section("inference")
     latency, throughput = inference.number("latency_sec"), inference.number("tokens_per_sec")
     if latency is not None or throughput is not None:
         new_tokens = inference.number("new_tokens")
     else:
-        latency, throughput = (_mean(record.series(key)) for key in FLAT_KEYS[4:])
+        latency, throughput = (mean(record.series(key)) for key in FLAT_KEYS[4:])
         new_tokens = None if latency is None else 100.0
         if latency is not None and record.raw("schema_version") is None:
             notes.append("inference_latency of the older generation is taken as seconds for 100 new tokens")
@@ -268,7 +251,7 @@ def _inference(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
     }
 
 
-def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
+def _peaks(record: Fields, *, notes: list[str]) -> Numbers:
     """Peak memory of the whole run; unknown if an earlier version resumed it and recorded only the last process."""
     summary = record.section("summary")
     peaks = {
@@ -280,33 +263,3 @@ def _peaks(record: Fields, *, notes: list[str]) -> dict[str, float | None]:
         return peaks
     notes.append("peak memory was recorded of the last process alone: treated as unknown")
     return dict.fromkeys(peaks)
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
-
-
-def _last(values: list[float | None]) -> float | None:
-    """The value of the last epoch, even if unknown: the loss of an earlier epoch is not the final one."""
-    return values[-1] if values else None
-
-
-def _total(values: list[float | None]) -> float | None:
-    """The sum; None if any value is unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _mean_rate(rates: list[float | None], *, times: list[float | None]) -> float | None:
-    """Mean rate over the epochs, weighted by their seconds if both are known for each epoch."""
-    if len(rates) == len(times) and (total := _total(times)):
-        pairs = zip(rates, times, strict=True)
-        amounts = [rate * seconds for rate, seconds in pairs if rate is not None and seconds is not None]
-        if len(amounts) == len(rates):
-            return sum(amounts) / total
-    return _mean(rates)
