@@ -9,7 +9,7 @@ import pyarrow as pa
 import streamlit as st
 
 from dsgpt.dashboard.formats import plain
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.dashboard.theme import page_theme
 
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
@@ -35,7 +35,7 @@ def figure(
         alternative: one or two sentences for those who do not see the picture.
         key: unique on the page; the same at every rerun.
     """
-    theme = DARK if st.context.theme.type == "dark" else LIGHT
+    theme = page_theme()
     whole = {
         "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
         "usermeta": {"embedOptions": {"actions": {"export": True}}},
