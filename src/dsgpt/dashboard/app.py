@@ -6,6 +6,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import pages
+from dsgpt.dashboard.style import STYLE
 from dsgpt.reports.themes import LIGHT
 
 ICON = (
@@ -14,13 +15,6 @@ ICON = (
     f'<path d="M3 3c2 7 5 8 11 8.5" fill="none" stroke="{LIGHT.palette[0]}" stroke-width="2.5"/></svg>'
 )
 """A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
-
-STYLE = (
-    "<style>[data-testid=stMainBlockContainer] {padding-top: 2.75rem; padding-bottom: 3rem}"
-    "@media (min-width: 700px) {[data-testid=stMainBlockContainer] {padding-left: 2.5rem; padding-right: 2.5rem}}"
-    "</style>"
-)
-"""Streamlit leaves a fifth of the screen empty around a page."""
 
 
 def show() -> None:

@@ -60,9 +60,13 @@ def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
     for label, value in rules.items():
         at = {"datum": value, "type": "quantitative"}
         found.append(
-            {**once, "mark": {"type": "rule", "strokeDash": [4, 4], "color": "#8a8f98"}, "encoding": {"y": at}}
+            {
+                **once,
+                "mark": {"type": "rule", "aria": False, "strokeDash": [4, 4], "color": "#8a8f98"},
+                "encoding": {"y": at},
+            }
         )
-        text = {"type": "text", "text": label, "align": "left", "dx": 4, "dy": -6, "color": "#8a8f98"}
+        text = {"type": "text", "text": label, "aria": False, "align": "left", "dx": 4, "dy": -6, "color": "#8a8f98"}
         found.append({**once, "mark": text, "encoding": {"y": at, "x": {"value": 0}}})
     return found
 

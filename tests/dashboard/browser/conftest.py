@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from dashboard_server import PAGES, Server, launch_browser, serving, settle
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from dashboard_server import HOSTILE, PAGES, Server, launch_browser, serving, settle
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
 from dsgpt.common.errors import UserError
 from dsgpt.main import train
 
 POSITIONS = 64
-HOSTILE = '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z`'
-"""The name of a run, in HTML and in Markdown."""
 PROBES = re.compile(r"/\w+/_stcore/(health|host-config)$")
 """Streamlit's page looks for its server below its own address first, and Chromium reports the answer 404."""
+
+PATIENCE_MS = 60_000
+"""Far more than a page needs; the default is 5 s, and some machines are slow."""
+expect.set_options(timeout=PATIENCE_MS)
 
 Visit = Callable[..., Page]
 
@@ -41,9 +43,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="package")
-def server(
-    folder: Path, words: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(folder: Path, words: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A dashboard of two equal runs, of one whose name is markup, and of one with a damaged record."""
     with serving(folder, log=tmp_path_factory.mktemp("server") / "log.txt") as started:
         assert train(words(checkpoint_path=folder / "first", max_train_steps=3)) == 0
@@ -85,7 +85,7 @@ def visit(server: Server, browser: Browser) -> Iterator[Visit]:
     def open_page(name: str, *, width: int = 1280, height: int = 900, query: str = "") -> Page:
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="light")
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", report)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: leave(request.url))

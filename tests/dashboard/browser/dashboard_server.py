@@ -26,6 +26,8 @@ PAGES = {
     "generate": "Try it",
 }
 """Address and title of every page."""
+HOSTILE = '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z`'
+"""The name of a run, in HTML and in Markdown."""
 START_SEC = 60
 
 
