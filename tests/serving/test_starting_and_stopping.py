@@ -83,18 +83,18 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_ended(run_dir):
         metrics=metrics,
         gate=Gate(limits, metrics),
     )
-    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, local_only=True))
+    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, loopback="127.0.0.2"))
     values = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
     async def ask() -> tuple[httpx2.Response, ...]:
         engine.start()
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.2") as client:
             late = await client.post("/v1/completions", json=values)
             patient = replace(completions, limits=LIMITS)
             await asyncio.to_thread(engine.close)
             while not engine.failed:
                 await asyncio.sleep(0.01)
-            transport.app = make_app(patient, api_key=None, local_only=True)
+            transport.app = make_app(patient, api_key=None, loopback="127.0.0.2")
             return late, await client.post("/v1/completions", json=values), await client.get("/health")
 
     late, ended, health = asyncio.run(ask())

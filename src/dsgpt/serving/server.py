@@ -40,7 +40,7 @@ def serve(options: ServeOptions) -> int:
     Raises:
         UserError: the model, the address or the key is unusable.
     """
-    key, local_only = api_key_of(options), is_loopback(options.host)
+    key, loopback = api_key_of(options), options.host if is_loopback(options.host) else None
     listener = _listen(options)
     with contextlib.closing(listener):
         _quieten_libraries()
@@ -56,7 +56,7 @@ def serve(options: ServeOptions) -> int:
             metrics=metrics,
             gate=Gate(limits, metrics),
         )
-        app = make_app(completions, api_key=key, local_only=local_only)
+        app = make_app(completions, api_key=key, loopback=loopback)
         asyncio.run(_serve(app, completions.engine, listener, about=_about(options, served.name, listener)))
     return EXIT_DONE
 
