@@ -24,7 +24,7 @@ from dsgpt.serving.metrics import Metrics
 from dsgpt.serving.opening import open_served
 from dsgpt.serving.options import Limits, ServeOptions
 from dsgpt.serving.scoring import Scorer
-from dsgpt.serving.server import serve
+from dsgpt.serving.server import http_config, serve
 
 KEY = "0123456789abcdef"
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=5, stall_sec=1)
@@ -61,6 +61,12 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
 def _key(folder: Path) -> Path:
     (folder / "key").write_text(f"{KEY}\n")
     return folder / "key"
+
+
+def test_a_connection_is_kept_longer_than_clients_and_load_balancers_keep_it():
+    """Otherwise a request that is sent while the server closes its connection has no answer."""
+    clients = httpx2.Limits().keepalive_expiry, openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert http_config(None).timeout_keep_alive > max(*clients, 60)
 
 
 def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
