@@ -8,13 +8,11 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.dashboard.formats import plain
+from dsgpt.dashboard.theme import page_theme
 
 Table = Mapping[str, Sequence[Any]]
 """Columns by their heading, all of one length. A heading names the unit."""
-
-HEIGHT = 320
-"""Of a picture, in pixels."""
 
 
 def figure(
@@ -29,22 +27,21 @@ def figure(
     """Show a picture, and below it its numbers as a table and as a CSV file.
 
     Args:
-        specification: of Vega-Lite, without data, size and title. Without colours of its own it has those of the
-            theme, light or dark: the charts' palette, in the order in which a legend names the runs.
+        specification: of Vega-Lite with a height, without data, width and title. Without colours of its own it has
+            those of the theme, light or dark: the charts' palette, in the order of the names in the legend.
         points: what the picture shows, by the names of its fields. A name has neither ``.`` nor ``[``.
         numbers: the table; a function is called when somebody opens it.
         title: above the picture. It names what is measured and the unit.
         alternative: one or two sentences for those who do not see the picture.
         key: unique on the page; the same at every rerun.
     """
-    theme = DARK if st.context.theme.type == "dark" else LIGHT
+    theme = page_theme()
     whole = {
-        "height": HEIGHT,
         "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
         "usermeta": {"embedOptions": {"actions": {"export": True}}},
         **specification,
     }
-    st.markdown(f"**{title}**")
+    st.markdown(f"**{plain(title)}**")
     st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")
     if not below.open:

@@ -6,6 +6,9 @@ Colours are the theme's, which Streamlit sets: the palette of the charts, in the
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+HEIGHT = 300
+"""Of a picture without its legend, in pixels."""
+ROW_HEIGHT, LEGEND_COLUMNS = 22, 2
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
 """Beside the colours, for the colour-blind and for grey print."""
 
@@ -44,9 +47,11 @@ def lines(
     }
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
+    legend_rows = -(-len(names) // LEGEND_COLUMNS) if len(names) > 1 else 0
     zoom = {"name": "zoom", "select": "interval", "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
-    return {"layer": [curve, *_rules(rules or {})]} if rules else curve
+    height = {"height": HEIGHT + ROW_HEIGHT * legend_rows}
+    return {**height, **({"layer": [curve, *_rules(rules)]} if rules else curve)}
 
 
 def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -86,8 +91,19 @@ def bars(names: Sequence[str], *, x: str, form: str = ",.6~g") -> dict[str, Any]
 
 def _look(names: Sequence[str]) -> dict[str, Any]:
     domain = list(names)
-    legend = {"orient": "bottom", "columns": 2, "labelLimit": 260, "symbolType": "stroke", "symbolStrokeWidth": 3}
-    run = {"field": "run", "type": "nominal", "title": None, "legend": legend if len(domain) > 1 else None}
+    legend = {
+        "orient": "bottom",
+        "columns": LEGEND_COLUMNS,
+        "labelLimit": 260,
+        "symbolType": "stroke",
+        "symbolStrokeWidth": 3,
+    }
+    run = {
+        "field": "run",
+        "type": "nominal",
+        "title": None,
+        "legend": {**legend, "symbolType": "stroke"} if len(domain) > 1 else None,
+    }
     dashes = [DASHES[place % len(DASHES)] for place in range(len(domain))]
     return {
         "color": {**run, "scale": {"domain": domain}},

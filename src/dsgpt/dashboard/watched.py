@@ -45,6 +45,10 @@ class Watched:
     summary: Summary
     steps: Steps | None
     """None before the first."""
+    cores: float | None = None
+    """That rank 0's process kept busy since the last look; None on another machine."""
+    memory_bytes: float | None = None
+    """Resident, of the same process."""
 
     def last(self, column: str) -> float | None:
         """The value of the last step; None if it is unknown."""
@@ -76,7 +80,7 @@ class Watched:
             return "no step yet"
         parts = [f"step {done:,.0f}" + (f" of {total:,.0f}" if total else "")]
         if self.left is not None:
-            parts.append(f"{formats.seconds(self.left)} left")
+            parts.append(f"{formats.seconds(round(self.left))} left")
         return ", ".join(parts)
 
 
@@ -94,12 +98,14 @@ def table_of(watched: Sequence[Watched]) -> Table:
         "state": [each.summary.status.value for each in watched],
         "progress": [each.summary.progress for each in watched],
         "step": [each.summary.step for each in watched],
-        "left": [formats.seconds(each.left) if each.left is not None else None for each in watched],
+        "left": [formats.seconds(round(each.left)) if each.left is not None else None for each in watched],
         "train loss": [each.summary.train_loss for each in watched],
         "val loss": [each.summary.val_loss for each in watched],
         "tokens/s": [each.throughput for each in watched],
         "learning rate": [each.last("lr") for each in watched],
         "gradient norm": [each.last("grad_norm") for each in watched],
+        "cores": [each.cores for each in watched],
+        "memory (GB)": [each.memory_bytes / 1e9 if each.memory_bytes else None for each in watched],
     }
 
 

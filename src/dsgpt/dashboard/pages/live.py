@@ -65,6 +65,9 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
 
 def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
     short = watched.labels_of(summaries)
+    earlier: dict[str, ProcessUse] = st.session_state.get(USES, {})
+    uses = {each.name: use for each in summaries if (use := process_use(each.signs.process)) is not None}
+    st.session_state[USES] = uses
     found = []
     for summary in summaries:
         steps = None
@@ -76,7 +79,15 @@ def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
             st.warning(f"**{plain(summary.name)}** {plain(summary.problem)}")
         if steps is not None and steps.damaged:
             st.warning(f"**{plain(summary.name)}** {steps.damaged} damaged lines of metrics.jsonl are left out.")
-        found.append(Watched(label=short[summary.name], summary=summary, steps=steps))
+        use = uses.get(summary.name)
+        run = Watched(
+            label=short[summary.name],
+            summary=summary,
+            steps=steps,
+            cores=use.cores_since(earlier.get(summary.name)) if use else None,
+            memory_bytes=use.memory_bytes if use else None,
+        )
+        found.append(run)
     return found
 
 
@@ -84,12 +95,15 @@ def _show_one(run: Watched) -> None:
     summary = run.summary
     st.markdown(f"**{plain(run.label)}** is **{summary.status.value}**: {plain(summary.reason)}")
     st.progress(summary.progress or 0.0, text=run.progress_line())
-    columns = st.columns(5)
+    columns = st.columns(5 if run.memory_bytes is None else 6)
     columns[0].metric("Training loss", formats.loss(summary.train_loss))
     columns[1].metric("Validation loss", formats.loss(summary.val_loss))
     columns[2].metric("Throughput", formats.rate(run.throughput))
     columns[3].metric("Learning rate", _short(run.last("lr")))
     columns[4].metric("Gradient norm", _short(run.last("grad_norm")))
+    if run.memory_bytes is not None:
+        columns[5].metric("Rank 0", formats.memory(run.memory_bytes), help="Resident memory of its process.")
+        columns[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
 
 
 def _short(value: float | None) -> str:
@@ -104,30 +118,22 @@ def _show_many(runs: Sequence[Watched]) -> None:
         hide_index=True,
         key="watched",
         column_config={
-            "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0),
+            "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width="small"),
             "step": number(format="localized"),
             "train loss": number(format="%.4f"),
             "val loss": number(format="%.4f"),
             "tokens/s": number(format="%.0f"),
             "learning rate": number(format="%.3e"),
             "gradient norm": number(format="%.3f"),
+            "cores": number(format="%.2f", help="That rank 0's process keeps busy, on this machine."),
+            "memory (GB)": number(format="%.2f", help="Resident, of rank 0's process, on this machine."),
         },
         alt="Every watched run with its state, progress, losses and speed",
     )
 
 
 def _show_hardware(folder: Path, runs: Sequence[Watched]) -> None:
-    """GPUs as sampled by the runs, and the first process of those on this machine."""
-    earlier: dict[int, ProcessUse] = st.session_state.setdefault(USES, {})
-    uses = {run.label: use for run in runs if (use := process_use(run.summary.signs.process)) is not None}
-    parts = []
-    for label, use in uses.items():
-        cores = use.cores_since(earlier.get(use.process))
-        busy = "" if cores is None else f"{cores:.2f} cores, "
-        parts.append(f"{plain(label)} {busy}{formats.memory(use.memory_bytes)}")
-    st.session_state[USES] = {use.process: use for use in uses.values()}
-    if parts:
-        st.caption("Rank 0's process on this machine: " + "; ".join(parts))
+    """The GPUs of the runs, as the runs have sampled them."""
     samples = {run.label: own for run in runs if (own := recent_samples(folder / run.summary.name))}
     if not samples:
         return
