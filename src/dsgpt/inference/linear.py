@@ -101,7 +101,7 @@ class Packed:
 
 def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int) -> Linear:
     """The fastest of the three for products of ``rows`` rows with ``weight``. GPUs need no other layouts."""
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+    if weight.device.type == "cpu" and torch._C._has_mkldnn:
         if weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and rows > 1):
             return Packed(weight, bias, rows=rows)
         if weight.dtype == torch.float32:
