@@ -22,7 +22,7 @@ def column(test: AppTest, name: str, *, table: int = 0) -> list:
 
 def texts(test: AppTest) -> str:
     """Everything that a page says outside of tables and pictures."""
-    kinds = (test.markdown, test.caption, test.warning, test.info, test.success, test.error, test.text)
+    kinds = (test.markdown, test.caption, test.warning, test.info, test.success, test.error, test.metric)
     return "\n".join(element.value for kind in kinds for element in kind)
 
 
@@ -124,9 +124,11 @@ def test_the_committed_sweeps_are_compared(open_page, monkeypatch):
 
 
 def test_foreign_text_is_no_markup(runs, open_page):
+    """Neither in messages about a damaged record, nor in the name of the fastest run."""
     folder = runs / EVIL.replace("/", "")
-    write_run(folder, {"schema_version": EVIL}, lines=None)
-    (folder / "training_metrics.json").write_text(json.dumps({EVIL: 1}))
+    write_run(folder, {EVIL: 1})
+    fast = record(training_config__strategy="ddp", summary__train_time_sec=5.0)
+    write_run(runs / f"fast {folder.name}", fast, lines=step_lines(seconds=0.1))
     for page, query in (("overview", None), ("compare", {"runs": [folder.name]}), ("live", {"watch": [folder.name]})):
         said = texts(open_page(page, query=query))
         assert "\\*x\\*" in said, page

@@ -15,13 +15,17 @@ ICON = (
 )
 """A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
 
-STYLE = "<style>[data-testid=stMainBlockContainer] {padding-top: 2.75rem; padding-bottom: 3rem}</style>"
-"""Streamlit leaves a tenth of the screen empty above a page."""
+STYLE = (
+    "<style>[data-testid=stMainBlockContainer] {padding-top: 2.75rem; padding-bottom: 3rem}"
+    "@media (min-width: 700px) {[data-testid=stMainBlockContainer] {padding-left: 2.5rem; padding-right: 2.5rem}}"
+    "</style>"
+)
+"""Streamlit leaves a fifth of the screen empty around a page."""
 
 
 def show() -> None:
     """Show the page that the address names."""
-    st.set_page_config(page_title="dsgpt", page_icon=ICON, layout="wide", initial_sidebar_state="auto")
+    st.set_page_config(page_title="dsgpt", page_icon=ICON, layout="wide", initial_sidebar_state=240)
     st.html(STYLE)
     page = st.navigation(pages(), expanded=True)
     try:

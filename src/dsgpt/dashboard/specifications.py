@@ -22,7 +22,7 @@ def lines(
     from_zero: bool = False,
     rules: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A line for each name, which the mouse can zoom and move; double-click resets it.
+    """A line for each name, which the mouse can move, and with Shift zoom; a double click resets it.
 
     The fields of its points are ``run``, ``x`` and ``y``.
 
@@ -48,7 +48,8 @@ def lines(
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
     legend_rows = -(-len(names) // LEGEND_COLUMNS) if len(names) > 1 else 0
-    zoom = {"name": "zoom", "select": "interval", "bind": "scales"}
+    with_shift = "wheel![event.shiftKey]"  # the wheel alone scrolls the page
+    zoom = {"name": "zoom", "select": {"type": "interval", "zoom": with_shift}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
     height = {"height": HEIGHT + ROW_HEIGHT * legend_rows}
     return {**height, **({"layer": [curve, *_rules(rules)]} if rules else curve)}

@@ -19,6 +19,7 @@ from dsgpt.dashboard.steps import Steps
 from dsgpt.dashboard.summaries import with_steps
 from dsgpt.reports.comparison import result_rows, work_rows
 from dsgpt.reports.concurrency import read_concurrency
+from dsgpt.reports.curves import window_of
 from dsgpt.reports.equal_work import (
     LOSS_TOLERANCE,
     LOSS_TOLERANCE_OTHERWISE,
@@ -166,7 +167,8 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Steps], price: float |
     known = curves.axes(price)
     axis = known[middle.segmented_control("Against", list(known), default="steps", key="axis", required=True)]
     validation = kind == "validation"
-    window = right.slider("Smoothing (points)", 1, 200, 1, key="smoothing", disabled=validation)
+    usual = max((window_of(run.train_curve) for run in runs if run.name in steps), default=1)
+    window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
     series = []
     for run in runs:
         factor = curves.money_per_second(price, run.device_count) if axis.title.startswith("cost") else 1.0

@@ -9,11 +9,13 @@ from streamlit.elements.lib.column_types import ColumnConfig
 
 from dsgpt.dashboard import formats
 from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds
+from dsgpt.dashboard.curves import labels
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import go_to
 from dsgpt.dashboard.readers import runs_with_records, summaries_of
 from dsgpt.dashboard.summaries import Summary, in_order
+from dsgpt.reports.runs import Run
 from dsgpt.training.status import Status
 
 SYMBOLS = {
@@ -76,7 +78,7 @@ def _show_fastest(answer: Answer, columns: Sequence["st.delta_generator.DeltaGen
     fastest, baseline = answer.fastest, answer.baseline
     columns[0].metric(
         "Fastest of equal work",
-        fastest.name.rpartition("/")[2],
+        _name(fastest),
         help=f"Of {len(answer.runs)} finished runs that did the same work. The baseline is "
         f"{plain(baseline.name)}, the slowest on the fewest devices.",
     )
@@ -90,9 +92,14 @@ def _show_fastest(answer: Answer, columns: Sequence["st.delta_generator.DeltaGen
         return
     price = st.session_state.get(PRICE)
     spent = cost(cheapest, price)
-    columns[1].metric("Cheapest of equal work", cheapest.name.rpartition("/")[2])
+    columns[1].metric("Cheapest of equal work", _name(cheapest))
     amount = f"{formats.seconds(device_seconds(cheapest))} of device time"
     columns[1].caption(amount if spent is None else f"{amount}: **{plain(formats.money(spent))}**")
+
+
+def _name(run: Run) -> str:
+    """Of a run without its folders, for a metric, which reads Markdown."""
+    return plain(run.name.rpartition("/")[2])
 
 
 def _search(summaries: Sequence[Summary]) -> list[Summary]:
@@ -142,6 +149,7 @@ def _show_table(summaries: Sequence[Summary]) -> None:
         selection_mode="multi-row",
         selection_default={"selection": {"rows": [names.index(name) for name in chosen if name in names]}},
         column_config=_formats(),
+        placeholder="",
         alt="Every run with its state, strategy, model, progress, losses and speed",
     )
 
@@ -149,35 +157,43 @@ def _show_table(summaries: Sequence[Summary]) -> None:
 def _columns(summaries: Sequence[Summary]) -> pa.Table:
     runs = [each.recorded.run for each in summaries]
     started = [each.recorded.started for each in summaries]
+    names = [each.name for each in summaries]
     return pa.table(
         {
-            "run": [each.name for each in summaries],
+            "run": [*labels(names).values()],
             "state": [f"{SYMBOLS[each.status]} {each.status.value}" for each in summaries],
             "strategy": [run.strategy if run else None for run in runs],
             "model": [each.recorded.model for each in summaries],
-            "devices": pa.array([run.device_count if run else None for run in runs], pa.float64()),
+            "devices": pa.array([_whole(run.device_count) if run else None for run in runs], pa.int64()),
             "progress": pa.array([each.progress for each in summaries], pa.float64()),
             "train loss": pa.array([each.train_loss for each in summaries], pa.float64()),
             "val loss": pa.array([each.val_loss for each in summaries], pa.float64()),
-            "tokens/s": pa.array([each.tokens_per_sec for each in summaries], pa.float64()),
+            "tokens/s": pa.array([_whole(each.tokens_per_sec) for each in summaries], pa.int64()),
             "when": pa.array(
                 [None if moment is None else moment.strftime("%Y-%m-%d %H:%M") for moment in started], pa.string()
             ),
+            "folder": [name.rpartition("/")[0] for name in names],
         }
     )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
 
 
 def _formats() -> dict[str, ColumnConfig]:
     column = st.column_config
     return {
-        "run": column.TextColumn(width="medium", pinned=True),
-        "state": column.TextColumn(width="small"),
-        "devices": column.NumberColumn(format="%d", width="small"),
-        "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width="small"),
-        "train loss": column.NumberColumn(format="%.4f", width="small", help="Of the last step, nats per token."),
-        "val loss": column.NumberColumn(format="%.4f", width="small", help="Of the last validation, nats per token."),
-        "tokens/s": column.NumberColumn(format="localized", width="small", help="Of all devices."),
-        "when": column.TextColumn(help="When its last process began, in UTC."),
+        "run": column.TextColumn(width=165, pinned=True),
+        "state": column.TextColumn(width=105),
+        "strategy": column.TextColumn(width=75),
+        "model": column.TextColumn(width=100),
+        "devices": column.NumberColumn(format="%d", width=60),
+        "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width=80),
+        "train loss": column.NumberColumn(format="%.4f", width=75, help="Of the last step, nats per token."),
+        "val loss": column.NumberColumn(format="%.4f", width=65, help="Of the last validation, nats per token."),
+        "tokens/s": column.NumberColumn(format="localized", width=75, help="Of all devices."),
+        "when": column.TextColumn(width=125, help="When its last process began, in UTC."),
     }
 
 
