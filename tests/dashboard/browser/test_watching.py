@@ -2,36 +2,18 @@
 
 import re
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from paused_training import paused
 from playwright.sync_api import expect
-from training_runs import SCRIPT
-
-from dsgpt.runtime.launcher import launcher_command
 
 STEPS, FIRST = 300, 10
-
-
-@contextmanager
-def paused(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A training that waits after its first steps, so that no test depends on its speed."""
-    command = [*launcher_command("python", 1), SCRIPT, *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        try:
-            assert any(re.match(rf"step +{FIRST}/", line) for line in run.stdout)
-            run.send_signal(signal.SIGSTOP)
-            yield run
-        finally:
-            run.kill()
 
 
 def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
     page = visit("live")
     expect(page.get_by_text("No run is training now.")).to_be_visible()
-    with paused(flags(words, folder / "watched")) as run:
+    with paused(flags(words, folder / "watched"), after=FIRST) as run:
         expect(page.get_by_text(f"watched is running: process {run.pid} holds its lock")).to_be_visible()
         expect(page.get_by_text(re.compile(rf"^step \d+ of {STEPS}, .* left$"))).to_be_visible()
         run.send_signal(signal.SIGCONT)
@@ -43,7 +25,7 @@ def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
 
 def test_a_run_that_is_killed(visit, folder, words):
     page = visit("live")
-    with paused(flags(words, folder / "killed")) as run:
+    with paused(flags(words, folder / "killed"), after=FIRST) as run:
         expect(page.get_by_text(f"killed is running: process {run.pid} holds its lock")).to_be_visible()
         run.kill()
         run.wait()
