@@ -8,7 +8,9 @@ SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "d
 DEMO, SWEEP = "demo", "sweep"
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
-_OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in ("benchmarks", "evaluation", "exporting", "reports", "serving"))
+_OUTSIDE_TRAINING = tuple(
+    f"src/dsgpt/{room}" for room in ("benchmarks", "evaluation", "exporting", "reports", "serving")
+)
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _MORE_OF_SUITES = {
     "inference": ("src/dsgpt/exporting/*.py", "src/dsgpt/benchmarks/inference/trace.json"),
@@ -28,7 +30,8 @@ def source_files(repository: Path, name: str) -> list[Path]:
         for path in repository.glob(pattern)
         if not any(folder in path.parents for folder in outside)
     ]
-    own = ("src/demo.py",) if name == DEMO else (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py", *_MORE_OF_SUITES.get(name, ()))
+    own = (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py", *_MORE_OF_SUITES.get(name, ()))
+    own = ("src/demo.py",) if name == DEMO else own
     found += [path for pattern in own for path in repository.glob(pattern) if path.stem not in _ONLY_READ_RECORDS]
     return sorted(set(found))
 
