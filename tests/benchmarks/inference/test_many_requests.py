@@ -173,8 +173,8 @@ def test_figures_of_answers_are_those_of_a_hand_made_case():
     load = load_of([first, replace(first, peak_bytes=20)])
     later = turn((request(0, 1.0, new_tokens=3), answer(0, 3.0, 9.0, 10.0, 11.0)))
     both = load_of([first, later])
-    rates = [replace(first, answers=[replace(one, token_times=[when]) for one in first.answers]) for when in (3, 5, 9)]
-    assert load_of(rates).tokens_per_sec.median == 1.0  # 4 tokens in 2, 4 and 8 seconds
+    rates = [replace(first, answers=[replace(one, token_times=[when]) for one in first.answers]) for when in (4, 5, 9)]
+    assert load_of(rates).tokens_per_sec.median == 1.0  # 4 tokens in 3, 4 and 8 seconds
     assert (both.requests, both.queue_sec.p99, both.ttft_sec.p99, both.latency_sec.p99) == (3, 2.0, 8.0, 10.0)
     assert load.requests == 4
     assert load.tokens_per_sec.values == [4 / 4.5, 4 / 4.5]  # from 1.0 to 5.5
