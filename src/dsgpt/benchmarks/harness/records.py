@@ -36,6 +36,8 @@ CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughp
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
 PLAN, INFERENCE = "plan.json", "inference.json"
+ENGINES = ("one", "static", "continuous", "vllm")
+"""Of the record of many requests; ``make vllm`` installs the last."""
 WITH_PEERS = ("speed", "decoding")
 """Suites that other implementations take part in."""
 _MAX_BYTES = 256 << 20
@@ -107,7 +109,9 @@ _OTHERWISE = {
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
-    "inference": _suite("inference", "--checkpoint", TRAINED.as_posix(), page="concurrency"),
+    "inference": _suite(
+        "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
+    ),
     "serving": _suite("serving", "--checkpoint", TRAINED.as_posix(), page="serving-load"),
 }
 """Suites whose page has another name, or whose record is made with flags."""

@@ -8,9 +8,8 @@ SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "d
 DEMO, SWEEP = "demo", "sweep"
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
-_OUTSIDE_TRAINING = tuple(
-    f"src/dsgpt/{room}" for room in ("benchmarks", "evaluation", "exporting", "reports", "serving")
-)
+_ROOMS_OUTSIDE = ("benchmarks", "dashboard", "evaluation", "exporting", "reports", "serving")
+_OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in _ROOMS_OUTSIDE)
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _MORE_OF_SUITES = {
     "inference": ("src/dsgpt/exporting/*.py", "src/dsgpt/benchmarks/inference/trace.json"),
@@ -30,8 +29,8 @@ def source_files(repository: Path, name: str) -> list[Path]:
         for path in repository.glob(pattern)
         if not any(folder in path.parents for folder in outside)
     ]
-    own = (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py", *_MORE_OF_SUITES.get(name, ()))
-    own = ("src/demo.py",) if name == DEMO else own
+    of_suite = (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py", *_MORE_OF_SUITES.get(name, ()))
+    own = ("src/demo.py",) if name == DEMO else of_suite
     found += [path for pattern in own for path in repository.glob(pattern) if path.stem not in _ONLY_READ_RECORDS]
     return sorted(set(found))
 
