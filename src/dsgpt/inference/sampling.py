@@ -75,7 +75,9 @@ class Chooser:
             penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(self._seen, penalized, logits)
         if self._sampling.temperature == 0:
-            ids = logits.max(dim=1).indices  # the first of equal ones, as argmax, which takes three times as long on CPUs
+            ids = logits.max(
+                dim=1
+            ).indices  # the first of equal ones, as argmax, which takes three times as long on CPUs
         else:
             ids = self._draw(probabilities(logits, self._sampling))
         if self._seen is not None:
