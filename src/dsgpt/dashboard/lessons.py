@@ -21,7 +21,7 @@ def _lessons(setup: Setup) -> Iterator[tuple[str, str]]:
     elif setup.run_type == "fsdp":
         yield _FSDP
     elif setup.run_type == "optimized":
-        yield _ZERO[setup.recipe.zero_stage]
+        yield _ZERO[setup.recipe.zero_stage] if setup.zero_ranks > 1 else _nothing_to_divide(setup)
         yield from _offload(setup)
         yield from _split_model(setup)
     if setup.activation_checkpointing:
@@ -87,6 +87,14 @@ _RECOMPUTATION = (
     "A forward pass keeps only the input of each block. The backward pass computes the block once more. It costs a "
     "third of the computing and saves most of the activations.",
 )
+
+
+def _nothing_to_divide(setup: Setup) -> tuple[str, str]:
+    stage = setup.recipe.zero_stage
+    return f"ZeRO-{stage} has nothing to divide", (
+        "ZeRO divides state among ranks that hold the same parameters. Here no two ranks do, so each keeps all of the "
+        "state of its own parameters. With more ranks it would be divided."
+    )
 
 
 def _offload(setup: Setup) -> Iterator[tuple[str, str]]:

@@ -80,12 +80,17 @@ def _summary(split: Split) -> None:
     most = max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
     fits = f"{used:.0%} of what fits" if split.fits else f"does not fit: {used:.0%} of the room"
     figures = (
-        ("Setup", strategy_name(setup), f"{setup.precision}, {setup.seq_length:,} tokens a sequence"),
-        ("Sequences in a step", f"{micro * batches * ranks:,}", f"micro {micro} x {batches} steps x {ranks} ranks"),
+        (
+            "Sequences in a step",
+            f"{micro * batches * ranks:,}",
+            f"micro batch {micro} x {batches} accumulated x {ranks} data ranks",
+        ),
         (f"Peak memory of rank {split.rank}", memory(split.peak.total), fits),
         ("Sent by a rank in a step", memory(most), "if collectives are rings"),
     )
-    for column, (label, value, more) in zip(st.columns(4), figures, strict=True):
+    name = plain(strategy_name(setup))
+    st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
+    for column, (label, value, more) in zip(st.columns(3), figures, strict=True):
         column.metric(label, value)
         column.caption(more)
 
