@@ -21,7 +21,7 @@ STYLE = (
     "[data-testid=stCaptionContainer] {color: inherit; opacity: 0.8}"
     "</style>"
 )
-"""Streamlit leaves a fifth of the screen empty around a page, and writes captions too faint to read (WCAG 2.2, 1.4.3)."""
+"""Streamlit leaves a fifth of the screen empty around a page, and its captions have too little contrast (WCAG 2.2)."""
 
 
 def show() -> None:
