@@ -71,6 +71,6 @@ def _shorter(label: str) -> Iterator[str]:
     if words[0] in {"forward", "backward"}:
         yield f"{words[0][0].upper()}{words[1]}"
         yield words[1]
-    elif len(words) == 4:
-        yield f"{words[0]} {words[2]} {words[3]}"
-        yield f"{words[2]} {words[3]}"
+    elif len(words) > 3:
+        yield f"{words[0]} {words[-2]} {words[-1]}"
+        yield f"{words[-2]} {words[-1]}"
