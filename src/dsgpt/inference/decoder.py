@@ -25,7 +25,7 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(N, C) to (N, C)."""
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.epsilon)
+        return torch.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 
 def _norm(module: torch.nn.LayerNorm) -> _Norm:
@@ -92,8 +92,8 @@ class Sequences:
         self._prompts = torch.tensor(padded, device=self._device)  # (B, T)
         self._padding = torch.tensor(padding, device=self._device)[:, None] if any(padding) else None  # (B, 1)
         heads = (len(prompts), config.n_head, capacity, config.n_embd // config.n_head)
-        store = torch.empty((config.n_layer, 2, *heads), dtype=embedding.dtype, device=self._device)
-        self._cache = [(keys, values) for keys, values in store]  # of each layer, (B, nh, P, hs)
+        cache = (config.n_layer, 2, *heads)  # keys and values of each layer, (B, nh, P, hs) each
+        self._cache = torch.empty(cache, dtype=embedding.dtype, device=self._device)
         self._mask = self._column_mask(capacity)
         self._places = torch.arange(width, device=self._device)[None].expand(len(prompts), -1)  # (B, T)
         if self._padding is not None:
@@ -141,14 +141,13 @@ class Sequences:
         decoder, (batch, length) = self._decoder, ids.shape
         start, end = self.length, self.length + length
         x = decoder.embedding[ids.flatten()] + decoder.positions[self._places.flatten()]  # (B * T, C)
-        for layer, (keys, values) in zip(decoder.layers, self._cache, strict=True):
+        heads = (batch, length, 3, *self._cache.shape[3::2])  # (B, T, 3, nh, hs)
+        new, seen = self._cache[..., start:end, :], self._cache[..., :end, :].flatten(0, 1).unbind()
+        for layer, written, keys, values in zip(decoder.layers, new, seen[::2], seen[1::2], strict=True):
             attention, mlp = layer.norms
-            qkv = layer.qkv.product(attention(x)).view(batch, length, 3, keys.shape[1], keys.shape[3])
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-            keys[:, :, start:end], values[:, :, start:end] = k, v
-            y = F.scaled_dot_product_attention(
-                q, keys[:, :, :end], values[:, :, :end], attn_mask=mask, is_causal=causal
-            )  # (B, nh, T, hs)
+            qkv = layer.qkv.product(attention(x)).view(heads).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hs)
+            written.copy_(qkv[1:])
+            y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask, is_causal=causal)  # (B, nh, T, hs)
             x = layer.proj.added_to(x, y.transpose(1, 2).reshape(x.shape))
             x = layer.out.added_to(x, layer.fc.gelu(mlp(x)))
         self.length = end

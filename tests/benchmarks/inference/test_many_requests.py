@@ -31,7 +31,7 @@ from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.reports.concurrency import Concurrency, Percentiles, read_concurrency
-from dsgpt.reports.plots import chart_of_concurrency
+from dsgpt.reports.concurrency_chart import concurrency_chart
 from dsgpt.reports.style import quiet_style
 from dsgpt.reports.themes import LIGHT
 from dsgpt.telemetry.console import Console
@@ -127,8 +127,8 @@ def test_the_chart_has_a_line_for_each_engine(measured):
     record = read_concurrency(measured[1] / "inference.json")
     other = replace(record, engines=[record.engines[0], replace(record.engines[2], same_ids=27)])
     with quiet_style(LIGHT):
-        lines = chart_of_concurrency(record)["latency_by_concurrency"]().body.axes[0].get_lines()
-        warned = chart_of_concurrency(other)["latency_by_concurrency"]().figure.findobj(Text)
+        lines = concurrency_chart(record).body.axes[0].get_lines()
+        warned = concurrency_chart(other).figure.findobj(Text)
     assert len(lines) == len(ENGINES)
     for line, engine in zip(lines, record.engines, strict=True):
         loads = engine.by_concurrency.values()
@@ -389,3 +389,29 @@ def test_vllm_is_asked_for_greedy_ids_and_never_for_more_than_the_slots(monkeypa
     first = stand_in.asked[0]
     assert (first.prompt, first.wanted.temperature, first.wanted.ignore_eos) == ({"prompt_token_ids": [0]}, 0, True)
     assert stand_in.asked[-1].name == "shutdown"
+
+
+def test_an_engine_that_fails_is_shown_and_the_others_go_on(tmp_path, capsys):
+    """A Python without vLLM stands for one whose vLLM does not start."""
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    write_trace(tmp_path / "trace.json", replace(TRACE, requests=TRACE.requests[:2]))
+    options = replace(
+        OPTIONS, output=tmp_path / "inference.json", page=tmp_path / "inference.md", checkpoint=write_run(tmp_path),
+        concurrency=(1,), engines=("vllm", "one"), repeats=1, trace=tmp_path / "trace.json",
+        vllm=tmp_path / "environment",
+    )  # fmt: skip
+    assert run_inference(options, repository=REPOSITORY) == 1
+    record = read_concurrency(tmp_path / "inference.json")
+    vllm, one = record.engines
+    assert vllm.failure == "its process ended with 1: ModuleNotFoundError: No module named 'vllm'"
+    assert (vllm.load_sec, vllm.answers, vllm.by_concurrency) == (None, 0, {})
+    assert (one.failure, one.same_ids) == (None, 2)
+    page = (tmp_path / "inference.md").read_text()
+    assert f"* vllm failed: {vllm.failure}" in page
+    assert "| vllm | failed | failed |" in page
+    assert capsys.readouterr().out.count(vllm.failure) == 3  # when it failed, in the summary, and at the end
+    with quiet_style(LIGHT):
+        texts = concurrency_chart(record).figure.findobj(Text)
+    assert f"FAILED: vllm: {vllm.failure}" in [text.get_text() for text in texts]

@@ -50,7 +50,7 @@ def show() -> None:
 
 
 def _show_first_steps() -> None:
-    st.subheader("No run yet")
+    st.header("No run yet")
     st.write("A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:")
     st.code(FIRST_RUN, language="bash")
     st.write("What it will cost, and which setup is best, says **Plan and cost**; **How it is split** explains setups.")
