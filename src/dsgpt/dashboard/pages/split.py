@@ -15,7 +15,7 @@ from dsgpt.dashboard.holding import holdings
 from dsgpt.dashboard.holding_picture import holding_svg
 from dsgpt.dashboard.lessons import lessons
 from dsgpt.dashboard.refusals import refusal
-from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice, Split, held_rows, sent_rows, split_of
+from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice, Split, copied_rows, held_rows, sent_rows, split_of
 from dsgpt.dashboard.step_line import step_lines
 from dsgpt.dashboard.step_picture import step_svg
 from dsgpt.dashboard.tables import columns
@@ -129,6 +129,9 @@ def _sent(split: Split) -> None:
         st.info(plain(str(error)))
     else:
         drawing(svg, key="split-step-picture", name=f"step-{strategy_name(setup)}")
+    if copies := copied_rows(setup):
+        with st.expander("Numbers: what offload copies"):
+            show_table(columns(copies), key="split-copied", name="What offload copies in a step")
     rows = sent_rows(setup)
     if not rows:
         st.write("A single rank sends nothing.")
