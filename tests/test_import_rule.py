@@ -190,6 +190,7 @@ LIGHT = {
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
     "serving": ["options"],
     "telemetry": ["record", "sources"],
+    "training": ["run_lock", "status"],
 }
 """Modules of each room that scripts import before they know what they have to do."""
 

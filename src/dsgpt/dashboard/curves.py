@@ -107,10 +107,7 @@ def labels(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def described(series: Sequence[Series], *, y: str) -> str:
-    """The curves in words: where each begins and ends."""
-    parts = []
-    for each in series:
-        known = each.y[~np.isnan(each.y)]
-        if len(known):
-            parts.append(f"{each.name} from {known[0]:.4g} to {known[-1]:.4g} over {len(known):,} points")
+    """The curves in words: where each ends."""
+    ends = {each.name: each.y[~np.isnan(each.y)] for each in series}
+    parts = [f"{name} ends at {known[-1]:.4g}" for name, known in ends.items() if len(known)]
     return f"{y}: " + ("; ".join(parts) or "nothing recorded")

@@ -38,7 +38,6 @@ def figure(
     theme = page_theme()
     whole = {
         "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
-        "usermeta": {"embedOptions": {"actions": {"export": True}}},
         **specification,
     }
     st.markdown(f"**{plain(title)}**")

@@ -22,7 +22,7 @@ def lines(
     from_zero: bool = False,
     rules: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A line for each name, which the mouse can zoom and move; double-click resets it.
+    """A line for each name, which the mouse can move, and with Ctrl zoom.
 
     The fields of its points are ``run``, ``x`` and ``y``.
 
@@ -48,7 +48,8 @@ def lines(
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
     legend_rows = -(-len(names) // LEGEND_COLUMNS) if len(names) > 1 else 0
-    zoom = {"name": "zoom", "select": "interval", "bind": "scales"}
+    with_ctrl = "wheel![event.ctrlKey]"  # the wheel alone scrolls the page
+    zoom = {"name": "zoom", "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
     height = {"height": HEIGHT + ROW_HEIGHT * legend_rows}
     return {**height, **({"layer": [curve, *_rules(rules)]} if rules else curve)}
@@ -59,10 +60,9 @@ def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
     once: dict[str, Any] = {"data": {"values": [{}]}}
     for label, value in rules.items():
         at = {"datum": value, "type": "quantitative"}
-        found.append(
-            {**once, "mark": {"type": "rule", "strokeDash": [4, 4], "color": "#8a8f98"}, "encoding": {"y": at}}
-        )
-        text = {"type": "text", "text": label, "align": "left", "dx": 4, "dy": -6, "color": "#8a8f98"}
+        rule = {"type": "rule", "strokeDash": [4, 4], "aria": False}
+        text = {"type": "text", "text": label, "align": "left", "dx": 4, "dy": -6}
+        found.append({**once, "mark": rule, "encoding": {"y": at}})
         found.append({**once, "mark": text, "encoding": {"y": at, "x": {"value": 0}}})
     return found
 

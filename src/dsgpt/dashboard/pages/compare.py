@@ -65,7 +65,7 @@ def _show_runs(folder: Path, names: Sequence[str]) -> None:
     if steps:
         _show_losses(runs, steps, price)
         _show_difference(runs, steps)
-    st.subheader("All figures")
+    st.header("All figures")
     show_table(measures.as_table(result_rows(runs), first="figure"), key="results", name="figures of the runs")
     with st.expander("What was trained, and how"):
         show_table(measures.as_table(work_rows(runs), first="fact"), key="work", name="work of the runs")
@@ -161,7 +161,7 @@ def _show_bars(runs: Sequence[Run]) -> float | None:
 
 
 def _show_losses(runs: Sequence[Run], steps: Mapping[str, Steps], price: float | None) -> None:
-    st.subheader("Loss")
+    st.header("Loss")
     left, middle, right = st.columns([3, 4, 3])
     kind = left.segmented_control("Loss", ["training", "validation"], default="training", key="loss", required=True)
     known = curves.axes(price)

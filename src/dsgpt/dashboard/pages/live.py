@@ -137,7 +137,7 @@ def _show_hardware(folder: Path, runs: Sequence[Watched]) -> None:
     samples = {run.label: own for run in runs if (own := recent_samples(folder / run.summary.name))}
     if not samples:
         return
-    st.subheader("GPUs")
+    st.header("GPUs")
     show_table(watched.gpu_table(samples), key="gpus", name="GPUs now")
     for key, heading in (("utilisation", "utilisation (%)"), ("power", "power (W)")):
         _show_curves(watched.gpu_series(samples, heading), [*samples], x="seconds before now", y=heading, key=key)

@@ -9,6 +9,7 @@ from streamlit.elements.lib.column_types import ColumnConfig
 
 from dsgpt.dashboard import formats
 from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds
+from dsgpt.dashboard.curves import labels
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import go_to
@@ -49,7 +50,7 @@ def show() -> None:
 
 
 def _show_first_steps() -> None:
-    st.subheader("No run yet")
+    st.header("No run yet")
     st.write("A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:")
     st.code(FIRST_RUN, language="bash")
     st.write("What it will cost, and which setup is best, says **Plan and cost**; **How it is split** explains setups.")
@@ -156,9 +157,10 @@ def _show_table(summaries: Sequence[Summary]) -> None:
 def _columns(summaries: Sequence[Summary]) -> pa.Table:
     runs = [each.recorded.run for each in summaries]
     started = [each.recorded.started for each in summaries]
+    names = [each.name for each in summaries]
     return pa.table(
         {
-            "run": [each.name for each in summaries],
+            "run": [*labels(names).values()],
             "state": [f"{SYMBOLS[each.status]} {each.status.value}" for each in summaries],
             "strategy": [run.strategy if run else None for run in runs],
             "model": [each.recorded.model for each in summaries],
@@ -170,6 +172,7 @@ def _columns(summaries: Sequence[Summary]) -> pa.Table:
             "when": pa.array(
                 [None if moment is None else moment.strftime("%Y-%m-%d %H:%M") for moment in started], pa.string()
             ),
+            "folder": [name.rpartition("/")[0] for name in names],
         }
     )
 
@@ -181,16 +184,16 @@ def _whole(value: float | None) -> int | None:
 def _formats() -> dict[str, ColumnConfig]:
     column = st.column_config
     return {
-        "run": column.TextColumn(width=190, pinned=True),
+        "run": column.TextColumn(width=165, pinned=True),
         "state": column.TextColumn(width=105),
-        "strategy": column.TextColumn(width=80),
-        "model": column.TextColumn(width=105),
+        "strategy": column.TextColumn(width=75),
+        "model": column.TextColumn(width=100),
         "devices": column.NumberColumn(format="%d", width=60),
         "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width=80),
         "train loss": column.NumberColumn(format="%.4f", width=75, help="Of the last step, nats per token."),
         "val loss": column.NumberColumn(format="%.4f", width=65, help="Of the last validation, nats per token."),
         "tokens/s": column.NumberColumn(format="localized", width=75, help="Of all devices."),
-        "when": column.TextColumn(help="When its last process began, in UTC."),
+        "when": column.TextColumn(width=125, help="When its last process began, in UTC."),
     }
 
 
