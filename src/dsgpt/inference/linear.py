@@ -104,7 +104,7 @@ class Packed:
 
 
 class Int8:
-    """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and less time for a single row."""
+    """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and for one row less time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, scales = to_int8(weight)
