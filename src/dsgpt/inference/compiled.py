@@ -4,6 +4,7 @@ On GPUs it becomes a CUDA graph. On CPUs weights are constants, so that the comp
 which of its products and PyTorch's is faster.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +37,20 @@ class _Int8(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, in) to (N, out)."""
         if x.device.type == "cpu":
-            out = torch.ops.aten._weight_int8pack_mm(x, self.values, self.scales)
+            out: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.values, self.scales)
         else:
             out = F.linear(x, self.values.to(x.dtype)) * self.scales
         return out if self.bias is None else out + self.bias
+
+
+class _Layer(nn.Module):
+    """The parts of a transformer block."""
+
+    def __init__(self, block: Block, linear: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = block.ln_1, block.ln_2
+        self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
+        self.fc, self.out = linear(block.mlp.fc), linear(block.mlp.proj)
 
 
 class _Step(nn.Module):
@@ -56,12 +67,7 @@ class _Step(nn.Module):
         head = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False, device="meta")
         head.weight = nn.Parameter(model.wte.weight.detach()[: model.config.vocab_size], requires_grad=False)
         self.head = linear(head)
-        blocks = [block for block in model.blocks if isinstance(block, Block)]
-        self.norms = nn.ModuleList(nn.ModuleList([block.ln_1, block.ln_2]) for block in blocks)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(map(linear, (block.attn.qkv, block.attn.proj, block.mlp.fc, block.mlp.proj)))
-            for block in blocks
-        )
+        self.layers = nn.ModuleList(_Layer(block, linear) for block in model.blocks if isinstance(block, Block))
 
     def forward(self, ids: Tensor, places: Tensor, column: Tensor, padding: Tensor, cache: Tensor) -> Tensor:
         """The logits that follow ``ids``, (B, V) in fp32.
@@ -76,15 +82,15 @@ class _Step(nn.Module):
         batch, columns = len(ids), torch.arange(cache.shape[4], device=ids.device)
         seen = ((columns <= column) & (columns >= padding))[:, None, None]  # (B, 1, 1, P)
         x = self.wte(ids) + self.wpe(places)  # (B, C)
-        for index, (norms, layers) in enumerate(zip(self.norms, self.layers, strict=True)):
-            attention, mlp = norms  # type: ignore[misc] # a list of two
-            qkv, proj, fc, out = layers  # type: ignore[misc] # of four
-            q, k, v = qkv(attention(x)).view(batch, 1, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, nh, 1, hs) each
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
+            qkv = layer.qkv(layer.attention_norm(x)).view(batch, 1, 3, self.heads, -1)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, 1, hs) each
             cache[index, 0].index_copy_(2, column, k)
             cache[index, 1].index_copy_(2, column, v)
             y = F.scaled_dot_product_attention(q, cache[index, 0], cache[index, 1], attn_mask=seen)
-            x = x + proj(y.reshape(batch, -1))
-            x = x + out(F.gelu(fc(mlp(x)), approximate="tanh"))
+            x = x + layer.proj(y.reshape(batch, -1))
+            x = x + layer.out(F.gelu(layer.fc(layer.mlp_norm(x)), approximate="tanh"))
         logits: Tensor = self.head(self.ln_f(x)).float()
         return logits
 
@@ -98,7 +104,8 @@ def compiled_step(model: GPT2, *, quantize: str) -> Step:
     compiled = torch.compile(step, dynamic=False)
 
     def call(*inputs: Tensor) -> Tensor:
-        with _settings():
+        with warnings.catch_warnings(), _settings():
+            warnings.simplefilter("ignore", UserWarning)  # the compiler's own use of deprecated storages
             found: Tensor = compiled(*inputs)
         return found
 

@@ -113,7 +113,7 @@ class Int8:
     def product(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
         if x.device.type == "cpu" and len(x) <= _FEW_ROWS:
-            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+            out: Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
         else:
             out = F.linear(x, self._weight.to(x.dtype)) * self._scales
         return out if self._bias is None else out.add_(self._bias)
@@ -131,7 +131,7 @@ def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, quantize: str
     """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits. GPUs need no other layouts."""
     if quantize == "int8":
         return Int8(weight, bias)
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+    if weight.device.type == "cpu" and torch._C._has_mkldnn:
         if weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and rows > 1):
             return Packed(weight, bias, rows=rows)
         if weight.dtype == torch.float32:
