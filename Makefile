@@ -6,6 +6,7 @@
 # make vllm    vLLM in an environment of its own, .venv-vllm, for src/benchmark.py inference
 # make records  remake the committed records whose sources have changed, and their pages, on an idle machine
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
+# make dashboard  see runs, plan and try models in a browser, on 127.0.0.1
 # make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
 #
 # PYTHON=python3.12 make demo   uses another interpreter
@@ -23,7 +24,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help demo style check test test-pythons test-here parity faults vllm records charts
+.PHONY: help demo style check test test-pythons test-here parity faults vllm records charts dashboard
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +52,10 @@ $(BIN)/.installed: requirements.txt pyproject.toml
 
 $(BIN)/.installed-for-tests: $(BIN)/.installed
 	$(install_package) --quiet -e '.[test]'
+	@touch $@
+
+$(BIN)/.installed-for-dashboard: $(BIN)/.installed
+	$(install_package) --quiet -e '.[dashboard]'
 	@touch $@
 
 demo: $(BIN)/.installed
@@ -120,3 +125,6 @@ draw = $(BIN)/python charts/generate_charts.py $(SWEEPS:%=--sweep %) $(PLAN:%=--
 charts: $(BIN)/.installed
 	$(draw) --output-dir docs/images --only $(SHOWN) --format svg --theme both
 	$(draw) --output-dir charts/reference --theme both
+
+dashboard: $(BIN)/.installed-for-dashboard
+	@$(BIN)/python charts/dashboard.py

@@ -61,8 +61,8 @@ DESCRIPTIONS = {
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
 is skipped, so an interrupted command continues with the record that it was remaking. It says how long the others will
-take, by the committed records. Without --peer, the record of speed names the rows that are missing. Exit code 0: all
-are up to date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
+take, by the committed records. Without --peer, the records of speed and decoding lack rows. Exit code 0: all are up to
+date, or --check; 1: a source changed meanwhile; otherwise that of the command that failed.""",
 }
 EXAMPLES = {
     **{name: suite.examples for name, suite in SUITES.items()},
@@ -136,7 +136,7 @@ def _add_flags(flags: SuiteFlags, what: str) -> None:
     else:
         flags.parser.add_argument("--check", action="store_true", help="remake nothing; list which records are old")
         flags.only("NAME", "records")
-        flags.peers("checkouts that speed compares with")
+        flags.peers("checkouts that speed and decoding compare with")
 
 
 if __name__ == "__main__":

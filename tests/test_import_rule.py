@@ -43,6 +43,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "reports": ("common", "config", "telemetry"),
     "calibration": ("common", "runtime", "model", "telemetry", "planning"),
     "advising": ("common", "runtime", "model", "config", "telemetry", "planning", "reports", "calibration"),
+    "dashboard": (*_RUN, "exporting", "reports", "calibration", "advising"),
     "benchmarks.harness": _SUITE,
     "benchmarks.parity": (*_SUITE, "strategies.pytorch", "strategies.deepspeed"),
     "benchmarks.resume": _SUITE,
@@ -146,7 +147,7 @@ def test_reports_and_data_preparation_know_only_the_file_contracts(room, scripts
         for name in imported(path)
         if name.startswith("dsgpt.")
     }
-    assert {module for module in used if module.split(".")[0] not in {"common", room}} == contracts
+    assert {module for module in used if module.split(".")[0] not in {"common", "dashboard", room}} == contracts
 
 
 def test_nothing_in_the_package_imports_a_script():
@@ -161,6 +162,14 @@ def test_only_deepspeeds_strategies_import_it():
     users = {path for path in files if any(name.split(".")[0] == "deepspeed" for name in imported(path))}
     assert PACKAGE / "strategies" / "deepspeed" / "pipeline_layers.py" in users
     assert {path.parent for path in users} == {PACKAGE / "strategies" / "deepspeed"}
+
+
+def test_only_the_dashboard_imports_streamlit():
+    users = {
+        path for path in SOURCES.rglob("*.py") if any(name.split(".")[0] == "streamlit" for name in imported(path))
+    }
+    assert PACKAGE / "dashboard" / "app.py" in users
+    assert all(PACKAGE / "dashboard" in path.parents for path in users)
 
 
 def imported_by(*arguments: object, cwd: Path) -> set[str]:
@@ -181,6 +190,7 @@ LIGHT = {
     "runtime": ["interruption", "launcher", "machine_probe", "topology"],
     "serving": ["options"],
     "telemetry": ["record", "sources"],
+    "training": ["run_lock", "status"],
 }
 """Modules of each room that scripts import before they know what they have to do."""
 
@@ -194,8 +204,8 @@ def test_light_modules_import_neither_torch_nor_numpy(room, tmp_path):
 
 SCRIPTS = [
     *("src/gpt2.py", "src/generate.py", "src/evaluate.py", "src/serve.py", "src/convert.py", "src/demo.py"),
-    *("src/benchmark.py", "src/plan.py", "charts/generate_charts.py", "data_prep/preprocess.py"),
-    *("data_prep/preprocess_small.py", "data_prep/download_data.py"),
+    *("src/benchmark.py", "src/plan.py", "charts/generate_charts.py", "charts/dashboard.py"),
+    *("data_prep/preprocess.py", "data_prep/preprocess_small.py", "data_prep/download_data.py"),
 ]
 
 

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dsgpt.reports.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, memory_bars
+from dsgpt.reports.curves import window_of
 from dsgpt.reports.lines import (
     EPOCHS,
     SMALLEST_SPAN,
@@ -15,7 +16,6 @@ from dsgpt.reports.lines import (
     ends_can_be_labelled,
     step_axis,
     time_axis,
-    window_of,
 )
 from dsgpt.reports.plots import charts_of_runs
 from dsgpt.reports.rows import in_two_lines

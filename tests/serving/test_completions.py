@@ -1,10 +1,14 @@
 """A server answers the real ``openai`` client as OpenAI's interface says, with the text of our own generator."""
 
+import doctest
+import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from running_server import MODEL, Server
+from small_run import REPOSITORY
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
 from dsgpt.formats.tokenizer_files import open_tokenizer
@@ -50,6 +54,22 @@ def test_greedy_ids_and_text_are_those_of_the_generator_alone_and_together(serve
     assert alone.id != together[0].id
 
 
+def test_the_sessions_of_the_page_are_what_the_client_sees(server: Server, capsys):
+    """With this server's address and model."""
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    example, session = (
+        block.replace("http://127.0.0.1:8000", server.url).replace("demo-zero1", MODEL)
+        for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    )
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert capsys.readouterr().out == server.complete("def main(", max_tokens=32).choices[0].text
+    test = doctest.DocTestParser().get_doctest(session, names, "docs/serving.md", None, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test)
+    assert (runner.failures, runner.tries) == (0, 13), capsys.readouterr().out
+
+
 def test_a_list_of_prompts_as_text_or_ids(server: Server, own):
     ids = [own[1].encode(prompt) for prompt in PROMPTS[:3]]
     texts = [own[1].decode(greedy(own, prompt, 8)) for prompt in PROMPTS[:3]]
@@ -81,7 +101,7 @@ def test_a_stream_has_the_whole_answers_text_and_ends_with_its_usage(server: Ser
     assert {part.id for part in parts} == {parts[0].id}
 
 
-def test_a_stop_sequence_ends_the_text_before_it_also_across_tokens(server: Server):
+def test_a_stop_sequence_ends_the_text_before_it_also_across_tokens(server: Server, own):
     text = server.complete(max_tokens=100).choices[0].text
     place = next(place for place in range(2, 90) if "\ufffd" not in text[place : place + 3])
     stop = text[place : place + 3]
@@ -89,6 +109,7 @@ def test_a_stop_sequence_ends_the_text_before_it_also_across_tokens(server: Serv
     for stops in (stop, ["never this", stop]):
         answer = server.complete(max_tokens=100, stop=stops)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+        assert answer.usage.completion_tokens == len(own[1].encode(expected + stop))
         streamed = list(server.complete(max_tokens=100, stop=stops, stream=True))
         assert "".join(part.choices[0].text for part in streamed) == expected
         assert streamed[-1].choices[0].finish_reason == "stop"
@@ -112,6 +133,9 @@ def test_logprobs_are_the_models(server: Server, own):
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
         for place, best in enumerate(choice.logprobs.top_logprobs[1:]):
             assert list(best.values()) == pytest.approx(logs[place].topk(3).values.tolist(), abs=1e-4)
+    empty = server.complete("", max_tokens=6, echo=True, logprobs=0).choices[0]
+    assert (empty.text, len(empty.logprobs.tokens)) == (tokenizer.decode(greedy(own, "<|endoftext|>", 6)), 6)
+    assert None not in empty.logprobs.token_logprobs
     scored = server.complete("def ", max_tokens=0, echo=True, logprobs=1)
     assert (scored.choices[0].text, scored.usage.completion_tokens) == ("def ", 0)
     assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected[: len(before) - 1], abs=1e-4)
@@ -144,8 +168,11 @@ def test_a_lower_temperature_and_top_p_are_nearer_to_the_likeliest_token(server:
         drawn |= {choice.logprobs.tokens[0] for choice in answer.choices if choice.logprobs.tokens}
     assert drawn <= {named(tokenizer, token) for token in nucleus}
     assert len(drawn) > 10
-    cold = server.complete(max_tokens=4, n=4, temperature=1e-9)
-    assert {choice.text for choice in cold.choices} == {tokenizer.decode(greedy(own, "def ", 4))}
+    for temperature in (1e-9, 2e-4):  # the second is sampled
+        cold = server.complete(max_tokens=4, n=4, temperature=temperature)
+        assert {choice.text for choice in cold.choices} == {tokenizer.decode(greedy(own, "def ", 4))}
+    narrow = server.complete(max_tokens=4, n=4, temperature=1.0, top_p=1e-6)
+    assert {choice.text for choice in narrow.choices} == {tokenizer.decode(greedy(own, "def ", 4))}
 
 
 def test_models_health_and_metrics(server: Server):

@@ -24,7 +24,7 @@ from dsgpt.serving.metrics import Metrics
 from dsgpt.serving.opening import open_served
 from dsgpt.serving.options import Limits, ServeOptions
 from dsgpt.serving.scoring import Scorer
-from dsgpt.serving.server import serve
+from dsgpt.serving.server import http_config, serve
 
 KEY = "0123456789abcdef"
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=5, stall_sec=1)
@@ -63,6 +63,12 @@ def _key(folder: Path) -> Path:
     return folder / "key"
 
 
+def test_a_connection_is_kept_longer_than_clients_and_load_balancers_keep_it():
+    """Otherwise a request that is sent while the server closes its connection has no answer."""
+    clients = httpx2.Limits().keepalive_expiry, openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert http_config(None).timeout_keep_alive > max(*clients, 60)
+
+
 def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
     marker = bring_code(checkpoint / "tokenizer", marker=tmp_path / "ran")
     seal(checkpoint)
@@ -83,18 +89,18 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_ended(run_dir):
         metrics=metrics,
         gate=Gate(limits, metrics),
     )
-    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, local_only=True))
+    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, loopback="127.0.0.2"))
     values = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
     async def ask() -> tuple[httpx2.Response, ...]:
         engine.start()
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.2") as client:
             late = await client.post("/v1/completions", json=values)
             patient = replace(completions, limits=LIMITS)
             await asyncio.to_thread(engine.close)
             while not engine.failed:
                 await asyncio.sleep(0.01)
-            transport.app = make_app(patient, api_key=None, local_only=True)
+            transport.app = make_app(patient, api_key=None, loopback="127.0.0.2")
             return late, await client.post("/v1/completions", json=values), await client.get("/health")
 
     late, ended, health = asyncio.run(ask())

@@ -3,11 +3,10 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from dsgpt.advising.options import PlanOptions
-from dsgpt.advising.plan import Plan, plan_of
+from dsgpt.advising.plan import Plan, plan_of, what_would_fit
 from dsgpt.advising.published import published_page
 from dsgpt.advising.recommendation import (
     best_of,
@@ -15,14 +14,13 @@ from dsgpt.advising.recommendation import (
     recommendation_lines,
     write_recommendation,
 )
-from dsgpt.advising.request import PlanRequest, fixed_batch, read_request
+from dsgpt.advising.request import PlanRequest, fixed_setup, read_request
 from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_json, plan_lines
-from dsgpt.common.divisors import divisors
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.problems import Problems
-from dsgpt.planning.prices import TABLE, PriceTable, read_prices
+from dsgpt.planning.prices import TABLE, read_prices
 from dsgpt.planning.rates import CALIBRATION
 
 
@@ -50,9 +48,9 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     if options.recommend:
         return _recommend(request, repository=repository)
     prices = read_prices(options.prices or TABLE)
-    plan = _fixed(request, prices, problems)
+    plan = plan_of(fixed_setup(request, problems), request.machine, request.options, prices)
     _draw(plan, options)
-    _print(plan_json(plan) if options.json else [*plan_lines(plan), *_what_would_fit(request, plan, prices)])
+    _print(plan_json(plan) if options.json else [*plan_lines(plan), *what_would_fit(plan, request.options, prices)])
     return EXIT_DONE
 
 
@@ -67,35 +65,6 @@ def _calibrate(options: PlanOptions, problems: Problems) -> int:
         calibrate(path, seconds=options.seconds, devices=options.gpus)
     print(path)
     return EXIT_DONE
-
-
-def _fixed(request: PlanRequest, prices: PriceTable, problems: Problems) -> Plan:
-    """The plan of the setup that the flags name."""
-    batch = fixed_batch(request, problems)
-    problems.raise_if_any()
-    assert batch is not None
-    checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
-    setup = request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
-    return plan_of(setup, request.machine, request.options, prices)
-
-
-def _what_would_fit(request: PlanRequest, plan: Plan, prices: PriceTable) -> list[str]:
-    """A line for a setup that does not fit: the largest micro batch that would, with as little change as possible."""
-    if plan.fits:
-        return []
-    share = plan.setup.micro_batch_size * plan.setup.gradient_accumulation_steps
-    for checkpointing in sorted({plan.setup.activation_checkpointing, True}):
-        for micro in sorted(divisors(share), reverse=True):
-            setup = replace(
-                plan.setup,
-                micro_batch_size=micro,
-                gradient_accumulation_steps=share // micro,
-                activation_checkpointing=checkpointing,
-            )
-            if plan_of(setup, request.machine, request.options, prices).fits:
-                flag = "--activation_checkpointing and " if checkpointing > plan.setup.activation_checkpointing else ""
-                return ["", f"it fits with {flag}--micro_batch_size_per_gpu {micro}"]
-    return ["", "it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]
 
 
 def _recommend(request: PlanRequest, *, repository: Path) -> int:

@@ -1,20 +1,16 @@
 """The picture of a plan: who holds what on which rank, and how much of it."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from dsgpt.advising.plan import Plan
-from dsgpt.advising.words import GB, strategy_name
+from dsgpt.advising.words import GB, held_in_words, strategy_name
 from dsgpt.common.files import write_atomic
-from dsgpt.planning.parameters import EMBEDDING, ParameterSize
 from dsgpt.planning.peak_memory import Peak, peak_memory
-from dsgpt.planning.setup import Setup
 from dsgpt.reports.style import FORMATS, frame, look, quiet_style
 from dsgpt.reports.themes import THEMES, current
-from dsgpt.runtime.topology import Topology
 
 MOST_RANKS = 16
 """More ranks are not drawn: they hold the same as others."""
@@ -69,27 +65,3 @@ def _figure(plan: Plan) -> Figure:
 
 def _parts_to_show(peaks: Sequence[Peak]) -> list[str]:
     return [name for name in peaks[0].parts if any(peak.parts[name] > _LEAST_SHARE * peak.total for peak in peaks)]
-
-
-def held_in_words(setup: Setup, rank: int) -> str:
-    """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
-    place = Topology(
-        rank=rank, local_rank=0, world_size=setup.world_size, local_world_size=setup.world_size, launcher=""
-    ).split(setup.sizes)
-    words = [_layers(setup.held(rank), whole=setup.sizes.pipeline == 1)]
-    if setup.sizes.tensor > 1:
-        words.append(f"matrices {place.tensor_rank + 1}/{setup.sizes.tensor}")
-    if setup.sizes.sequence > 1:
-        words.append(f"positions {place.sequence_rank + 1}/{setup.sizes.sequence}")
-    if setup.data_parallel_size > 1:
-        words.append(f"data {place.data_rank + 1}/{setup.data_parallel_size}")
-    return ", ".join(words)
-
-
-def _layers(held: Sequence[ParameterSize], *, whole: bool) -> str:
-    """``all layers``, or ``embedding, blocks 0-23``."""
-    if whole:
-        return "all layers"
-    found = sorted({int(match[1]) for part in held if (match := re.match(r"blocks\.(\d+)\.", part.name))})
-    ends = ["embedding"] * any(part.name == EMBEDDING for part in held)
-    return ", ".join([*ends, f"blocks {found[0]}-{found[-1]}"] if found else ends)

@@ -1,8 +1,9 @@
 """The plan of one setup: its memory, the time of a step and of the training, and what that costs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsgpt.advising.options import PlanOptions
+from dsgpt.common.divisors import divisors
 from dsgpt.planning.hardware import gpus
 from dsgpt.planning.model_state import model_state
 from dsgpt.planning.peak_memory import Peak, peak_memory, worst_peak
@@ -114,6 +115,25 @@ def plan_of(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceT
         costs=_costs(setup, machine, options, prices, run),
         spot=options.spot,
     )
+
+
+def what_would_fit(plan: Plan, options: PlanOptions, prices: PriceTable) -> list[str]:
+    """A line for a setup that does not fit: the largest micro batch that would, with as little change as possible."""
+    if plan.fits:
+        return []
+    share = plan.setup.micro_batch_size * plan.setup.gradient_accumulation_steps
+    for checkpointing in sorted({plan.setup.activation_checkpointing, True}):
+        for micro in sorted(divisors(share), reverse=True):
+            setup = replace(
+                plan.setup,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=share // micro,
+                activation_checkpointing=checkpointing,
+            )
+            if plan_of(setup, plan.machine, options, prices).fits:
+                flag = "--activation_checkpointing and " if checkpointing > plan.setup.activation_checkpointing else ""
+                return ["", f"it fits with {flag}--micro_batch_size_per_gpu {micro}"]
+    return ["", "it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]
 
 
 def _host_bytes(setup: Setup, rank: int) -> int:

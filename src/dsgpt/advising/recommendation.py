@@ -12,7 +12,7 @@ from dsgpt.advising.search import Judged, no_price
 from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.advising.words import dollars, duration, size
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import write_atomic, write_json_atomic
+from dsgpt.common.files import json_text, write_atomic
 from dsgpt.config.recipe import recipe_text
 from dsgpt.planning.hardware import gpus
 
@@ -94,15 +94,23 @@ def recommendation_json(found: Sequence[Judged], best: Judged, written: Sequence
 
 def write_recommendation(best: Judged, request: PlanRequest) -> list[Path]:
     """Write recipe, command and plan to the folder of ``--into``; return their paths."""
+    files = recommendation_files(best, request)
+    request.options.into.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        write_atomic(path, content)
+    return list(files)
+
+
+def recommendation_files(best: Judged, request: PlanRequest) -> dict[Path, bytes]:
+    """Recipe, command and plan, by their paths in the folder of ``--into``."""
     assert best.plan is not None
     assert best.recipe is not None
-    folder = request.options.into
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe, command, plan = (folder / name for name in (RECIPE, COMMAND, PLAN))
-    write_atomic(recipe, recipe_text(best.recipe.raw).encode())
-    write_atomic(command, command_text(best, request, recipe).encode())
-    write_json_atomic(plan, plan_json(best.plan))
-    return [recipe, command, plan]
+    recipe, command, plan = (request.options.into / name for name in (RECIPE, COMMAND, PLAN))
+    return {
+        recipe: recipe_text(best.recipe.raw).encode(),
+        command: command_text(best, request, recipe).encode(),
+        plan: json_text(plan_json(best.plan)).encode(),
+    }
 
 
 def command_text(best: Judged, request: PlanRequest, recipe: Path) -> str:

@@ -136,6 +136,19 @@ def fixed_batch(request: PlanRequest, problems: Problems) -> BatchPlan | None:
     return batch
 
 
+def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
+    """The training that the flags name.
+
+    Raises:
+        UserError: training would refuse it; every mistake, a line each.
+    """
+    batch = fixed_batch(request, problems)
+    problems.raise_if_any()
+    assert batch is not None
+    checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
+    return request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
+
+
 def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
     shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | options.shape_overrides()
     found = shape_problems(shape)

@@ -1,8 +1,11 @@
 """Figures of a plan in words: bytes, times, money, and the name of a setup."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
+from dsgpt.planning.parameters import EMBEDDING, ParameterSize
 from dsgpt.planning.setup import Setup
+from dsgpt.runtime.topology import Topology
 
 GB = 10**9
 
@@ -46,3 +49,37 @@ def batch_in_words(setup: Setup) -> str:
     """``32 sequences = 2 in a micro batch x 2 accumulated x 8 data ranks``."""
     micro, steps, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
     return f"{micro * steps * ranks} sequences = micro batch {micro} x {steps} accumulated x {ranks} data ranks"
+
+
+def held_in_words(setup: Setup, rank: int) -> str:
+    """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
+    place = place_of(setup, rank)
+    words = [_layers(setup.held(rank), whole=setup.sizes.pipeline == 1)]
+    if setup.sizes.tensor > 1:
+        words.append(f"matrices {place.tensor_rank + 1}/{setup.sizes.tensor}")
+    if setup.sizes.sequence > 1:
+        words.append(f"positions {place.sequence_rank + 1}/{setup.sizes.sequence}")
+    if setup.data_parallel_size > 1:
+        words.append(f"data {place.data_rank + 1}/{setup.data_parallel_size}")
+    return ", ".join(words)
+
+
+def place_of(setup: Setup, rank: int) -> Topology:
+    """The stage, the shards and the data of ``rank``."""
+    return Topology(
+        rank=rank,
+        local_rank=0,
+        world_size=setup.world_size,
+        local_world_size=setup.world_size,
+        launcher="",
+        sizes=setup.sizes,
+    )
+
+
+def _layers(held: Sequence[ParameterSize], *, whole: bool) -> str:
+    """``all layers``, or ``embedding, blocks 0-23``."""
+    if whole:
+        return "all layers"
+    found = sorted({int(match[1]) for part in held if (match := re.match(r"blocks\.(\d+)\.", part.name))})
+    ends = ["embedding"] * any(part.name == EMBEDDING for part in held)
+    return ", ".join([*ends, f"blocks {found[0]}-{found[-1]}"] if found else ends)

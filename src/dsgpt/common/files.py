@@ -124,7 +124,12 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write ``value`` as JSON. NaN and infinity raise ``ValueError``: they are not JSON."""
-    write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_atomic(path, json_text(value).encode())
+
+
+def json_text(value: Any) -> str:
+    """``value`` as files hold it. NaN and infinity raise ``ValueError``: they are not JSON."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def print_traceback() -> None:

@@ -39,7 +39,8 @@ def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
     except UnicodeDecodeError as error:
         raise UserError(f"--text {path}: is not valid UTF-8 text") from error
     try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        # a text that names an end-of-text token is encoded as for training: the name is ordinary text
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     except Exception as error:  # the tokenizers library raises nothing more specific
         raise UserError(f"--text {path}: the tokenizer cannot encode it ({reason_of(error)})") from error
     size = len(text.encode())

@@ -23,6 +23,11 @@ class Continuation:
         self.ended = ""
         """Why the text ended: ``end of text``, or ``stop``; empty before."""
 
+    @property
+    def ids(self) -> list[int]:
+        """That were added, without the one that ended the text."""
+        return list(self._ids)
+
     def add(self, following: int) -> None:
         """Add the next id; nothing is added to a text that ended."""
         if self.ended:

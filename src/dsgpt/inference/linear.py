@@ -104,7 +104,7 @@ class Packed:
 
 
 class Int8:
-    """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and for one row less time."""
+    """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and less time for one row."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, scales = to_int8(weight)
@@ -112,8 +112,9 @@ class Int8:
 
     def product(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
+        out: Tensor
         if x.device.type == "cpu" and len(x) <= _FEW_ROWS:
-            out: Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
         else:
             out = F.linear(x, self._weight.to(x.dtype)) * self._scales
         return out if self._bias is None else out.add_(self._bias)

@@ -15,7 +15,7 @@ from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.inference.continuation import Continuation
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
-from dsgpt.inference.loading import device_for, load
+from dsgpt.inference.loading import Loaded, device_for, load
 from dsgpt.inference.request import Request
 from dsgpt.inference.sampling import Sampling, random_stream
 from dsgpt.model.config import GPT2Config
@@ -36,6 +36,8 @@ class Text:
     added: str
     ended: str
     """``end of text``, ``stop``, ``length`` (of the request), ``context`` (the model's), or ``interrupted``."""
+    ids: tuple[int, ...]
+    """That were generated, without an end-of-text id; after ``stop``, some have no text in ``added``."""
 
     def __str__(self) -> str:
         return self.prompt + self.added
@@ -44,29 +46,27 @@ class Text:
 class Writer:
     """A model that continues texts as a request says.
 
+    Args:
+        request: what is asked for.
+        opened: the model of its checkpoint, if it is in memory already.
+
     Raises:
         UserError: numbers that make no sense, no usable checkpoint, or no tokenizer in it.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, opened: "Opened | None" = None) -> None:
         problems = Problems()
         request.check(problems)
         device = device_for(request.device, precision=request.precision, problems=problems)
         if request.compile and device.type == "cpu" and not (shutil.which("g++") or os.environ.get("CXX")):
             problems.add("--compile needs a C++ compiler: install g++, or leave it out")
         problems.raise_if_any()
-        loaded = load(request.checkpoint, which=request.which, device=device, precision=request.precision)
+        loaded = opened.loaded if opened else _load(request, device)
         self._request, self._tokenizer = request, loaded.needed_tokenizer()
         self._model: GPT2 | None = loaded.model
         self._config = loaded.model.config
-        self._decoder: Decoder | None = None
-        self._sampling = Sampling(
-            repetition_penalty=request.repetition_penalty,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
-        )
+        self._decoder: Decoder | None = opened.decoder if opened else None
+        self._sampling = sampling_of(request)
 
     @property
     def context(self) -> int:
@@ -93,7 +93,7 @@ class Writer:
         problems, encoded = Problems(), []
         for prompt in prompts:
             try:
-                encoded.append(_encode(prompt, self._tokenizer, self._config))
+                encoded.append(encode_prompt(prompt, self._tokenizer, self._config))
             except UserError as error:
                 problems.add(*error.problems)
         problems.raise_if_any()
@@ -141,7 +141,7 @@ class Writer:
             show(continuation.news(last=True))
             full = CONTEXT if limit < self._request.max_new_tokens else "length"
             ended = continuation.ended or (full if count >= limit else INTERRUPTED)
-            yield Text(prompt=prompt, added=continuation.text, ended=ended)
+            yield Text(prompt=prompt, added=continuation.text, ended=ended, ids=tuple(continuation.ids))
 
     def _generate(
         self, batch: "_Batch", decoder: Decoder, show: Callable[[str], None], stopped: Callable[[], bool]
@@ -167,6 +167,43 @@ class Writer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model in memory. Several texts may be generated with it at once, because decoding does not change it."""
+
+    loaded: Loaded
+    decoder: Decoder
+    """For one text at a time."""
+
+
+def open_model(request: Request) -> Opened:
+    """The model of the request's checkpoint.
+
+    Raises:
+        UserError: there is no usable checkpoint, or the device cannot compute in the request's precision.
+    """
+    problems = Problems()
+    device = device_for(request.device, precision=request.precision, problems=problems)
+    problems.raise_if_any()
+    loaded = _load(request, device)
+    return Opened(loaded=loaded, decoder=Decoder(loaded.model))
+
+
+def sampling_of(request: Request) -> Sampling:
+    """How the request wants ids to be drawn."""
+    return Sampling(
+        repetition_penalty=request.repetition_penalty,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+    )
+
+
+def _load(request: Request, device: torch.device) -> Loaded:
+    return load(request.checkpoint, which=request.which, device=device, precision=request.precision)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Batch:
     """Texts that are generated together; each list has an entry for each."""
 
@@ -183,8 +220,12 @@ def _hide(_: str) -> None:
     """Shows nothing."""
 
 
-def _encode(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
-    """The ids of the prompt: at least one, all in the model's vocabulary, with a position left for one more."""
+def encode_prompt(prompt: str, tokenizer: "PreTrainedTokenizerBase", config: GPT2Config) -> list[int]:
+    """The ids of the prompt: at least one, all in the model's vocabulary, with a position left for one more.
+
+    Raises:
+        UserError: the tokenizer or the model cannot read it.
+    """
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

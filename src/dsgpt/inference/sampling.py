@@ -70,19 +70,27 @@ class Chooser:
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next ids, (B,), from ``logits``, (B, V) in fp32."""
-        penalty = self._sampling.repetition_penalty
-        if self._seen is not None:
-            penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(self._seen, penalized, logits)
+        logits = self._penalized(logits)
         if self._sampling.temperature == 0:
-            ids = logits.max(
-                dim=1
-            ).indices  # the first of equal ones, as argmax, which takes three times as long on CPUs
+            ids = logits.max(dim=1).indices  # the first of equal ones; argmax takes three times as long on CPUs
         else:
             ids = self._draw(probabilities(logits, self._sampling))
         if self._seen is not None:
             self._seen.scatter_(1, ids[:, None], True)
         return ids
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """The probabilities, (B, V), with which ``choose`` would draw from ``logits``."""
+        logits = self._penalized(logits)
+        if self._sampling.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).float()
+        return probabilities(logits, self._sampling)
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        if self._seen is None:
+            return logits
+        penalty = self._sampling.repetition_penalty
+        return torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
     def _draw(self, found: Tensor) -> Tensor:
         """One id of each row of probabilities, (B, V), where its stream's number falls in their running sum.

@@ -1,5 +1,6 @@
 """``calibration.json``: what a machine was measured to do, and its rates for predictions. Imports no torch."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, read_as
+from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, parse_as, parse_json, read_bytes
 from dsgpt.planning.rates import Machine, Rates, nearest_ranks
 
 SCHEMA_VERSION = "2.0"
@@ -76,15 +77,16 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read the file.
+    """Read the file, or the calibration in a record of ``benchmark.py plan``.
 
     Raises:
         UserError: it is missing, or not a calibration of this schema; one line.
     """
     try:
-        schema = read_as(path, _Schema, unknown_keys=True).schema_version
+        data = _calibration_in(read_bytes(path))
+        schema = parse_as(data, _Schema, unknown_keys=True).schema_version
         readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
-        found = read_as(path, Calibration, unknown_keys=True) if readable else None
+        found = parse_as(data, Calibration, unknown_keys=True) if readable else None
     except JsonError as error:
         raise UserError(
             f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
@@ -98,6 +100,13 @@ def read_calibration(path: Path) -> Calibration:
     if wrong:
         raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
     return found
+
+
+def _calibration_in(data: bytes) -> bytes:
+    """The file itself, unless it is a record that holds a calibration."""
+    record = parse_json(data)
+    inner = record.get("calibration") if isinstance(record, dict) else None
+    return json.dumps(inner).encode() if isinstance(inner, dict) else data
 
 
 def _impossible(calibration: dict[str, Any]) -> Iterator[str]:

@@ -25,21 +25,31 @@ _NOTHING: Layer = ()
 
 def gathered(setup: Setup) -> list[ParameterSize]:
     """The parameters that one micro batch gathers, each as often as it is gathered."""
-    return list(_walk(setup.model, setup.recipe.zero_optimization, setup.activation_checkpointing).gathered)
+    return list(_walk_of(setup).gathered)
+
+
+def gathered_forward(setup: Setup) -> list[ParameterSize]:
+    """Those of ``gathered`` that are gathered during the forward pass, prefetching for the backward pass included."""
+    walk = _walk_of(setup)
+    return walk.gathered[: walk.forward]
 
 
 def most_gathered(setup: Setup) -> int:
     """The most elements of gathered parameters that are whole at a time, those that persist left out."""
-    return _walk(setup.model, setup.recipe.zero_optimization, setup.activation_checkpointing).most_live
+    return _walk_of(setup).most_live
+
+
+def _walk_of(setup: Setup) -> "_Walk":
+    return _walk(setup.model, setup.recipe.zero_optimization, setup.activation_checkpointing)
 
 
 @lru_cache(maxsize=16)
 def _walk(model: GPT2Config, zero: ZeroRecipe, recompute: bool) -> "_Walk":
     """The walk, which is the same for every micro batch size and number of ranks."""
-    return _Walk(model, zero, _order(model, recompute=recompute))
+    return _Walk(model, zero, *_order(model, recompute=recompute))
 
 
-def _order(model: GPT2Config, *, recompute: bool) -> list[Layer]:
+def _order(model: GPT2Config, *, recompute: bool) -> tuple[list[Layer], list[Layer]]:
     """The modules of a forward and a backward pass, in the order in which they begin; the head is the embedding again.
 
     With activation checkpointing a block runs forward once more in its backward pass.
@@ -53,7 +63,7 @@ def _order(model: GPT2Config, *, recompute: bool) -> list[Layer]:
         forward += _block(parts, layer)
     for layer in reversed(range(model.n_layer)):
         backward += _block_backward(parts, layer, recompute=recompute)
-    return [*forward, tail, head, *backward, _NOTHING, positions, head]
+    return [*forward, tail, head], [*backward, _NOTHING, positions, head]
 
 
 def _block(parts: dict[str, ParameterSize], layer: int) -> list[Layer]:
@@ -75,8 +85,10 @@ def _block_layers(parts: dict[str, ParameterSize], layer: int) -> list[Layer]:
 class _Walk:
     """One forward and backward pass."""
 
-    def __init__(self, model: GPT2Config, zero: ZeroRecipe, order: Sequence[Layer]) -> None:
-        self._order = order
+    def __init__(
+        self, model: GPT2Config, zero: ZeroRecipe, forward: Sequence[Layer], backward: Sequence[Layer]
+    ) -> None:
+        order = self._order = [*forward, *backward]
         self._persistent = {part.name for part in persistent(zero, model_parameters(model))}
         self._zero = zero
         self._queue = deque((part, step) for step, layer in enumerate(order) for part in layer)
@@ -85,8 +97,12 @@ class _Walk:
         self._available = set(self._persistent)
         self._live = self.most_live = 0
         self.gathered: list[ParameterSize] = []
+        self.forward = 0
+        """How many of ``gathered`` belong to the forward pass."""
         for step, layer in enumerate(order):
             self._use(step, layer)
+            if step < len(forward):
+                self.forward = len(self.gathered)
 
     def _use(self, step: int, layer: Layer) -> None:
         for part in layer:

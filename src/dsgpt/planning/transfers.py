@@ -77,9 +77,21 @@ def overlap_in_words(setup: Setup, *, overlaps: bool) -> str:
     return "nothing overlaps"
 
 
+def can_overlap(setup: Setup, traffic: Traffic) -> bool:
+    """Whether ``traffic`` is sent while the device computes, on a device that can do both: GPUs."""
+    if setup.run_type != "optimized":
+        return True
+    zero = setup.recipe.zero_optimization
+    if not zero.overlap_comm or traffic.axis != "data":
+        return False
+    return zero.stage == 3 or (zero.stage in {1, 2} and traffic.what == "gradients")
+
+
 def _hidden(setup: Setup, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:
     """Seconds of ``traffic`` that computation hides."""
-    zero, micro_batches = setup.recipe.zero_optimization, setup.gradient_accumulation_steps
+    if not can_overlap(setup, traffic):
+        return 0.0
+    stage, micro_batches = setup.recipe.zero_stage, setup.gradient_accumulation_steps
     blocks = setup.model.n_layer / (setup.model.n_layer + 1)  # one of the pieces is the embedding's
     if setup.run_type == "ddp":
         last = next(part.numel for part in model_parameters(setup.model) if part.name == EMBEDDING)
@@ -88,13 +100,9 @@ def _hidden(setup: Setup, traffic: Traffic, seconds: float, *, forward: float, b
     if setup.run_type == "fsdp":
         computing = (forward + backward) * micro_batches / 2 if traffic.what == "weights" else backward
         return min(seconds * blocks, computing)
-    if setup.run_type != "optimized" or not zero.overlap_comm or traffic.axis != "data":
-        return 0.0
-    if zero.stage == 3:
+    if stage == 3:
         return min(seconds * blocks, (forward + backward) * micro_batches / 2)
-    if zero.stage in {1, 2} and traffic.what == "gradients":
-        return min(seconds * blocks, backward * (micro_batches if zero.stage == 2 else 1))
-    return 0.0
+    return min(seconds * blocks, backward * (micro_batches if stage == 2 else 1))
 
 
 def _seconds(setup: Setup, rates: Rates, traffic: Traffic, *, rank: int, devices: int) -> float:

@@ -99,8 +99,8 @@ def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
     parts += [f"**{_escape(line)}**" for line in [*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)]]
     parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
     parts += [_escape(machine_line(runs)), sources]
-    parts += ["## Results", _table(_result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
-    parts += ["## Work", _table(_work_rows(runs)), _segments(runs), _notes(runs)]
+    parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
+    parts += ["## Work", _table(work_rows(runs)), _segments(runs), _notes(runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -145,7 +145,8 @@ def _speed_up_cell(base: Run, run: Run) -> str:
     return f"{ratio:.2f}x{'' if run is base else label}"
 
 
-def _result_rows(runs: Sequence[Run]) -> list[list[str]]:
+def result_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Rows of what was measured, the first of which is the header; beside the runs, how much better than the first."""
     base, *others = runs
     header = ["", *(run.name for run in runs)]
     for other in others:
@@ -176,7 +177,8 @@ def _improvement_cell(row: Row, base: Run, other: Run) -> str:
     return UNKNOWN if percent is None else f"{round(percent, 1) + 0.0:+.1f} %".replace("+0.0 %", "0.0 %")
 
 
-def _work_rows(runs: Sequence[Run]) -> list[list[str]]:
+def work_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Rows of what was trained and how, the first of which is the header."""
     rows = [["", *(run.name for run in runs)]]
     rows.append(["strategy", *(run.strategy or show(None) for run in runs)])
     rows.append(["machine", *(run.machine or show(None) for run in runs)])

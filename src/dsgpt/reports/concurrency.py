@@ -37,8 +37,8 @@ class Load:
 
     requests: int
     """Of all repeats."""
-    offered_tokens_per_sec: float
-    """New tokens that were asked for, divided by the time in which their requests arrived."""
+    offered_tokens_per_sec: float | None
+    """New tokens that were asked for, divided by the time in which their requests arrived; None of one request."""
     tokens_per_sec: Spread
     """New tokens, divided by the time from the first arrival to the last token; a value for each repeat."""
     ttft_sec: Percentiles
@@ -77,13 +77,16 @@ class Engine:
     name: str
     version: str | None
     """Of its library; None for this project's own."""
-    load_sec: float
+    load_sec: float | None
+    """Seconds until it could answer; None if it never could."""
     same_ids: int
     """Answers with the ids of this project's, one request at a time."""
     answers: int
     differences: list[Difference]
     by_concurrency: dict[str, Load]
-    """By the number of requests that are worked on at once."""
+    """By the number of requests that are worked on at once; without those of which it finished no turn."""
+    failure: str | None = None
+    """Why it stopped answering, one line; None if it did not. Its later turns were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

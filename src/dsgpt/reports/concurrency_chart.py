@@ -22,7 +22,7 @@ def concurrency_chart(record: Concurrency) -> Frame:
     """Median and 95th percentile of the latency over tokens per second; below and to the right is better."""
     picture = frame(
         title="Many requests at once: latency against throughput",
-        warnings=_other_ids(record.engines),
+        warnings=_warnings(record.engines),
         captions=[CAPTION, _footer(record)],
         width=9.0,
         height=4.2 + 0.26 * -(-len(record.engines) // 2),
@@ -63,9 +63,10 @@ def _draw(axes: Axes, engine: Engine, style: Look) -> None:
         axes.annotate(slots, (right, up), (5, -11), textcoords="offset points", fontsize=8.5, color=style.colour)
 
 
-def _other_ids(engines: Sequence[Engine]) -> list[str]:
-    """A warning for each engine that generated other ids."""
-    return [
+def _warnings(engines: Sequence[Engine]) -> list[str]:
+    """A warning for each engine that failed or generated other ids."""
+    failed = [f"FAILED: {engine.name}: {engine.failure}" for engine in engines if engine.failure]
+    return failed + [
         f"OTHER TOKENS: {engine.name}: {engine.answers - engine.same_ids} of {engine.answers} answers are not those of "
         "this project"
         for engine in engines

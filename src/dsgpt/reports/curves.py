@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from dsgpt.common.errors import UserError
 from dsgpt.reports.fields import Fields, parse_json
 
+SMOOTH_FROM = 200
+"""Curves with more points are drawn faint, with their trailing mean on top."""
+
 
 class Point(NamedTuple):
     """A loss and where it was measured; a coordinate that was not recorded is None."""
@@ -102,6 +105,11 @@ def smoothed(values: Sequence[float], *, window: int) -> list[float]:
     """Mean of each value with the ``window - 1`` before it (fewer at the start)."""
     sums = [0.0, *accumulate(values)]
     return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(window, i + 1) for i in range(len(values))]
+
+
+def window_of(curve: Curve) -> int:
+    """Number of points in the trailing mean of a curve; 1 if the points themselves are drawn."""
+    return max(1, len(curve.points) // 50) if len(curve.points) > SMOOTH_FROM else 1
 
 
 def _by_step(points: dict[float, Point]) -> Curve:

@@ -11,13 +11,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from dsgpt.reports.comparison import shorten
-from dsgpt.reports.curves import Curve, Point, smoothed
+from dsgpt.reports.curves import Curve, Point, smoothed, window_of
 from dsgpt.reports.runs import Run
 from dsgpt.reports.style import look, note_inside
 from dsgpt.reports.themes import current
 
-SMOOTH_FROM = 200
-"""Curves with more points are drawn faint, with their trailing mean on top."""
 TIME_TITLE = "Loss by training time"
 ZOOMED = "axis does not start at 0"
 SMALLEST_SPAN = 0.01
@@ -101,11 +99,6 @@ def _largest(runs: Sequence[Run], coordinate: str) -> float:
 def is_drawable(runs: Sequence[Run], axis: Axis) -> bool:
     """Whether a curve of any run can be drawn on ``axis``."""
     return any(placeable(curve_of(run, kind), axis) for run in runs for kind in ("train", "validation"))
-
-
-def window_of(curve: Curve) -> int:
-    """Number of points in the trailing mean of a curve; 1 if the points themselves are drawn."""
-    return max(1, len(curve.points) // 50) if len(curve.points) > SMOOTH_FROM else 1
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from matplotlib.figure import SubFigure
 
 from dsgpt.reports.bars import INFERENCE, LATENCY, THROUGHPUT, TRAINING_TIME, Bars, draw_bars, memory_bars
 from dsgpt.reports.comparison import INFERENCE_NOISE, shorten, speed_up
-from dsgpt.reports.curves import Curve
+from dsgpt.reports.curves import Curve, window_of
 from dsgpt.reports.drawing import Chart
 from dsgpt.reports.equal_work import inference_stamps, judge, partial_stamps, work_stamps
 from dsgpt.reports.latency import latency_chart
@@ -26,7 +26,6 @@ from dsgpt.reports.lines import (
     step_axis,
     time_axis,
     token_axis,
-    window_of,
 )
 from dsgpt.reports.machines import machine_line, setup_stamps
 from dsgpt.reports.measured import of_runs

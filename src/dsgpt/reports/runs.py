@@ -100,6 +100,16 @@ def read_run(path: Path, *, name: str) -> Run:
     if path.is_dir():
         path = path / RECORD_NAME
     notes: list[str] = []
+    record = read_record(path, name=name, notes=notes)
+    return run_of(record, name=name, log=path.with_name(LOG_NAME), notes=notes)
+
+
+def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:
+    """Read a ``training_metrics.json`` of the run ``name``; ``notes`` receives remarks on its values.
+
+    Raises:
+        UserError: as ``read_run``.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -111,7 +121,7 @@ def read_run(path: Path, *, name: str) -> Run:
     values = read_object(text, source=str(path), notes=notes)
     if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & values.keys():
         raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_NAME}")
-    return _build(Fields(values, notes=notes), name=name, log=path.with_name(LOG_NAME), notes=notes)
+    return Fields(values, notes=notes)
 
 
 def _changes(record: Fields) -> list[dict[str, Any]]:
@@ -143,7 +153,15 @@ def _missing(path: Path, name: str) -> str:
     return f"{path}: no such file; has the run {name!r} started?"
 
 
-def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
+def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> Run:
+    """The run of a record.
+
+    Args:
+        record: as ``read_record`` returns it.
+        name: of the run.
+        log: its ``metrics.jsonl``. Without it the losses are those of epochs, and there are no times of steps.
+        notes: with the remarks so far.
+    """
     summary = record.section("summary")
     epochs = Epochs(record, notes=notes)
     train_curve, val_curve = _curves(log, epochs, notes)
@@ -180,7 +198,7 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
             record,
             gpu_memory=peaks["gpu_memory"],
             host_memory=peaks["host_memory"],
-            step_times=read_step_times(log),
+            step_times=() if log is None else read_step_times(log),
         ),
         sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
         communication_share=summary.number("communication_share"),
@@ -190,8 +208,8 @@ def _build(record: Fields, *, name: str, log: Path, notes: list[str]) -> Run:
     )
 
 
-def _curves(log: Path, epochs: Epochs, notes: list[str]) -> tuple[Curve, Curve]:
-    train, validation = read_step_curves(log, notes)
+def _curves(log: Path | None, epochs: Epochs, notes: list[str]) -> tuple[Curve, Curve]:
+    train, validation = (Curve(), Curve()) if log is None else read_step_curves(log, notes)
     if not train.points:
         train = epoch_curve(epochs.train_losses, steps=epochs.steps, times=epochs.times, tokens=epochs.tokens)
     if not validation.points:

@@ -27,6 +27,8 @@ class Choice:
     end_of_text: int | None
     taken: int = 0
     """Tokens whose text was taken."""
+    written: int = 0
+    """Tokens that count: those, and an end-of-text."""
     whole: str = ""
     """The text so far."""
     finish_reason: str | None = None
@@ -40,9 +42,16 @@ class Choice:
         finished = sequence is None or sequence.finished
         known = [] if sequence is None else sequence.ids
         ended = finished and bool(known) and known[-1] == self.end_of_text
-        self.ids = known[: len(known) - ended]
-        new = self.text.add(self.ids[self.taken :], last=finished)
-        self.taken = len(self.ids)
+        text, new = known[: len(known) - ended], ""
+        for token in text[self.taken :]:
+            new += self.text.add([token])
+            self.taken += 1
+            if self.text.stopped:  # the tokens behind it, which may have come at the same time, do not count
+                ended = False
+                break
+        else:
+            new += self.text.add([], last=finished)
+        self.ids, self.written = text[: self.taken], self.taken + ended
         self.whole += new
         if self.text.stopped or ended:
             self.finish_reason = "stop"
@@ -70,9 +79,9 @@ class Answer:
         self._choices, self._prompts = choices, prompts
 
     def usage(self) -> dict[str, int]:
-        """Tokens read and generated so far, end-of-text included."""
+        """Tokens read and generated so far: end-of-text included, and none behind a stop sequence."""
         read = sum(len(prompt.ids) for prompt in self._prompts)
-        written = sum(len(choice.sequence.ids) for choice in self._choices if choice.sequence is not None)
+        written = sum(choice.written for choice in self._choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def whole(self, *, echo: bool) -> dict[str, Any]:
@@ -104,7 +113,7 @@ def add_logprobs(
     The log probabilities are the model's own, before temperature and ``top_p``. The first token of a sequence has none.
     """
     before = choice.prompt.ids
-    first = 0 if echo else len(before)
+    first = 0 if echo and choice.prompt.text else len(before)  # an empty prompt is an end-of-text that has no text
     ids = before + choice.ids
     scores: list[Any] = list(scorer.score(ids, first=max(first, 1), top=top))
     scores = [None] * (first == 0) + scores

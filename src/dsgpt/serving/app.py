@@ -18,13 +18,14 @@ from dsgpt.serving.http import send_error
 LOCAL_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 
 
-def make_app(completions: Completions, *, api_key: str | None, local_only: bool) -> Starlette:
+def make_app(completions: Completions, *, api_key: str | None, loopback: str | None) -> Starlette:
     """The application.
 
     Args:
         completions: answers completions.
         api_key: what requests must bring, except those for ``/health``; None for nothing.
-        local_only: the server is bound to loopback, so requests must name it as such.
+        loopback: the name or address of this machine that the server is bound to, which requests must name; None if
+            it is bound to more than loopback.
     """
     served = completions.served
     model = {"id": served.name, "object": "model", "created": served.created, "owned_by": "dsgpt"}
@@ -52,7 +53,7 @@ def make_app(completions: Completions, *, api_key: str | None, local_only: bool)
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        middleware=[Middleware(Guard, api_key=api_key, local_only=local_only)],
+        middleware=[Middleware(Guard, api_key=api_key, loopback=loopback)],
         exception_handlers={HTTPException: _refused, Exception: _failed},
     )
 
@@ -76,17 +77,19 @@ class Guard:
     Args:
         app: gets the other requests.
         api_key: as in ``make_app``.
-        local_only: as in ``make_app``.
+        loopback: as in ``make_app``.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, local_only: bool) -> None:
-        self._app, self._local_only = app, local_only
+    def __init__(self, app: ASGIApp, *, api_key: str | None, loopback: str | None) -> None:
+        self._app, self._names = app, None
+        if loopback is not None:
+            self._names = LOCAL_NAMES | {f"[{loopback}]" if ":" in loopback else loopback.lower()}
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 400 or 401."""
         headers = dict(scope["headers"])
-        if self._local_only and _host_of(headers.get(b"host", b"")) not in LOCAL_NAMES:
+        if self._names is not None and _host_of(headers.get(b"host", b"")) not in self._names:
             message = "this server is only for this machine: call it 127.0.0.1 or localhost"
             await send_error(send, ApiError(400, message, code="invalid_host"))
         elif self._expected is not None and scope["path"] != "/health" and not self._knows(headers):

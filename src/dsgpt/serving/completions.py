@@ -40,8 +40,7 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
-        started, status = time.perf_counter(), 200
-        exchange = _Exchange(send, stall_sec=self.limits.stall_sec)
+        status, exchange = 200, _Exchange(send, stall_sec=self.limits.stall_sec)
         try:
             async with asyncio.timeout(self.limits.request_sec):
                 await self._answer(Request(scope, receive), exchange)
@@ -61,7 +60,7 @@ class Completions:
             status = error.status
         finally:
             self.metrics.requests.labels(status).inc()
-            self.metrics.seconds.observe(time.perf_counter() - started)
+            self.metrics.seconds.observe(time.perf_counter() - exchange.began)
 
     async def _answer(self, http: Request, exchange: "_Exchange") -> None:
         request = read_request(await read_body(http, limits=self.limits))
@@ -87,16 +86,18 @@ class Completions:
         new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
         with self._decoded(request, prompts, new_tokens) as (choices, changed):
             answer = Answer(served.name, choices, prompts)
-            steps = self._steps(request, choices, changed)
-            if request.stream:
-                await self._stream(request, answer, steps, exchange)
-            else:
-                async for _ in steps:
-                    pass
-                await exchange.send_json(answer.whole(echo=bool(request.echo)))
-            usage = answer.usage()
-            self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
-            self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
+            steps = self._steps(request, choices, changed, began=exchange.began)
+            try:
+                if request.stream:
+                    await self._stream(request, answer, steps, exchange)
+                else:
+                    async for _ in steps:
+                        pass
+                    await exchange.send_json(answer.whole(echo=bool(request.echo)))
+            finally:  # also those of an answer that nobody read
+                usage = answer.usage()
+                self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
+                self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
 
     @contextlib.contextmanager
     def _decoded(
@@ -130,10 +131,10 @@ class Completions:
                     self.engine.cancel(choice.sequence)
 
     async def _steps(
-        self, request: CompletionRequest, choices: list[Choice], changed: asyncio.Event
+        self, request: CompletionRequest, choices: list[Choice], changed: asyncio.Event, *, began: float
     ) -> AsyncIterator[tuple[Choice, str]]:
         """Each choice with its new text, until all are finished; a choice with log probabilities comes whole."""
-        left, begun = list(choices), time.perf_counter()
+        left = list(choices)
         waiting = {choice.index for choice in choices if choice.sequence is not None}
         while left:
             if any(choice.sequence is not None for choice in left):
@@ -145,7 +146,7 @@ class Completions:
                 text = choice.take()
                 if choice.index in waiting and choice.taken:
                     waiting.discard(choice.index)
-                    self.metrics.first_token.observe(time.perf_counter() - begun)
+                    self.metrics.first_token.observe(time.perf_counter() - began)
                 if choice.finish_reason:
                     left.remove(choice)
                     await self._finish(request, choice)
@@ -203,6 +204,8 @@ class _Exchange:
     def __init__(self, send: Send, *, stall_sec: float) -> None:
         self._send, self._stall_sec = send, stall_sec
         self._started = self._streams = False
+        self.began = time.perf_counter()
+        """When the request arrived."""
         self.ended = False
         """Whether the last part of the answer was handed to the server, which then also reports a disconnection."""
 

@@ -13,7 +13,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.requests = Counter(
             "dsgpt_requests",
-            "Requests that ended, by status; 499: the client hung up",
+            "Requests for completions that ended, by status; 499: the client hung up",
             ["status"],
             registry=self.registry,
         )

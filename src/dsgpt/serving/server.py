@@ -30,6 +30,9 @@ one."""
 CONNECTIONS = 512
 """The most connections at a time."""
 BACKLOG = 1024
+KEEP_ALIVE_SEC = 65
+"""Seconds that an idle connection stays open: longer than clients (httpx and openai 5 s) and load balancers (60 s) keep
+theirs. Otherwise a request that is sent while the server closes the connection is lost."""
 SEND_BUFFER = 64 << 10
 """Bytes of an answer that the system keeps for a client that does not read."""
 
@@ -40,7 +43,7 @@ def serve(options: ServeOptions) -> int:
     Raises:
         UserError: the model, the address or the key is unusable.
     """
-    key, local_only = api_key_of(options), is_loopback(options.host)
+    key, loopback = api_key_of(options), options.host if is_loopback(options.host) else None
     listener = _listen(options)
     with contextlib.closing(listener):
         _quieten_libraries()
@@ -56,13 +59,23 @@ def serve(options: ServeOptions) -> int:
             metrics=metrics,
             gate=Gate(limits, metrics),
         )
-        app = make_app(completions, api_key=key, local_only=local_only)
+        app = make_app(completions, api_key=key, loopback=loopback)
         asyncio.run(_serve(app, completions.engine, listener, about=_about(options, served.name, listener)))
     return EXIT_DONE
 
 
 async def _serve(app: object, engine: Engine, listener: socket.socket, *, about: str) -> None:
-    config = uvicorn.Config(
+    engine.start()
+    print_line(about)
+    try:
+        await _Server(http_config(app)).serve(sockets=[listener])
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+def http_config(app: object) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http="h11",
         ws="none",
@@ -72,13 +85,8 @@ async def _serve(app: object, engine: Engine, listener: socket.socket, *, about:
         server_header=False,
         limit_concurrency=CONNECTIONS,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SEC,
     )
-    engine.start()
-    print_line(about)
-    try:
-        await _Server(config).serve(sockets=[listener])
-    finally:
-        await asyncio.to_thread(engine.close)
 
 
 class _Server(uvicorn.Server):

@@ -46,15 +46,15 @@ def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict
             number += begins
             if not whole and len(line) < _LONGEST_LINE:
                 return  # cut off by a kill
-            entry = _entry(line) if begins and whole else None
+            entry = step_entry(line) if begins and whole else None
             if entry is not None:
                 yield entry
             elif damaged is not None and begins:
                 damaged.append(number)
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """The values of a line; None where it is damaged."""
+def step_entry(line: bytes) -> dict[str, Any] | None:
+    """The values of a line of ``metrics.jsonl``; None where it is damaged."""
     try:
         entry = parse_json(line)
     except JsonError:

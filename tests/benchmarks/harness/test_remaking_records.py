@@ -8,7 +8,7 @@ import pytest
 from small_run import REPOSITORY
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.harness.records import RECORDS, REFERENCE, WORK, check_lines, remake_records
+from dsgpt.benchmarks.harness.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
 from dsgpt.benchmarks.harness.sources import (
     SUITES,
     SWEEP,
@@ -44,6 +44,7 @@ def repository(tmp_path: Path) -> Path:
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
+    (tmp_path / TRAINED).mkdir(parents=True)
     return tmp_path
 
 
@@ -180,11 +181,11 @@ def test_records_are_remade_once_and_then_skipped_but_their_pages_are_made_again
     assert commands.made == commands.shown == NAMES
     assert all((repository / REFERENCE / file).exists() for file in DEMO_FILES)
     assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
-    assert "[2/10] parity: remaking it, because there is no such record" in capsys.readouterr().out
+    assert "[2/13] parity: remaking it, because there is no such record" in capsys.readouterr().out
     assert remake_records(repository, run=commands) == 0
     assert commands.made == NAMES
     assert commands.shown == 2 * NAMES
-    assert "[2/10] parity: made from the present sources, skipped" in capsys.readouterr().out
+    assert "[2/13] parity: made from the present sources, skipped" in capsys.readouterr().out
 
 
 def test_a_change_makes_the_records_old_that_depend_on_the_file(repository, commands):
@@ -235,10 +236,27 @@ def test_pages_and_charts_are_made_when_all_records_are_replaced(repository, com
     assert commands.shown == NAMES
 
 
-def test_peers_are_those_of_speed(repository, commands):
-    remake_records(repository, only=["plan", "speed"], peers=["nanogpt=/there"], run=commands)
-    assert commands.words["speed"][-2:] == ["--peer", "nanogpt=/there"]
+def test_peers_are_those_of_suites_with_peers(repository, commands):
+    remake_records(repository, only=["plan", "speed", "decoding"], peers=["nanogpt=/there"], run=commands)
+    for name in ("speed", "decoding"):
+        assert commands.words[name][-2:] == ["--peer", "nanogpt=/there"]
     assert "--peer" not in commands.words["plan"]
+
+
+def test_the_demo_trains_the_model_that_suites_need(repository, commands):
+    remake_records(repository, only=["inference"], run=commands)
+    (repository / TRAINED).rmdir()
+    remake_records(repository, only=["plan", "serving"], run=commands)
+    assert commands.made == ["inference", "plan", "demo", "serving"]
+    assert commands.words["demo"] == ["src/demo.py"]  # where users find it
+    assert commands.words["serving"][2:4] == ["--checkpoint", "checkpoint/demo-zero1"]
+
+
+def test_a_change_of_the_server_makes_only_its_record_old():
+    server = {"src/serve.py", "src/dsgpt/serving/engine.py"}
+    assert server <= set(names(REPOSITORY, "serving"))
+    assert not server & {*names(REPOSITORY, "parity"), *names(REPOSITORY, "demo"), *names(REPOSITORY, "inference")}
+    assert "src/dsgpt/benchmarks/inference/trace.json" in names(REPOSITORY, "inference")
 
 
 def test_an_interrupted_demo_starts_again(repository, commands):
@@ -258,11 +276,11 @@ def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository,
     assert remake_records(repository, run=commands) == 1
     assert commands.made == ["demo", "parity"]
     assert before == {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
-    assert "[2/10] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
+    assert "[2/13] parity: failed with exit code 1; the committed records stay" in capsys.readouterr().out
     commands.exit_codes.clear()
     assert remake_records(repository, run=commands) == 0
     assert commands.made == ["demo", *NAMES[1:2], *NAMES[1:]]  # the demo is kept, the suite that failed is not
-    assert "[1/10] demo: remade before, skipped" in capsys.readouterr().out
+    assert "[1/13] demo: remade before, skipped" in capsys.readouterr().out
     assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
 
 

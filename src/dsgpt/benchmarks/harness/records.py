@@ -20,6 +20,8 @@ from dsgpt.common.problems import Problems, did_you_mean, is_number
 from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
+TRAINED = Path("checkpoint/demo-zero1")
+"""The run whose model some suites measure; the demo makes it."""
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
 """Folder of the committed records, relative to the repository."""
 WORK = Path("checkpoint/records/work")
@@ -34,6 +36,10 @@ CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughp
 SWEEPS = "sweep-*.json"
 """Committed sweeps, below ``REFERENCE``."""
 PLAN, INFERENCE = "plan.json", "inference.json"
+ENGINES = ("one", "static", "continuous", "vllm")
+"""Of the record of many requests; ``make vllm`` installs the last."""
+WITH_PEERS = ("speed", "decoding")
+"""Suites that other implementations take part in."""
 _MAX_BYTES = 256 << 20
 RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
@@ -103,6 +109,10 @@ _OTHERWISE = {
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
+    "inference": _suite(
+        "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
+    ),
+    "serving": _suite("serving", "--checkpoint", TRAINED.as_posix(), page="serving-load"),
 }
 """Suites whose page has another name, or whose record is made with flags."""
 _SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
@@ -129,7 +139,7 @@ def remake_records(
     Args:
         repository: holds records, sources and scripts.
         only: names of records; empty for all.
-        peers: ``NAME=FOLDER`` for ``speed --peer``.
+        peers: ``NAME=FOLDER`` for the ``--peer`` of ``WITH_PEERS``.
         run: runs the commands.
 
     Raises:
@@ -254,8 +264,10 @@ def _remake(record: CommittedRecord, repository: Path, run: Runner, *, peers: Se
 
     ready, work = repository / READY, repository / WORK
     shutil.rmtree(work / record.name, ignore_errors=True)  # earlier runs, which would be resumed
+    if TRAINED.as_posix() in record.make and not (repository / TRAINED).exists() and (code := run(("src/demo.py",))):
+        return code
     before, commit = source_hashes(repository, record.suite), git_commit()
-    if code := run((*record.make, *(["--peer", *peers] if peers and record.name == "speed" else []))):
+    if code := run((*record.make, *(["--peer", *peers] if peers and record.name in WITH_PEERS else []))):
         return code
     sources = unchanged(before, source_hashes(repository, record.suite))
     for made, committed in record.files.items():

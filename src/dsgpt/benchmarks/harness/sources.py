@@ -4,12 +4,18 @@ from pathlib import Path
 
 from dsgpt.telemetry.sources import PARAGRAPH, Hashes, by_folder, changed_files, hash_files, made_from
 
-SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes")
+SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "decoding", "inference", "serving")
 DEMO, SWEEP = "demo", "sweep"
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
-_OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in ("benchmarks", "evaluation", "exporting", "reports"))
+_ROOMS_OUTSIDE = ("benchmarks", "dashboard", "evaluation", "exporting", "reports", "serving")
+_OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in _ROOMS_OUTSIDE)
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
+_MORE_OF_SUITES = {
+    "inference": ("src/dsgpt/exporting/*.py", "src/dsgpt/benchmarks/inference/trace.json"),
+    "serving": ("src/dsgpt/exporting/*.py", "src/dsgpt/serving/*.py", "src/serve.py"),
+}
+"""What some suites measure besides."""
 _ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
 """Modules of the suites that only make pages and tables from an existing record."""
 
@@ -23,7 +29,8 @@ def source_files(repository: Path, name: str) -> list[Path]:
         for path in repository.glob(pattern)
         if not any(folder in path.parents for folder in outside)
     ]
-    own = ("src/demo.py",) if name == DEMO else (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py")
+    of_suite = (*_OF_SUITES, f"src/dsgpt/benchmarks/{name}/*.py", *_MORE_OF_SUITES.get(name, ()))
+    own = ("src/demo.py",) if name == DEMO else of_suite
     found += [path for pattern in own for path in repository.glob(pattern) if path.stem not in _ONLY_READ_RECORDS]
     return sorted(set(found))
 

@@ -12,7 +12,7 @@ from dsgpt.benchmarks.harness.pages import Record, SuitePage, read_record
 from dsgpt.benchmarks.inference.figures import Turn, differences, load_of, same_answers
 from dsgpt.benchmarks.inference.page import inference_page, summary_lines
 from dsgpt.benchmarks.inference.run_record import run_record_of, write_by_concurrency
-from dsgpt.benchmarks.inference.trace import Trace, read_trace
+from dsgpt.benchmarks.inference.trace import COMMITTED, Trace, read_trace
 from dsgpt.benchmarks.inference.turns import Alone, Engines, Setting, gap_sec, turn_order
 from dsgpt.benchmarks.inference.worker import CONTINUOUS, ONE, STATIC, VLLM
 from dsgpt.common.errors import UserError
@@ -23,7 +23,7 @@ from dsgpt.reports.concurrency import SCHEMA_VERSION, Engine
 from dsgpt.telemetry.console import Console
 
 PAGE = SuitePage(name="inference", of="many requests", text=inference_page, summary=summary_lines)
-CONCURRENCY = (1, 2, 4, 8, 16)
+CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
 DEFAULT_ENGINES = (ONE, STATIC, CONTINUOUS)
 CHECKPOINT = Path("checkpoint/demo-zero1")
 VLLM_ENVIRONMENT = Path(".venv-vllm")
@@ -47,13 +47,19 @@ class InferenceOptions(SuiteOptions):
     """The environment with vLLM."""
     device: str
 
+    @property
+    def whole(self) -> bool:
+        """See ``SuiteOptions``."""
+        selected = set(DEFAULT_ENGINES) <= set(self.engines) and set(CONCURRENCY) <= set(self.concurrency)
+        return selected and not self.requests and self.trace == COMMITTED and self.repeats >= REPEATS
+
 
 def run_inference(options: InferenceOptions, *, repository: Path) -> int:
     """Measure the engines, also for the record of the run; return 0 when every engine answered with our ids, else 1.
 
     Raises:
-        UserError: the checkpoint, the trace or vLLM's environment is missing or unusable, an engine failed, or a
-            process trains in the run's folder.
+        UserError: the checkpoint, the trace or vLLM's environment is missing or unusable, ``one`` failed, or a process
+            trains in the run's folder.
     """
     code = run_suite(_InferenceCommand(options), options, repository=repository)
     if file := run_record_of(options.checkpoint):
@@ -115,7 +121,7 @@ class _InferenceCommand(SuiteCommand[Turn]):
             slots=max(options.concurrency),
             vllm_python=_python_of(options.vllm),
         )
-        self._folder = folder
+        self._folder, self._console = folder, console
         requests, names = len(self._trace.requests), ", ".join(self._kinds)
         console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
 
@@ -126,12 +132,16 @@ class _InferenceCommand(SuiteCommand[Turn]):
             self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
             self._engines.warm_up(self._arrivals(1, gap=0.0), slots=self._setting.slots)
             turns: list[Turn] = []
+            told: set[str] = set()
             for repeat, concurrency, kind in self._turns:
                 requests = self._arrivals(concurrency)
-                turns.append(self._engines.turn(kind, requests, concurrency=concurrency, repeat=repeat))
-                if len(turns) == len(self._turns):  # while the processes are there: they explain differences
-                    self._measured = [self._engine(name, turns) for name in self._kinds]
-                yield turns[-1]
+                if turn := self._engines.turn(kind, requests, concurrency=concurrency, repeat=repeat):
+                    turns.append(turn)
+                    yield turn
+                for name in self._engines.failures.keys() - told:
+                    self._console.say(f"{name}: failed: {self._engines.failures[name]}; the others go on")
+                    told.add(name)
+            self._measured = [self._engine(name, turns) for name in self._kinds]  # processes explain differences
 
     def _arrivals(self, concurrency: int, *, gap: float | None = None) -> list[Any]:
         seconds = gap_sec(self._alone.mean_sec, concurrency) if gap is None else gap
@@ -141,19 +151,21 @@ class _InferenceCommand(SuiteCommand[Turn]):
         own = [turn for turn in turns if turn.engine == name]
         answers = [answer for turn in own for answer in turn.answers]
         other = {answer.number for answer in answers if list(answer.ids) != list(self._alone.ids[answer.number])}
-        margins = self._engines.margins([one for one in own[0].requests if one.number in other], self._alone)
+        margins = self._engines.margins([one for one in self._arrivals(1) if one.number in other], self._alone)
         facts = self._engines.facts(name)
         return Engine(
             name=name,
-            version=facts["version"],
-            load_sec=facts["load_sec"],
+            version=facts.get("version"),
+            load_sec=facts.get("load_sec"),
             same_ids=same_answers(own, self._alone.ids),
             answers=len(answers),
             differences=differences(own, self._alone.ids, margins),
             by_concurrency={
-                str(slots): load_of([turn for turn in own if turn.concurrency == slots])
+                str(slots): load_of(found)
                 for slots in self._options.concurrency
+                if (found := [turn for turn in own if turn.concurrency == slots])
             },
+            failure=self._engines.failures.get(name),
         )
 
     def line(self, result: Turn, *, count: str, left: str) -> str:
@@ -180,11 +192,12 @@ class _InferenceCommand(SuiteCommand[Turn]):
         }
 
     def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002
-        return [
+        other = [
             f"{engine.name}: {engine.answers - engine.same_ids} of {engine.answers} answers have other ids"
             for engine in self._measured
             if engine.same_ids < engine.answers
         ]
+        return [*(f"{engine.name}: failed: {engine.failure}" for engine in self._measured if engine.failure), *other]
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
         return list(failures)

@@ -1,5 +1,6 @@
 """Continuous batching as transformers does it: a new request joins the batch between two tokens of the others."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from dsgpt.common.errors import UserError
 
 PAGE_TOKENS = 32
 """Of the key-value cache. With pages as long as most requests, half of the cache would be empty."""
-LONGEST_WAIT_SEC = 60.0
-"""For the next answer; then the engine counts as stuck."""
+LONGEST_WAIT_SEC = 600.0
+"""For the next answer while requests are running; then the engine counts as stuck."""
 
 
 class ContinuousEngine:
@@ -50,20 +51,24 @@ class ContinuousEngine:
         """See ``protocol.Engine``.
 
         Raises:
-            UserError: the engine failed, or did not answer for a minute.
+            UserError: the engine failed, or did not answer for ``LONGEST_WAIT_SEC``.
         """
         waiting, running, began = deque(requests), 0, clock()
+        last = began
         answers: list[Answer] = []
         while waiting or running:
+            if not running:
+                time.sleep(max(0.0, waiting[0].arrival - (clock() - began)))
             while waiting and running < slots and waiting[0].arrival <= clock() - began:
                 self._submit(waiting.popleft())
                 running += 1
+                last = clock()
             until_next = waiting[0].arrival - (clock() - began) if waiting and running < slots else LONGEST_WAIT_SEC
-            found = self._manager.get_result(timeout=max(0.0, until_next))
+            found = self._manager.get_result(timeout=min(max(0.0, until_next), LONGEST_WAIT_SEC))
             if found is not None:
                 answers.append(_answer(found, began))
-                running -= 1
-            elif until_next >= LONGEST_WAIT_SEC or not self._manager.is_running():
+                running, last = running - 1, clock()
+            elif not self._manager.is_running() or clock() - last >= LONGEST_WAIT_SEC:
                 raise UserError("continuous batching stopped answering")
         return answers
 

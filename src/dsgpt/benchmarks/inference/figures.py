@@ -37,12 +37,12 @@ class Turn:
         return self.tokens / (max(answer.token_times[-1] for answer in self.answers) - self.requests[0].arrival)
 
     @property
-    def offered_tokens_per_sec(self) -> float:
-        """The tokens asked for, divided by the requests' mean gap times their number."""
+    def offered_tokens_per_sec(self) -> float | None:
+        """The tokens asked for, divided by the requests' mean gap times their number; None without a gap."""
         arrivals = [request.arrival for request in self.requests]
         gap = (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
         asked = sum(request.new_tokens for request in self.requests)
-        return asked / (gap * len(arrivals)) if gap else float("inf")
+        return asked / (gap * len(arrivals)) if gap else None
 
     def each(self, figure: Callable[[Request, Answer], float | None]) -> list[float]:
         """A figure of every request that has it."""

@@ -9,6 +9,7 @@ from dsgpt.benchmarks.inference.command import (
     CONCURRENCY,
     DEFAULT_ENGINES,
     PAGE,
+    REPEATS,
     VLLM_ENVIRONMENT,
     InferenceOptions,
     run_inference,
@@ -20,7 +21,8 @@ DESCRIPTION = """\
 inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
 once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
 first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
-the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise."""
+the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise, and if one
+failed, without which the others go on."""
 EXAMPLES = """\
 examples:
   python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
@@ -54,7 +56,7 @@ def _add_flags(flags: SuiteFlags) -> None:
         metavar="LIST",
         help=f"some of {', '.join(ENGINES)} (default: {engines})",
     )
-    flags.number("--repeats", default=3, low=1, text="turns of each engine and concurrency (default: 3)")
+    flags.number("--repeats", default=REPEATS, low=1, text=f"turns of each engine and concurrency (default: {REPEATS})")
     flags.number("--requests", default=0, text="only the first N requests of the trace; 0 for all (default)")
     add("--trace", type=Path, default=COMMITTED, metavar="FILE", help="the requests (default: the committed ones)")
     environment = VLLM_ENVIRONMENT
@@ -65,6 +67,7 @@ def _add_flags(flags: SuiteFlags) -> None:
         metavar="DIR",
         help=f"the environment with vLLM, which `make vllm` makes (default: {environment})",
     )
+    flags.device("cpu or cuda")
 
 
 SUITE = Suite(

@@ -29,6 +29,10 @@ def summary_lines(record: Record) -> list[str]:
     """A line for each engine, for a console."""
     lines = []
     for engine in _read(record).engines:
+        if engine.failure:
+            lines.append(f"{engine.name}: failed: {engine.failure}")
+        if not engine.by_concurrency:
+            continue
         slots, load = list(engine.by_concurrency.items())[-1]
         speed = f"{load.tokens_per_sec.median:,.0f} tokens per second"
         lines.append(
@@ -73,9 +77,12 @@ def _overview(found: Concurrency) -> str:
     header = ["at once", "offered, tokens/s", *(f"{engine.name}: tokens/s; p50 latency" for engine in found.engines)]
     rows = []
     for slots in found.gap_sec:
-        loads = [engine.by_concurrency[slots] for engine in found.engines]
-        cells = [f"{_spread(load.tokens_per_sec)}; {load.latency_sec.p50:.3f} s" for load in loads]
-        rows.append([slots, f"{loads[0].offered_tokens_per_sec:,.0f}", *cells])
+        loads = [engine.by_concurrency.get(slots) for engine in found.engines]
+        offered = next((load.offered_tokens_per_sec for load in loads if load), None)
+        cells = [
+            f"{_spread(load.tokens_per_sec)}; {load.latency_sec.p50:.3f} s" if load else "failed" for load in loads
+        ]
+        rows.append([slots, "unknown" if offered is None else f"{offered:,.0f}", *cells])
     return table(header, rows)
 
 
@@ -89,13 +96,21 @@ def _details(found: Concurrency, slots: str) -> str:
         ("tokens/s of a request", lambda load: _three(load.request_tokens_per_sec, "{:,.0f}")),
         ("peak memory, MB", lambda load: _megabytes(load.peak_memory_bytes)),
     ]
-    rows = [[engine.name, *(form(engine.by_concurrency[slots]) for _, form in columns)] for engine in found.engines]
+    rows = [
+        [engine.name, *(form(load) if (load := engine.by_concurrency.get(slots)) else "failed" for _, form in columns)]
+        for engine in found.engines
+    ]
     return table(["p50 / p95 / p99", *(name for name, _ in columns)], rows)
 
 
 def _engines(found: Concurrency) -> str:
     rows = [
-        [engine.name, TITLES.get(engine.name, engine.name), engine.version or "this commit", f"{engine.load_sec:.1f}"]
+        [
+            engine.name,
+            TITLES.get(engine.name, engine.name),
+            engine.version or ("this commit" if engine.load_sec else "unknown"),
+            "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}",
+        ]
         for engine in found.engines
     ]
     legend = (
@@ -112,6 +127,7 @@ def _same_ids(found: Concurrency) -> str:
         f"* {engine.name}: {engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
         for engine in found.engines
     ]
+    lines += [f"* {engine.name} failed: {engine.failure}" for engine in found.engines if engine.failure]
     rows = [row for engine in found.engines for row in _difference_rows(engine)]
     if not rows:
         return "\n".join(lines)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +14,12 @@ from dsgpt.benchmarks.inference.protocol import Answer, Request, as_words
 from dsgpt.benchmarks.inference.worker import ANSWER
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.json_files import clipped_text
 
 PACKAGES = Path(__file__).resolve().parents[3]
 """The folder that ``dsgpt`` is in: vLLM's environment does not have it installed."""
-ENDING_SEC = 60
+LONGEST_SEC, ENDING_SEC = 3600, 60
+"""For an answer, and for the end of an engine; then it is killed."""
 
 
 class EngineProcess:
@@ -28,11 +31,10 @@ class EngineProcess:
         folder: new, for the job and the engine's output.
 
     Raises:
-        UserError: the process ended; the message has the end of what it printed. All methods raise it.
+        UserError: the process ended; the message has the last line that it printed. All methods raise it.
     """
 
     def __init__(self, python: Path, job: dict[str, Any], folder: Path) -> None:
-        self.kind: str = job["kind"]
         self._log = folder / "output.txt"
         self.peak_bytes: int | None = None
         folder.mkdir(parents=True)
@@ -77,11 +79,20 @@ class EngineProcess:
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                return answer
-        raise UserError(f"{self.kind}: ended: {self._log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
+        watch = threading.Timer(LONGEST_SEC, self._process.kill)
+        watch.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(ANSWER):
+                    answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+                    return answer
+        finally:
+            watch.cancel()
+        raise UserError(f"its process ended with {self._process.wait()}: {self._last_line()}")
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+        return clipped_text(lines[-1], width=200) or "it printed nothing"
 
     def __enter__(self) -> Self:
         return self

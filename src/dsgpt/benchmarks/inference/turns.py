@@ -2,20 +2,22 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dsgpt.benchmarks.inference.figures import Turn
 from dsgpt.benchmarks.inference.process import EngineProcess
 from dsgpt.benchmarks.inference.protocol import Request
 from dsgpt.benchmarks.inference.trace import Trace
 from dsgpt.benchmarks.inference.worker import ONE, VLLM
+from dsgpt.common.errors import UserError
 
 UTILISATION = 0.5
 """Of each slot, if every request took as long as it takes alone. At 1 the queue of a single slot would grow forever."""
 WARM_UP_REQUESTS = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class Engines:
         folder: for their files.
 
     Raises:
-        UserError: an engine failed; all methods raise it.
+        UserError: ``one`` failed, which all are compared with; all methods raise it.
     """
 
     def __init__(self, kinds: Sequence[str], setting: Setting, folder: Path) -> None:
@@ -75,12 +77,26 @@ class Engines:
                 )
                 for kind in dict.fromkeys((ONE, *kinds))
             }
-            for process in self._processes.values():
-                process.ready()
+            self.failures: dict[str, str] = {}
+            """Why engines stopped answering, one line each."""
+            for kind in self._processes:
+                self._try(kind, EngineProcess.ready)
             self._held = held.pop_all()
 
+    def _try(self, kind: str, act: Callable[[EngineProcess], T]) -> T | None:
+        """What ``act`` gives for the engine; None if it fails, and if it failed before."""
+        if kind in self.failures:
+            return None
+        try:
+            return act(self._processes[kind])
+        except UserError as error:
+            if kind == ONE:
+                raise UserError(f"the engine {kind} failed: {error}") from error
+            self.failures[kind] = str(error)
+            return None
+
     def facts(self, kind: str) -> dict[str, Any]:
-        """Seconds that the engine ``kind`` took to load, and the version of its library."""
+        """Seconds that the engine ``kind`` took to load, and the version of its library; empty if it did not."""
         return self._processes[kind].facts
 
     def alone(self, trace: Trace, *, vocab_size: int) -> Alone:
@@ -100,13 +116,15 @@ class Engines:
 
     def warm_up(self, requests: Sequence[Request], *, slots: int) -> None:
         """Let every engine answer a few requests that are not counted."""
-        for process in self._processes.values():
-            process.serve(requests[:WARM_UP_REQUESTS], slots=slots)
+        for kind in self._processes:
+            self._try(kind, lambda process: process.serve(requests[:WARM_UP_REQUESTS], slots=slots))
 
-    def turn(self, kind: str, requests: Sequence[Request], *, concurrency: int, repeat: int) -> Turn:
-        """Let the engine ``kind`` answer ``requests``."""
+    def turn(self, kind: str, requests: Sequence[Request], *, concurrency: int, repeat: int) -> Turn | None:
+        """Let the engine ``kind`` answer ``requests``; None if it fails, or failed before."""
         process = self._processes[kind]
-        answers = process.serve(requests, slots=concurrency)
+        answers = self._try(kind, lambda process: process.serve(requests, slots=concurrency))
+        if answers is None:
+            return None
         return Turn(
             engine=kind,
             concurrency=concurrency,

@@ -1,20 +1,24 @@
 """``python src/benchmark.py serving``: a server under several times the requests that it can answer.
 
-First as many clients as the server decodes together measure its capacity. Then requests arrive at random, several times
+First as many clients as the server has places measure its capacity. Then requests arrive at random, several times
 as many per second, in rounds. Refused clients ask again when the server says. Every request must get one answer, with
 the text that it gets from a server that has nothing else to do, and the memory must not grow from round to round.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dsgpt.benchmarks.harness.command import SuiteCommand, SuiteOptions, record_head, run_suite
 from dsgpt.benchmarks.harness.pages import Record, SuitePage
 from dsgpt.benchmarks.serving.page import serving_page, summary_lines
 from dsgpt.telemetry.console import Console
+
+if TYPE_CHECKING:
+    from dsgpt.benchmarks.serving.load import Served
 
 PAGE = SuitePage(name="serving", of="a load test", text=serving_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
@@ -32,6 +36,7 @@ PROMPTS = tuple(
     for name in ("main", "read", "Error", "value", "items")
 )
 
+ANSWERED = 'dsgpt_requests_total{status="200"}'
 Round = dict[str, Any]
 
 
@@ -46,6 +51,11 @@ class ServingOptions(SuiteOptions):
     """Arrivals per second, in multiples of the capacity."""
     rounds: int
     device: str
+
+    @property
+    def whole(self) -> bool:
+        """See ``SuiteOptions``."""
+        return self.requests >= REQUESTS and self.times >= TIMES and self.rounds >= ROUNDS
 
 
 def run_serving(options: ServingOptions, *, repository: Path) -> int:
@@ -69,8 +79,8 @@ class _ServingCommand(SuiteCommand[Round]):
     def plan(self, console: Console) -> int:  # noqa: ARG002
         return self._options.rounds
 
-    def begin(self, folder: Path, console: Console) -> None:
-        pass
+    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002 - of the interface
+        self._log = folder / "server.txt"
 
     def results(self) -> Iterator[Round]:
         from dsgpt.benchmarks.serving.load import Load  # noqa: PLC0415 - the client takes its time
@@ -78,32 +88,30 @@ class _ServingCommand(SuiteCommand[Round]):
 
         options = self._options
         with ExitStack() as held:
+            repository, device = self._repository, options.device
             server = held.enter_context(
-                ServerProcess(self._repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=options.device)
+                ServerProcess(repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=device, log=self._log)
             )
             load = Load(server.url, MODEL, PROMPTS, max_tokens=MAX_TOKENS, seed=SEED)
-            alone = [served.text for served in load.steady(len(PROMPTS), clients=1)[0]]
-            steady = max(10 * BATCH, options.requests // 4)
-            load.steady(steady, clients=BATCH)  # reaches the memory of a full batch
-            self._capacity = steady / load.steady(steady, clients=BATCH)[1]
+            alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
+            steady, places = max(10 * BATCH, options.requests // 4), BATCH + QUEUE  # so that the batch is always full
+            load.steady(steady, clients=places)  # reaches the memory of a full batch
+            self._capacity = steady / load.steady(steady, clients=places)[1]
             known: set[str] = set()
             for number in range(options.rounds):
-                before, _ = server.metric('dsgpt_requests_total{status="200"}'), server.peak_bytes()
-                served, seconds = load.poisson(options.requests, per_sec=options.times * self._capacity)
-                counted = server.metric('dsgpt_requests_total{status="200"}') - before
-                names = {one.name for one in served}
-                yield {
+                before, _ = server.metric(ANSWERED), server.peak_bytes()
+                instants = load.instants(options.requests, per_sec=options.times * self._capacity)
+                requests, seconds = load.poisson(instants)
+                counted = max(0, int(server.metric(ANSWERED) - before))
+                yield round_of(requests, alone=alone, known=known) | {
                     "round": number + 1,
-                    "answered": len(served),
-                    "answered_by_the_servers_count": int(counted),
-                    "answered_twice": sum(one.answers - 1 for one in served) + len(served) - len(names - known),
-                    "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
+                    "answered_by_the_servers_count": counted,
                     "seconds": seconds,
+                    "offered_per_sec": len(instants) / instants[-1],
                     "peak_rss_bytes": server.peak_bytes(),
                     "open_sequences": int(server.metric("dsgpt_open_sequences")),
-                    "requests": [asdict(one) for one in served],
                 }
-                known |= names
+                known |= {one.name for one in requests}
             self._exit_code = server.stop()
 
     def line(self, result: Round, *, count: str, left: str) -> str:
@@ -111,7 +119,7 @@ class _ServingCommand(SuiteCommand[Round]):
 
     def record(self, results: Sequence[Round], *, seconds: float) -> Record:
         """The record of ``results``, which took ``seconds``."""
-        options = self._options
+        options, last = self._options, results[-1]["peak_rss_bytes"]
         return record_head(SCHEMA_VERSION, device=options.device) | {
             "checkpoint": options.checkpoint.as_posix(),
             "batch": BATCH,
@@ -123,10 +131,16 @@ class _ServingCommand(SuiteCommand[Round]):
             "seconds": round(seconds, 1),
             "capacity_per_sec": self._capacity,
             "rounds": [_round(result) for result in results],
-            "growth": results[-1]["peak_rss_bytes"] / results[0]["peak_rss_bytes"],
+            "load": min(result["offered_per_sec"] for result in results) / self._most_per_sec(results),
+            "growth": last / first if (first := results[0]["peak_rss_bytes"]) else None,
             "growth_bound": GROWTH_BOUND,
             "exit_code": self._exit_code,
         }
+
+    def _most_per_sec(self, results: Sequence[Round]) -> float:
+        """The most requests a second that the server answered, in the rounds or before."""
+        rates: list[float] = [result["answered"] / result["seconds"] for result in results]
+        return max(self._capacity, *rates)
 
     def failures(self, results: Sequence[Round], record: Record) -> list[str]:
         found = []
@@ -136,23 +150,45 @@ class _ServingCommand(SuiteCommand[Round]):
             wrong = {"lost": lost, "answered twice": result["answered_twice"] + max(more, 0)}
             wrong |= {"wrong texts": result["wrong_texts"], "sequences left": result["open_sequences"]}
             found += [f"round {result['round']}: {number} {what}" for what, number in wrong.items() if number]
-        if record["growth"] > GROWTH_BOUND:
-            found.append("the memory grew from the first round to the last")
+            found += [f"round {result['round']}: {number} {what}" for what, number in result["failures"].items()]
+        if record["load"] < self._options.times / 2:
+            found.append(f"the load was only {record['load']:.1f} times what the server answers: repeat it, idle")
+        if record["growth"] is None or record["growth"] > GROWTH_BOUND:
+            found.append("the memory grew from the first round to the last, or is unknown")
         if record["exit_code"] != 0:
-            found.append(f"the server ended with {record['exit_code']}")
+            found.append(f"the server ended with {record['exit_code']}; None: it did not end")
         return found
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
         return [f"FAILED: {line}" for line in failures]
 
 
+def round_of(requests: Sequence["Served"], *, alone: Sequence[str], known: Set[str]) -> Round:
+    """What became of the requests of a round.
+
+    Args:
+        requests: all of them.
+        alone: the right text of each prompt.
+        known: the names of answers of earlier rounds.
+    """
+    served = [one for one in requests if one.answers]
+    return {
+        "answered": len(served),
+        "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - known),
+        "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
+        "failures": Counter(one.failure for one in requests if one.failure),
+        "requests": [asdict(one) for one in requests],
+    }
+
+
 def _round(result: Round) -> Round:
-    """A round with percentiles in place of its requests."""
-    requests = result["requests"]
+    """A round with percentiles of the answered requests in place of all requests."""
+    requests = [one for one in result["requests"] if one["answers"]]
     kept = {key: value for key, value in result.items() if key != "requests"}
     for key in ("accepted_sec", "whole_sec"):
-        kept[key] = {f"p{share}": _percentile([one[key] for one in requests], share) for share in (50, 95, 99)}
-    return kept | {"refusals": sum(one["refusals"] for one in requests)}
+        values = [one[key] for one in requests]
+        kept[key] = {f"p{share}": _percentile(values, share) for share in (50, 95, 99)} if values else None
+    return kept | {"refusals": sum(one["refusals"] for one in result["requests"])}
 
 
 def _percentile(values: Sequence[float], share: int) -> float:

@@ -14,6 +14,7 @@ import httpx2
 import psutil
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import clipped_text
 
 MODEL = "served"
 START_SEC, STOP_SEC = 120, 60
@@ -29,22 +30,26 @@ class ServerProcess:
         batch: as ``--max_batch``.
         queue: as ``--max_queue``.
         device: as ``--device``.
+        log: gets what it prints to standard error.
 
     Raises:
         UserError: it does not start.
     """
 
-    def __init__(self, repository: Path, checkpoint: Path, *, batch: int, queue: int, device: str) -> None:
+    def __init__(self, repository: Path, checkpoint: Path, *, batch: int, queue: int, device: str, log: Path) -> None:
         words = ["--checkpoint", checkpoint, "--model_name", MODEL, "--port", 0, "--device", device]
         words += ["--max_batch", batch, "--max_queue", queue]
         command = [sys.executable, str(repository / "src" / "serve.py"), *map(str, words)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], START_SEC)[0]
         found = re.search(r"http://\S+:\d+", self._process.stdout.readline()) if ready else None
         if found is None:
             self._process.kill()
-            raise UserError(f"src/serve.py did not start: {self._process.communicate()[1].strip()[-500:]}")
+            self._process.communicate()
+            printed = log.read_text(encoding="utf-8", errors="replace").strip() or "it printed nothing"
+            raise UserError(f"src/serve.py did not start: {clipped_text(printed.splitlines()[-1], width=300)}")
         self.url = found[0]
         self._peak, self._done = 0, threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -62,11 +67,14 @@ class ServerProcess:
             self._process.kill()
         self._process.communicate()
 
-    def stop(self) -> int:
-        """End it with SIGTERM; returns its exit code."""
+    def stop(self) -> int | None:
+        """End it with SIGTERM; returns its exit code, None if it does not end within ``STOP_SEC``."""
         self._done.set()
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout=STOP_SEC)
+        try:
+            return self._process.wait(timeout=STOP_SEC)
+        except subprocess.TimeoutExpired:
+            return None
 
     def peak_bytes(self) -> int:
         """The most resident memory since the last call."""
@@ -74,8 +82,11 @@ class ServerProcess:
         return peak
 
     def metric(self, line: str) -> float:
-        """A figure of ``/metrics``; 0 if it has none yet."""
-        text = httpx2.get(f"{self.url}/metrics").text
+        """A figure of ``/metrics``; 0 if it has none yet, or if the server does not answer."""
+        try:
+            text = httpx2.get(f"{self.url}/metrics").text
+        except httpx2.HTTPError:
+            return 0.0
         found = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
         return float(found[1]) if found else 0.0
 

@@ -1,0 +1,88 @@
+"""The command line of ``charts/dashboard.py``, and the server that it starts. Imports no Streamlit."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.errors import UserError
+
+DESCRIPTION = """\
+See runs, compare them, watch one, plan the next and try its model, in a browser on this machine.
+
+The dashboard reads records and changes nothing. It listens on 127.0.0.1 alone; docs/dashboard.md says how to see it
+from another machine. It needs the extra `dashboard`: pip install -e '.[dashboard]'.
+"""
+EXAMPLES = """\
+examples:
+  # the runs in checkpoint/
+  python charts/dashboard.py
+
+  # other runs, on another port; the second command is what the first one starts
+  python charts/dashboard.py --runs /data/runs --port 8600
+  streamlit run charts/dashboard.py --server.port 8600 -- --runs /data/runs
+
+Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
+"""
+REPOSITORY = Path(__file__).resolve().parents[3]
+SCRIPT = REPOSITORY / "charts" / "dashboard.py"
+PORT = 8501
+"""Streamlit's own default."""
+
+
+def build_parser(reader: Reader) -> Parser:
+    """The parser of the command line, whose values ``reader`` reads."""
+    parser = Parser(prog="dashboard.py", description=DESCRIPTION, epilog=EXAMPLES)
+    add = parser.add_argument
+    runs = "the folder whose runs are shown (default: checkpoint, here or else beside charts/)"
+    add("--runs", type=Path, metavar="FOLDER", help=runs)
+    port = reader.value("--port", int, accepts=lambda value: 1 <= value < 1 << 16, must_be="a port from 1 to 65,535")
+    add("--port", type=port, default=PORT, metavar="N", help="on 127.0.0.1 (default: %(default)s)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The checked command line; ``runs`` is a folder that exists, or None if there is no ``checkpoint`` yet.
+
+    Raises:
+        UserError: every mistake in it, one line each.
+    """
+    reader = Reader()
+    arguments = read_words(build_parser(reader), reader, argv)
+    if arguments.runs is None:
+        arguments.runs = _default_runs()
+    elif not arguments.runs.expanduser().is_dir():
+        reader.problems.add(f"--runs {arguments.runs}: no such folder: name the folder that holds your runs")
+    reader.problems.raise_if_any()
+    arguments.runs = arguments.runs.expanduser()
+    return arguments
+
+
+def _default_runs() -> Path:
+    here = Path("checkpoint")
+    return here if here.is_dir() else REPOSITORY / "checkpoint"
+
+
+def is_served() -> bool:
+    """Whether Streamlit runs this program, to show a page."""
+    if "streamlit" not in sys.modules:
+        return False
+    from streamlit.runtime.scriptrunner import get_script_run_ctx  # noqa: PLC0415 - it is there already
+
+    return get_script_run_ctx(suppress_warning=True) is not None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Replace this process by the server.
+
+    Raises:
+        UserError: every mistake in the command line, or Streamlit is not installed.
+    """
+    arguments = parse(argv)
+    if importlib.util.find_spec("streamlit") is None:
+        raise UserError("Streamlit is not installed: make dashboard, or pip install -e '.[dashboard]'")
+    words = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(arguments.port)]
+    os.execv(sys.executable, [*words, "--", "--runs", str(arguments.runs.absolute())])

@@ -1,0 +1,75 @@
+"""Numbers with their units, and foreign text, as pages show them. Imports no Streamlit."""
+
+import re
+
+UNKNOWN = "unknown"
+_SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]")
+_SHORTCODE = re.compile(r":(?=\w)")
+_WORD_JOINER = "\u2060"
+
+
+def plain(text: str) -> str:
+    """Foreign text for a place that reads Markdown: nothing in it is markup, a link, a formula or an icon."""
+    escaped = _SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
+    return _SHORTCODE.sub(f":{_WORD_JOINER}", escaped)  # a backslash does not stop icons and emoji
+
+
+def count(value: float | None, unit: str = "") -> str:
+    """``15,300 tokens``."""
+    return _with(unit, None if value is None else f"{value:,.0f}")
+
+
+def rate(tokens_per_sec: float | None) -> str:
+    """``15,300 tokens/s``."""
+    return count(tokens_per_sec, "tokens/s")
+
+
+def seconds(value: float | None) -> str:
+    """``85 ms``, ``1.24 s``, ``75.7 s``, ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``."""
+    if value is None:
+        return UNKNOWN
+    if value < 99.95:
+        return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+    whole = round(value)
+    for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part:02d} {small}"
+    return f"{whole} s"
+
+
+def memory(value: float | None) -> str:
+    """``3.4 GB``: decimal units, as on the datasheets of GPUs."""
+    if value is None:
+        return UNKNOWN
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value < 999.5 * size else f"{value / size:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def money(value: float | None, currency: str = "$") -> str:
+    """``$17.69``; less than ten cents with three digits that count, ``$0.0123``."""
+    if value is None:
+        return UNKNOWN
+    return f"{currency}{value:,.2f}" if value == 0 or value >= 0.1 else f"{currency}{value:.3g}"
+
+
+def loss(value: float | None) -> str:
+    """``3.4957``, nats per token."""
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def share(value: float | None) -> str:
+    """A share of 1 as ``43%``."""
+    return UNKNOWN if value is None else f"{value:.0%}"
+
+
+def times(value: float | None) -> str:
+    """A factor as ``1.40x``."""
+    return UNKNOWN if value is None else f"{value:.2f}x"
+
+
+def _with(unit: str, text: str | None) -> str:
+    if text is None:
+        return UNKNOWN
+    return f"{text} {unit}" if unit else text

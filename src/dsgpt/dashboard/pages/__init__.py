@@ -1,0 +1,1 @@
+"""The pages of the dashboard: layout only. What they show is computed by functions without Streamlit."""

@@ -1,0 +1,187 @@
+"""What the pages say about a run in a few figures: its state, its progress, its loss. Imports no Streamlit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsgpt.common.errors import UserError
+from dsgpt.dashboard.folders import own_file
+from dsgpt.dashboard.steps import Steps, Values
+from dsgpt.reports.curves import Curve, Point
+from dsgpt.reports.runs import Run, read_record, run_of
+from dsgpt.telemetry.record import RECORD_FILE
+from dsgpt.training.status import Signs, Status, status_of
+
+RECENT_STEPS = 200
+"""From which the time that a run still needs is estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What the record of a run says, or why it cannot be read."""
+
+    run: Run | None = None
+    """Without the losses of steps."""
+    problem: str = ""
+    """Why there is no ``run``; one line."""
+    status: str | None = "running"
+    """As recorded."""
+    host: str | None = None
+    model: str | None = None
+    """The name of its size, or how many parameters it has."""
+    total_steps: float | None = None
+    started: datetime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run now. None means unknown."""
+
+    name: str
+    status: Status
+    reason: str
+    """Why ``status`` is believed."""
+    problem: str
+    """What is damaged; empty if nothing is."""
+    recorded: Recorded
+    signs: Signs
+    step: float | None
+    """Optimizer steps done."""
+    train_loss: float | None
+    val_loss: float | None
+    tokens_per_sec: float | None
+
+    @property
+    def progress(self) -> float | None:
+        """The share of the steps that is done, from 0 to 1."""
+        total = self.recorded.total_steps
+        return None if self.step is None or not total else min(1.0, self.step / total)
+
+
+def read_recorded(folder: Path, *, name: str) -> Recorded:
+    """What the record in a run's ``folder`` says; a damaged record is a ``problem``."""
+    notes: list[str] = []
+    try:
+        path = own_file(folder, RECORD_FILE)
+        if path is None:
+            return Recorded()
+        record = read_record(path, name=name, notes=notes)
+    except UserError as error:
+        return Recorded(problem=str(error), status=None)
+    config = record.section("training_config")
+    run = run_of(record, name=name, log=None, notes=notes)
+    return Recorded(
+        run=run,
+        status=record.text("status"),
+        host=record.text("host"),
+        model=_model(config.text("model_size"), config.number("parameters")),
+        total_steps=config.number("total_steps"),
+        started=_moment(record.text("timestamp_utc")),
+    )
+
+
+def _model(size: str | None, parameters: float | None) -> str | None:
+    if parameters is None:
+        return size
+    count = f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
+    return f"{size} ({count})" if size else count
+
+
+def _moment(text: str | None) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:
+        return None
+
+
+def summarise(
+    name: str,
+    *,
+    recorded: Recorded,
+    signs: Signs,
+    last: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
+    problem: str = "",
+) -> Summary:
+    """A run as it is now.
+
+    Args:
+        name: of the run.
+        recorded: read after ``signs``.
+        signs: of life.
+        last: the last lines of a step and of a validation, of a run that has not finished.
+        problem: with its steps.
+    """
+    run = recorded.run
+    step, validation = ((line or {}) for line in last)
+    if recorded.problem and recorded.status is None:
+        status, reason = (
+            (Status.RUNNING, "a process holds its lock") if signs.process else (Status.UNKNOWN, "its record is damaged")
+        )
+    else:
+        status, reason = status_of(recorded.status, host=recorded.host, signs=signs)
+    return Summary(
+        name=name,
+        status=status,
+        reason=reason,
+        problem=recorded.problem or problem,
+        recorded=recorded,
+        signs=signs,
+        step=_first(step.get("step"), run.work["optimizer steps"] if run else None),
+        train_loss=_first(step.get("loss"), run.final_train_loss if run else None),
+        val_loss=_first(validation.get("val_loss"), run.final_val_loss if run else None),
+        tokens_per_sec=_first(run.tokens_per_sec if run else None, step.get("tokens_per_sec")),
+    )
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def with_steps(run: Run, steps: Steps) -> Run:
+    """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
+    train, validation = steps.train, steps.validation
+    return replace(
+        run,
+        train_curve=_curve(train, train["loss"]) or run.train_curve,
+        val_curve=_curve(validation, validation["val_loss"]) or run.val_curve,
+    )
+
+
+def _curve(columns: Mapping[str, Values], losses: Values) -> Curve | None:
+    known = ~np.isnan(losses)
+    places = [columns[key][known].tolist() for key in ("step", "train_time_sec", "tokens")]
+    points = [
+        Point(loss, step, _known(time), None, _known(tokens))
+        for loss, step, time, tokens in zip(losses[known].tolist(), *places, strict=True)
+    ]
+    return Curve(tuple(points)) if points else None
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value
+
+
+def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
+    """Seconds until the last step at the pace of the recent ones, validation and saving among them."""
+    done, wall = steps.train["step"], steps.train["wall_time_sec"]
+    if total_steps is None or len(done) < 2:
+        return None
+    first = max(0, len(done) - 1 - RECENT_STEPS)
+    taken, elapsed = done[-1] - done[first], wall[-1] - wall[first]
+    if not elapsed > 0:  # also for NaN
+        return None
+    return float(elapsed / taken * max(0.0, total_steps - done[-1]))
+
+
+def in_order(summaries: Sequence[Summary]) -> list[Summary]:
+    """Running first, then the newest."""
+    return sorted(summaries, key=lambda each: (each.status != Status.RUNNING, -_when(each), each.name))
+
+
+def _when(summary: Summary) -> float:
+    started = summary.recorded.started
+    return 0.0 if started is None else started.timestamp()

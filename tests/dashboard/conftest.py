@@ -1,0 +1,52 @@
+"""A folder of runs for the pages: a finished pair of the same work, and runs in every other state."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chart_records import record, step_lines, write_run
+from streamlit.testing.v1 import AppTest
+
+from dsgpt.dashboard.readers import contents_of
+
+SECONDS = {"baseline": 100.0, "zero1": 60.0}
+
+
+def write_pair(folder: Path) -> None:
+    """Two finished runs of the same work: zero1 takes 60% of the baseline's time on two devices."""
+    for name, devices in (("baseline", 1), ("zero1", 2)):
+        values = record(training_config__strategy=name, hardware__world_size=devices)
+        values["training_config"]["total_steps"] = 40
+        values["summary"]["train_time_sec"] = SECONDS[name]
+        values["timestamp_utc"] = "2026-11-22T10:00:00+00:00"
+        shift = 0.0 if name == "baseline" else 1e-6
+        write_run(folder / name, values, lines=step_lines(seconds=SECONDS[name] / 40, shift=shift))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """The folder of runs; a test may add to it."""
+    folder = tmp_path / "runs"
+    write_pair(folder)
+    return folder
+
+
+@pytest.fixture
+def open_page(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AppTest]:
+    """Opens a page of the dashboard on ``runs``, as ``charts/dashboard.py`` would; ``state`` is the session's."""
+    monkeypatch.setattr(sys, "argv", ["dashboard.py", "--runs", str(runs)])
+    contents_of.clear()
+
+    def opened(page: str, query: dict[str, list[str]] | None = None, **state: object) -> AppTest:
+        text = f"from dsgpt.dashboard.pages import {page}\n{page}.show()\n"
+        test = AppTest.from_string(text, default_timeout=30)
+        for key, value in state.items():
+            test.session_state[key] = value
+        for key, values in (query or {}).items():
+            test.query_params[key] = values
+        test.run()
+        assert not test.exception, test.exception
+        return test
+
+    return opened

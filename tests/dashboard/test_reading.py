@@ -1,0 +1,149 @@
+"""What the dashboard reads while runs write: steps, the folder, and what became of a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.locks import Lock, holder_of
+from dsgpt.dashboard.folders import contents, inside, own_file
+from dsgpt.dashboard.sampling import kept, smoothed
+from dsgpt.dashboard.steps import StepReader, last_entries
+from dsgpt.reports.curves import read_step_curves
+from dsgpt.training.status import SILENT_SEC, Signs, Status, signs_of_life, status_of
+
+COMMITTED = Path(__file__).parents[2] / "checkpoint" / "reference" / "cpu-2-cores"
+HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def line(step: int, loss: float | None = 5.0, **others: object) -> str:
+    return json.dumps({"step": step, "loss": loss, "tokens": 8 * step, **others}) + "\n"
+
+
+def test_steps_are_those_that_the_charts_read():
+    path = COMMITTED / "demo-zero1" / "metrics.jsonl"
+    steps = StepReader(path).read()
+    train, validation = read_step_curves(path, [])
+    assert steps.train["step"].tolist() == [point.step for point in train.points]
+    assert steps.train["loss"].tolist() == [point.loss for point in train.points]
+    assert steps.validation["val_loss"].tolist() == [point.loss for point in validation.points]
+    assert steps.validation["tokens"].tolist() == [point.tokens for point in validation.points]
+    assert (steps.last_step, steps.damaged) == (800, 0)
+    step, validated = last_entries(path)
+    assert (step["step"], validated["step"], validated["val_loss"]) == (800, 800, validation.points[-1].loss)
+
+
+def test_what_is_appended_is_added_and_a_torn_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1) + line(2)[:9])
+    reader = StepReader(path)
+    first = reader.read()
+    assert first.train["step"].tolist() == [1] and first.damaged == 0
+    with path.open("a") as file:
+        file.write(line(2)[9:] + "no JSON\n" + line(3, None) + json.dumps({"step": 3, "val_loss": 4.0}) + "\n")
+    now = reader.read()
+    assert now.train["step"].tolist() == [1, 2, 3] and now.damaged == 1
+    assert np.isnan(now.train["loss"][2])
+    assert now.validation["tokens"].tolist() == [24]
+    assert first.train["step"].tolist() == [1], "what a page holds does not change"
+
+
+@pytest.mark.parametrize("steps", [2, 9], ids=["shorter", "longer"])
+def test_a_file_that_another_run_writes_anew_is_read_anew(tmp_path, steps):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line(step, 5.0) for step in range(1, 6)))
+    reader = StepReader(path)
+    assert reader.read().last_step == 5
+    path.write_text("".join(line(step, 7.0) for step in range(1, steps + 1)))  # the inode stays the same
+    assert reader.read().train["loss"].tolist() == [7.0] * steps
+
+
+def test_a_step_that_was_written_twice_counts_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, 1.0) + line(2, 2.0) + line(3, 3.0) + line(2, 9.0))
+    steps = StepReader(path).read()
+    assert steps.train["step"].tolist() == [1, 2, 3] and steps.train["loss"].tolist() == [1.0, 9.0, 3.0]
+
+
+def test_downsampling_keeps_every_peak_and_both_ends():
+    values = np.zeros(10_000)
+    values[[777, 5001]] = 9.0, -9.0
+    values[:3] = np.nan
+    places = kept(values, points=100)
+    assert len(places) <= 100 and {0, 777, 5001, 9999} <= {*places.tolist()}
+    assert kept(values[:50], points=100).tolist() == list(range(50))
+
+
+def test_smoothing_is_the_trailing_mean_of_what_is_known():
+    assert smoothed(np.array([1.0, np.nan, 3.0, 5.0]), window=2).tolist() == [1.0, 1.0, 3.0, 4.0]
+
+
+def test_names_lead_nowhere_else(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "a").mkdir(parents=True)
+    (runs / "a" / "training_metrics.json").write_text("{}")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "training_metrics.json").write_text("{}")
+    (runs / "link").symlink_to(secret)
+    (runs / "a" / "metrics.jsonl").symlink_to(secret / "training_metrics.json")
+    assert contents(runs).runs == ("a",)
+    assert inside(runs, "a") == runs / "a"
+    for name in ("../secret", "/etc", "a/../../secret", "link", "", "a\0b", "nothing"):
+        with pytest.raises(UserError):
+            inside(runs, name)
+    with pytest.raises(UserError, match="is a link"):
+        own_file(runs / "a", "metrics.jsonl")
+    assert own_file(runs / "a", "hardware.jsonl") is None
+
+
+def test_the_committed_records_are_found():
+    found = contents(COMMITTED.parents[1])
+    assert found.runs == ("reference/cpu-2-cores/demo-baseline", "reference/cpu-2-cores/demo-zero1")
+    assert found.sweeps == tuple(f"reference/cpu-2-cores/sweep-{name}.json" for name in ("scaling", "strategies"))
+
+
+def test_a_lock_is_seen_without_touching_it(tmp_path):
+    """Also of another process, until it is killed."""
+    path = tmp_path / ".lock"
+    with Lock.of_file(path) as lock:
+        assert holder_of(path) is None
+        lock.take()
+        assert holder_of(path) == os.getpid()
+    assert holder_of(path) is None
+    with subprocess.Popen([sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        assert signs_of_life(tmp_path).process == other.pid
+        other.kill()
+        other.wait()
+    assert signs_of_life(tmp_path).process is None
+    with pytest.raises(FileNotFoundError):
+        holder_of(tmp_path / "none")
+
+
+def signs(process: int | None = None, *, locks_known: bool = True, silent_sec: float | None = 1.0) -> Signs:
+    return Signs(process, locks_known, silent_sec)
+
+
+def test_a_record_that_says_running_is_believed_only_while_something_lives(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    cases = {
+        ("completed", "here", signs()): Status.FINISHED,
+        ("interrupted", "here", signs()): Status.INTERRUPTED,
+        ("failed", "there", signs()): Status.FAILED,
+        (None, None, signs()): Status.UNKNOWN,
+        ("running", "here", signs(7)): Status.RUNNING,
+        ("running", "here", signs()): Status.ABANDONED,
+        ("running", None, signs()): Status.ABANDONED,
+        ("running", "there", signs()): Status.RUNNING,
+        ("running", "there", signs(silent_sec=SILENT_SEC)): Status.ABANDONED,
+        ("running", "here", signs(locks_known=False)): Status.RUNNING,
+        ("running", "here", signs(locks_known=False, silent_sec=None)): Status.ABANDONED,
+    }
+    for (recorded, host, seen), expected in cases.items():
+        assert status_of(recorded, host=host, signs=seen)[0] == expected, (recorded, host, seen)

@@ -1,0 +1,202 @@
+"""The pages of runs, as Streamlit shows them: overview, compare and live."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from chart_records import record, step_lines, write_run
+from streamlit.testing.v1 import AppTest
+
+from dsgpt.common.locks import Lock
+from dsgpt.reports.themes import DARK, LIGHT
+
+ROOT = Path(__file__).parents[2]
+EVIL = "*x* [y](http:z) $a$ :red[b] <img src=q> :smile:"
+
+
+def column(test: AppTest, name: str, *, table: int = 0) -> list:
+    return test.dataframe[table].value[name].tolist()
+
+
+def texts(test: AppTest) -> str:
+    """Everything that a page says outside of tables and pictures."""
+    kinds = (test.markdown, test.caption, test.warning, test.info, test.success, test.error, test.metric)
+    return "\n".join(element.value for kind in kinds for element in kind)
+
+
+def metrics(test: AppTest) -> dict[str, str]:
+    return {metric.label: metric.value for metric in test.metric}
+
+
+def write_other_states(runs: Path) -> None:
+    """A run in each of the other states, and three that are damaged."""
+    for name, status in (("killed", "running"), ("stopped", "interrupted"), ("broken", "failed")):
+        write_run(runs / name, record(status=status), lines=step_lines(steps=7))
+    here = record(status="running", host=None)
+    here["training_config"]["total_steps"] = 400
+    write_run(runs / "alive", here, lines=step_lines(steps=7))
+    write_run(runs / "elsewhere", record(status="running", host="another"), lines=step_lines(steps=7))
+    (runs / "half").mkdir()
+    (runs / "half" / "training_metrics.json").write_text('{"schema_version": "2.1", "sta')
+    (runs / "foreign").mkdir()
+    (runs / "foreign" / "training_metrics.json").write_text('{"accuracy": 1}')
+    (runs / "started").mkdir()
+    (runs / "started" / ".lock").touch()
+
+
+def test_the_overview_answers_first_and_tells_states_apart(runs, open_page):
+    write_other_states(runs)
+    with Lock.of_file(runs / "alive" / ".lock") as lock:
+        lock.take()
+        test = open_page("overview")
+    found = dict(zip(column(test, "run"), column(test, "state"), strict=True))
+    assert {name: state.split()[1] for name, state in found.items()} == {
+        "baseline": "finished",
+        "zero1": "finished",
+        "alive": "running",
+        "elsewhere": "running",
+        "killed": "running",  # the fixture's host is another machine, and its files are new
+        "stopped": "interrupted",
+        "broken": "failed",
+        "half": "unknown",
+        "foreign": "unknown",
+        "started": "abandoned",
+    }
+    assert column(test, "run")[0] == "alive" and column(test, "progress")[0] == pytest.approx(7 / 400)
+    assert metrics(test) | {"Runs": "10", "Running now": "3"} == metrics(test)
+    assert metrics(test)["Fastest of equal work"] == "zero1"
+    assert metrics(test)["Cheapest of equal work"] == "baseline"  # two devices for 60% of the time
+    said = texts(test)
+    assert "60 s instead of 1 min 40 s: **1.67x**" in said
+    assert "**half** " in said and "not JSON" in said
+    assert "**foreign** " in said and "none of a training record" in said
+    assert "**started** is abandoned" in said
+
+
+def test_the_overview_searches_and_prices(open_page):
+    test = open_page("overview")
+    test.text_input("search").input("ZERO").run()
+    assert column(test, "run") == ["zero1"]
+    test.number_input("price").set_value(36.0).run()
+    assert "$1\\.00" in texts(test).replace("\\$", "$")
+    test.text_input("search").input("nothing like it").run()
+    assert [info.value for info in test.info] == ["No run matches."]
+
+
+def test_an_empty_folder_says_how_to_make_the_first_run(tmp_path, runs, open_page, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr("sys.argv", ["dashboard.py", "--runs", str(tmp_path / "empty")])
+    test = open_page("overview")
+    assert "make demo" in test.code[0].value
+    assert open_page("live").info and open_page("compare").info
+
+
+def test_equal_work_is_compared_and_its_losses_are(open_page):
+    test = open_page("compare")
+    assert test.multiselect("runs").value == ["baseline", "zero1"]
+    assert "The same work" in test.success[0].value and "equal loss: yes" in test.success[0].value
+    assert not test.warning
+    results = next(table.value for table in test.dataframe if "figure" in table.value)
+    row = results[results["figure"] == "speed-up in training time"].iloc[0]
+    assert (row["baseline"], row["zero1"]) == ("1.00x", "1.67x")
+
+
+def test_unequal_work_is_marked_with_what_differs(runs, open_page):
+    write_run(runs / "large", record(training_config__global_batch_size=32), lines=step_lines(shift=0.5))
+    test = open_page("compare", query={"runs": ["baseline", "large"]})
+    assert test.multiselect("runs").value == ["baseline", "large"]
+    (warning,) = test.warning
+    assert warning.value.startswith("**NOT EQUAL WORK**: global batch 8 vs 32")
+    test.segmented_control("figure").set_value("speed-up").run()
+    assert any("NOT EQUAL WORK" in element.value for element in test.markdown)
+
+
+def test_the_committed_sweeps_are_compared(open_page, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dashboard.py", "--runs", str(ROOT / "checkpoint")])
+    test = open_page("compare")
+    test.segmented_control("kind").set_value("Sweeps").run()
+    test.selectbox("sweep").set_value("reference/cpu-2-cores/sweep-strategies.json").run()
+    rows = dict(zip(column(test, "cell"), column(test, "speed-up"), strict=True))
+    readme = (ROOT / "README.md").read_text()
+    assert f"| ddp on 2 devices | 2 | {rows['ddp on 2 devices']:.2f}x" in readme
+
+
+def test_foreign_text_is_no_markup(runs, open_page):
+    """Neither in messages about a damaged record, nor in the name of the fastest run."""
+    folder = runs / EVIL.replace("/", "")
+    write_run(folder, {EVIL: 1})
+    fast = record(training_config__strategy="ddp", summary__train_time_sec=5.0)
+    write_run(runs / f"fast {folder.name}", fast, lines=step_lines(seconds=0.1))
+    for page, query in (("overview", None), ("compare", {"runs": [folder.name]}), ("live", {"watch": [folder.name]})):
+        said = texts(open_page(page, query=query))
+        assert "\\*x\\*" in said, page
+        unescaped = re.sub(r"\\.", "", said)
+        assert not re.search(r"[<>$\[\]`]|:(?=red|smile)", unescaped), (page, unescaped)
+
+
+def test_an_address_leads_to_no_other_folder(runs, open_page):
+    write_run(runs.parent / "secret", record())
+    test = open_page("compare", query={"runs": ["../secret"]})
+    assert test.multiselect("runs").value == ["baseline", "zero1"]
+
+
+def test_a_run_is_watched_from_its_start_until_it_is_killed(runs, open_page):
+    run = runs / "new"
+    run.mkdir()
+    with Lock.of_file(run / ".lock") as lock:
+        lock.take()
+        test = open_page("live")
+        assert "**new** is **running**" in texts(test)
+        values = record(status="running", host=None)
+        values["training_config"]["total_steps"] = 400
+        write_run(run, values, lines=step_lines(steps=10))
+        test.run()
+        assert metrics(test)["Training loss"] == f"{step_lines(steps=10)[-2]['loss']:.4f}"
+        assert "Rank 0" in metrics(test)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(
+                json.dumps({"step": 11, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_sec": 7e3}) + "\n"
+            )
+        test.run()
+        assert metrics(test)["Training loss"] == "1.2500" and metrics(test)["Throughput"] == "7,000 tokens/s"
+    test.run()
+    assert "No run is training now" in texts(test)
+    test.multiselect("watch").set_value(["new"]).run()
+    assert "**new** is **abandoned**" in texts(test)
+
+
+def test_gpus_are_shown_as_the_run_sampled_them(runs, open_page):
+    gpu = {"uuid": "a", "utilisation": 0.5, "memory_used_bytes": 2e9, "power_watts": 70.0, "temperature_celsius": 60}
+    lines = [{"time": 100.0 + second, "gpus": [gpu, {**gpu, "utilisation": 1.0}]} for second in range(3)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (runs / "zero1" / "hardware.jsonl").write_text(text + '{"time": 5, "gpus": [7]}\nbroken\n{"ti')
+    test = open_page("live", query={"watch": ["zero1"]})
+    assert column(test, "GPU") == ["GPU 0", "GPU 1"]
+    assert column(test, "utilisation (%)") == [50.0, 100.0]
+    assert column(test, "memory (GB)") == [2.0, 2.0]
+
+
+def test_many_runs_are_a_table(runs, open_page):
+    write_run(runs / "short", record(status="interrupted"), lines=step_lines(steps=4))
+    test = open_page("live", query={"watch": ["baseline", "short"]})
+    assert column(test, "run") == ["baseline", "short"]
+    assert column(test, "step") == [40, 4]
+
+
+def test_the_colours_are_those_of_the_charts():
+    settings = tomllib.loads((ROOT / "charts" / ".streamlit" / "config.toml").read_text())
+    assert settings["server"]["address"] == "127.0.0.1" and settings["server"]["enableXsrfProtection"] is True
+    assert settings["browser"]["gatherUsageStats"] is False
+    for theme in (LIGHT, DARK):
+        given = settings["theme"][theme.name]
+        assert given["chartCategoricalColors"] == list(theme.palette)
+        assert (given["backgroundColor"], given["textColor"]) == (theme.background, theme.ink)
+
+
+def test_the_whole_frame_opens(runs, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dashboard.py", "--runs", str(runs)])
+    test = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=30).run()
+    assert not test.exception
+    assert [title.value for title in test.title] == ["Overview"]
