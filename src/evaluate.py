@@ -7,7 +7,7 @@ from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.script import run_script
 from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
 from dsgpt.evaluation.request import Request
-from dsgpt.inference.request import PRECISIONS
+from dsgpt.inference.request import PRECISIONS, QUANTIZATIONS
 
 DESCRIPTION = """\
 Measure the perplexity and the bits per byte of a text under a model, or let lm-evaluation-harness evaluate it (--tasks;
@@ -61,6 +61,7 @@ def _build_parser(reader: Reader) -> Parser:
     for flag, allowed, standard, text in (
         ("--which", WHICH_CHECKPOINT, "latest", newest_or_best),
         ("--precision", PRECISIONS, "fp32", "of weights and arithmetic"),
+        ("--quantize", QUANTIZATIONS, "none", "int8: weights in 8 bits, which lose a little"),
         ("--device", DEVICES, "auto", "where to compute"),
     ):
         parser.add_argument(

@@ -13,7 +13,7 @@ from dsgpt.common.problems import Problems
 from dsgpt.common.script import complain, run_script
 from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
 from dsgpt.inference.ctrl_c import CtrlC
-from dsgpt.inference.request import PRECISIONS, Request
+from dsgpt.inference.request import PRECISIONS, QUANTIZATIONS, Request
 
 if TYPE_CHECKING:
     from dsgpt.inference.sample import Writer
@@ -166,6 +166,7 @@ def _add_choices(parser: argparse.ArgumentParser, reader: Reader) -> None:
     for flag, allowed, default, text in (
         ("--which", WHICH_CHECKPOINT, "latest", newest_or_best),
         ("--precision", PRECISIONS, "fp32", "of weights and arithmetic"),
+        ("--quantize", QUANTIZATIONS, "none", "int8: weights in 8 bits, which lose a little, with --precision bf16"),
         ("--device", DEVICES, "auto", "where to compute"),
     ):
         parser.add_argument(

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,13 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
     assert ways["why not"] == [""] * len(told["ranked"]) + [each["reason"] for each in told["refused"]]
 
 
-def test_offers_of_both_kinds_have_their_dates(capsys):
-    done = planned(words_of(ONE), repository=REPOSITORY)
+def test_offers_of_both_kinds_have_their_dates():
+    done = planned(words_of(replace(ONE, gpu="a100-40gb")), repository=REPOSITORY)
+    spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)), repository=REPOSITORY)
     table = offers_table(offers(done))
-    on_demand = [usd for usd, kind in zip(table["US dollars"], table["price"], strict=True) if kind == "on demand"]
-    assert on_demand == [cost.usd for cost in done.plan.costs]
+    for kind, same in (("on demand", done), ("spot", spot)):
+        found = [usd for usd, each in zip(table["US dollars"], table["price"], strict=True) if each == kind]
+        assert found == [cost.usd for cost in same.plan.costs] != []
     assert set(table["list price of"]) <= {price.known_on for price in read_prices().prices}
     assert table["US dollars"] == sorted(table["US dollars"])
 

@@ -24,7 +24,7 @@ SCRIPT = REPOSITORY / "src" / "evaluate.py"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data with a tokenizer whose tokens are bytes, and a run of two steps; tests only read it."""
     folder = write_inputs(tmp_path_factory.mktemp("run"))
-    assert train(command_line(folder)) == 0
+    assert train(command_line(folder, save_every=1)) == 0
     return folder
 
 
@@ -61,6 +61,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     found = figures(tmp_path, "--checkpoint", folder / "run", "--text", tmp_path / "text.txt", "--stride", 4)
     size = len(text.encode())
     assert (found["tokens"], found["bytes"], found["stride"]) == (size, size, 4)
+    assert found["windows"] == 1 + math.ceil((size - SEQUENCE) / 4)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     from dsgpt.formats.tokenizer_files import open_tokenizer
 
@@ -70,6 +71,45 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
     assert (found["tokens"], found["bytes"]) == (size + 5, size + 3)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * (size + 5) / (size + 3) / math.log(2))
+
+
+def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is_text(folder, tmp_path):
+    """As training encodes it."""
+    from dsgpt.evaluation.texts import read_text
+    from dsgpt.formats.tokenizer_files import open_tokenizer
+
+    tokenizer = open_tokenizer(folder / "tokenizer", what="it")
+    write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
+    assert (found["tokens"], found["bytes"]) == (3, 3)
+    (tmp_path / "text.txt").write_text("a<|endoftext|>b")
+    assert read_text(tmp_path / "text.txt", tokenizer).ids.tolist()[1:] == [
+        token for letter in "a<|endoftext|>b" for token in tokenizer.encode(letter)
+    ]
+    tokenizer.eos_token = None
+    alone = read_text(tmp_path / "text.txt", tokenizer)  # nothing predicts its first token
+    assert (len(alone.ids), alone.bytes) == (15, 14)
+
+
+def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
+    import shutil
+
+    import torch
+
+    from dsgpt.inference.loading import load
+
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    (run / "best").write_text("step-00000001")
+    data = ["--data", folder / "val.bin"]
+    exact = figures(tmp_path, "--checkpoint", run, *data)["loss"]
+    rounded = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", *data)["loss"]
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    assert rounded != exact
+    assert not load(run, which="latest", device=torch.device("cpu"), precision="fp32").model.training
+    (run / "step-00000002" / "model.safetensors").unlink()
+    assert evaluate("--checkpoint", run, "--which", "best", *data)[0] == 0
+    assert evaluate("--checkpoint", run, *data)[0] == 2
 
 
 def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):

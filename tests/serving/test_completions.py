@@ -1,10 +1,14 @@
 """A server answers the real ``openai`` client as OpenAI's interface says, with the text of our own generator."""
 
+import doctest
+import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from running_server import MODEL, Server
+from small_run import REPOSITORY
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
 from dsgpt.formats.tokenizer_files import open_tokenizer
@@ -48,6 +52,22 @@ def test_greedy_ids_and_text_are_those_of_the_generator_alone_and_together(serve
     alone = server.complete(PROMPTS[0], max_tokens=NEW)
     assert alone.choices[0].text == together[0].choices[0].text
     assert alone.id != together[0].id
+
+
+def test_the_sessions_of_the_page_are_what_the_client_sees(server: Server, capsys):
+    """With this server's address and model."""
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    example, session = (
+        block.replace("http://127.0.0.1:8000", server.url).replace("demo-zero1", MODEL)
+        for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    )
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert capsys.readouterr().out == server.complete("def main(", max_tokens=32).choices[0].text
+    test = doctest.DocTestParser().get_doctest(session, names, "docs/serving.md", None, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test)
+    assert (runner.failures, runner.tries) == (0, 13), capsys.readouterr().out
 
 
 def test_a_list_of_prompts_as_text_or_ids(server: Server, own):

@@ -10,6 +10,7 @@ from dsgpt.evaluation.request import Request
 from dsgpt.evaluation.tasks import evaluate_tasks
 from dsgpt.evaluation.texts import Evaluated, read_data, read_text
 from dsgpt.inference.loading import device_for, load
+from dsgpt.inference.quantization import round_to_int8
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import finite
 
@@ -25,7 +26,8 @@ def evaluate(request: Request, *, console: Console) -> Record:
     problems = Problems()
     device = device_for(request.device, precision=request.precision, problems=problems)
     problems.raise_if_any()
-    record: Record = {"checkpoint": str(request.checkpoint), "precision": request.precision, "device": device.type}
+    record: Record = {"checkpoint": str(request.checkpoint), "precision": request.precision}
+    record |= {"quantize": request.quantize, "device": device.type}
     started = time.perf_counter()
     if request.tasks:
         record["tasks"] = evaluate_tasks(
@@ -60,6 +62,8 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
         precision=request.precision,
     )
     model = loaded.model
+    if request.quantize == "int8":
+        round_to_int8(model)
     if request.text is not None:
         source, text = request.text, read_text(request.text, loaded.needed_tokenizer())
     else:

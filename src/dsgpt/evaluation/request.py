@@ -29,6 +29,8 @@ class Request:
     batch_size: int = 8
     """Windows, or examples, at a time."""
     precision: str = "fp32"
+    quantize: str = "none"
+    """Weights in 8 bits, as generation has them: ``int8``."""
     device: str = "auto"
     output: Path | None = None
     """The record to write."""
@@ -49,6 +51,8 @@ class Request:
                     if value is not None
                 )
             )
+        if self.tasks and self.quantize != "none":
+            problems.add("--quantize is for --data and --text: the harness reads the model unquantized")
         if self.tasks and (self.seq_length or self.stride):
             problems.add("--seq_length and --stride are for --data and --text: tasks have their own windows")
         if self.seq_length and self.stride and self.stride > self.seq_length:

@@ -35,9 +35,9 @@ def _norm(module: torch.nn.LayerNorm) -> _Norm:
 class _Layer:
     """A transformer block."""
 
-    def __init__(self, block: Block, *, rows: int) -> None:
+    def __init__(self, block: Block, *, rows: int, quantize: str) -> None:
         def linear(module: torch.nn.Linear) -> Linear:
-            return fast_linear(module.weight.detach(), module.bias.detach(), rows=rows)
+            return fast_linear(module.weight.detach(), module.bias.detach(), rows=rows, quantize=quantize)
 
         self.norms = _norm(block.ln_1), _norm(block.ln_2)
         self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
@@ -50,14 +50,17 @@ class Decoder:
     Args:
         model: in evaluation mode; its weights must not change afterwards, because some are copied.
         batch_size: sequences that are usually decoded together.
+        quantize: ``int8`` for weights in 8 bits, of a model in bf16 or fp16; ``none`` for those of the model.
     """
 
-    def __init__(self, model: GPT2, *, batch_size: int = 1) -> None:
+    def __init__(self, model: GPT2, *, batch_size: int = 1, quantize: str = "none") -> None:
         self.config = model.config
         self.embedding, self.positions = model.wte.weight.detach(), model.wpe.weight.detach()
-        self.head = fast_linear(self.embedding[: model.config.vocab_size], None, rows=batch_size)
+        self.head = fast_linear(self.embedding[: model.config.vocab_size], None, rows=batch_size, quantize=quantize)
         self.final_norm = _norm(model.ln_f)
-        self.layers = [_Layer(block, rows=batch_size) for block in model.blocks if isinstance(block, Block)]
+        self.layers = [
+            _Layer(block, rows=batch_size, quantize=quantize) for block in model.blocks if isinstance(block, Block)
+        ]
 
     def begin(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> "Sequences":
         """Sequences that start with ``prompts``, not read yet, with a cache for ``new_tokens`` more ids each.

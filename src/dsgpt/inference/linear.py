@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsgpt.inference.quantization import to_int8
+
 _NO_SCALARS: list[float] = []
+_FEW_ROWS = 16
+"""The most rows for which PyTorch's product with int8 weights is faster than making bf16 weights of them first."""
 
 
 class Linear(Protocol):
@@ -99,8 +103,35 @@ class Packed:
         return out
 
 
-def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int) -> Linear:
-    """The fastest of the three for products of ``rows`` rows with ``weight``. GPUs need no other layouts."""
+class Int8:
+    """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and less time for one row."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, scales = to_int8(weight)
+        self._scales, self._bias = scales.to(weight.dtype), bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        out: Tensor
+        if x.device.type == "cpu" and len(x) <= _FEW_ROWS:
+            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+        else:
+            out = F.linear(x, self._weight.to(x.dtype)) * self._scales
+        return out if self._bias is None else out.add_(self._bias)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return F.gelu(self.product(x), approximate="tanh")
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return residual + self.product(x)
+
+
+def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, quantize: str = "none") -> Linear:
+    """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits. GPUs need no other layouts."""
+    if quantize == "int8":
+        return Int8(weight, bias)
     if weight.device.type == "cpu" and torch._C._has_mkldnn:
         if weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and rows > 1):
             return Packed(weight, bias, rows=rows)

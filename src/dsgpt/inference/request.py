@@ -6,6 +6,7 @@ from pathlib import Path
 from dsgpt.common.problems import Problems
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+QUANTIZATIONS = ("none", "int8")
 LARGEST_SEED = 2**63
 
 
@@ -26,6 +27,8 @@ class Request:
     num_samples: int = 1
     batch_size: int = 8
     precision: str = "fp32"
+    quantize: str = "none"
+    """Weights in 8 bits: ``int8``."""
     device: str = "auto"
 
     def check(self, problems: Problems) -> None:
@@ -43,5 +46,7 @@ class Request:
             problems.add(f"--min_p must be at least 0 and below 1, not {self.min_p:g}")
         if not 0 < self.repetition_penalty < float("inf"):
             problems.add(f"--repetition_penalty must be a number above 0, not {self.repetition_penalty:g}")
+        if self.quantize == "int8" and self.precision == "fp32":
+            problems.add("--quantize int8 is faster only in 16 bits: add --precision bf16")
         if "" in self.stop:
             problems.add("--stop needs a text that is not empty")

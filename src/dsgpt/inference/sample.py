@@ -17,6 +17,7 @@ from dsgpt.inference.loading import Loaded, device_for, load
 from dsgpt.inference.request import Request
 from dsgpt.inference.sampling import Sampling, random_stream
 from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,14 +59,15 @@ class Writer:
         problems.raise_if_any()
         loaded = opened.loaded if opened else _load(request, device)
         self._request, self._tokenizer = request, loaded.needed_tokenizer()
-        self._model = loaded.model
+        self._model: GPT2 | None = loaded.model
+        self._config = loaded.model.config
         self._decoder: Decoder | None = opened.decoder if opened else None
         self._sampling = sampling_of(request)
 
     @property
     def context(self) -> int:
         """Tokens that the model can read, prompt included."""
-        return self._model.config.block_size
+        return self._config.block_size
 
     def texts(
         self,
@@ -87,7 +89,7 @@ class Writer:
         problems, encoded = Problems(), []
         for prompt in prompts:
             try:
-                encoded.append(encode_prompt(prompt, self._tokenizer, self._model.config))
+                encoded.append(encode_prompt(prompt, self._tokenizer, self._config))
             except UserError as error:
                 problems.add(*error.problems)
         problems.raise_if_any()
@@ -97,15 +99,23 @@ class Writer:
             for _ in range(self._request.num_samples)
         )
         size = 1 if show else min(self._request.batch_size, len(prompts) * self._request.num_samples)
-        decoder = self._decoder = self._decoder or Decoder(self._model, batch_size=size)
+        decoder = self._arranged(batch_size=size)
         number = 0
         while not stopped() and (chosen := list(itertools.islice(wanted, size))):
             yield from self._finished(self._batch(chosen, number), decoder, show or _hide, stopped)
             number += len(chosen)
 
+    def _arranged(self, *, batch_size: int) -> Decoder:
+        """The decoder; weights that it copied are not kept twice."""
+        if self._decoder is None:
+            assert self._model is not None  # until the decoder has it
+            self._decoder = Decoder(self._model, batch_size=batch_size, quantize=self._request.quantize)
+            self._model = None
+        return self._decoder
+
     def _batch(self, chosen: list[tuple[str, list[int]]], number: int) -> "_Batch":
         """The next texts to generate, the first of which is text ``number`` of all."""
-        context, request = self._model.config.block_size, self._request
+        context, request = self._config.block_size, self._request
         return _Batch(
             prompts=[prompt for prompt, _ in chosen],
             ids=[ids for _, ids in chosen],

@@ -75,13 +75,9 @@ Place = tuple[str, int | None]
 
 
 def _dealt(payload: int, weights: Mapping[Place, int]) -> dict[Place, int]:
-    """``payload`` in proportion to ``weights``; what a division leaves goes to later places."""
-    found, left, weight = {}, payload, sum(weights.values())
-    for place, share in weights.items():
-        if share:
-            found[place] = left * share // weight
-            left, weight = left - found[place], weight - share
-    return found
+    """``payload`` in proportion to ``weights``, of which it is a multiple."""
+    whole = sum(weights.values())
+    return {place: payload * share // whole for place, share in weights.items() if share}
 
 
 def _weights(setup: Setup, traffic: Traffic, rank: int) -> dict[Place, int]:

@@ -171,6 +171,11 @@ def test_figures_of_answers_are_those_of_a_hand_made_case():
         peak=10,
     )
     load = load_of([first, replace(first, peak_bytes=20)])
+    later = turn((request(0, 1.0, new_tokens=3), answer(0, 3.0, 9.0, 10.0, 11.0)))
+    both = load_of([first, later])
+    rates = [replace(first, answers=[replace(one, token_times=[when]) for one in first.answers]) for when in (4, 5, 9)]
+    assert load_of(rates).tokens_per_sec.median == 1.0  # 4 tokens in 3, 4 and 8 seconds
+    assert (both.requests, both.queue_sec.p99, both.ttft_sec.p99, both.latency_sec.p99) == (3, 2.0, 8.0, 10.0)
     assert load.requests == 4
     assert load.tokens_per_sec.values == [4 / 4.5, 4 / 4.5]  # from 1.0 to 5.5
     assert load.offered_tokens_per_sec == 4 / 4  # two gaps of 2 s
@@ -247,12 +252,15 @@ def scripted(monkeypatch):
 
 
 def test_a_batch_is_what_waits_when_the_batch_before_it_ends(scripted):
-    requests = [request(0, 0.5, new_tokens=3), request(1, 1.0), request(2, 3.0), request(3, 3.2), request(4, 9.0)]
+    requests = [
+        *(request(0, 0.5, new_tokens=3), request(1, 1.0), request(2, 3.0, new_tokens=1)),
+        *(request(3, 3.2), request(4, 9.0)),
+    ]
     answers = BatchEngine(scripted, largest=8).serve(requests, slots=2)
     assert scripted.batches == [[0], [1, 2], [3], [4]]
     assert [one.started for one in answers] == [0.5, 3.5, 3.5, 5.5, 9.0]
-    assert [one.token_times for one in answers] == [[1.5, 2.5, 3.5], [4.5, 5.5], [4.5, 5.5], [6.5, 7.5], [10.0, 11.0]]
-    assert [one.ids for one in answers] == [[0, 0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]
+    assert [one.token_times for one in answers] == [[1.5, 2.5, 3.5], [4.5, 5.5], [4.5], [6.5, 7.5], [10.0, 11.0]]
+    assert [one.ids for one in answers] == [[0, 0, 0], [1, 1], [2], [3, 3], [4, 4]]
 
 
 def test_one_at_a_time_has_no_batches(scripted):
@@ -264,8 +272,9 @@ def test_one_at_a_time_has_no_batches(scripted):
 def test_a_batch_never_outgrows_the_positions_of_the_model(scripted):
     """Each fits alone, but the longest prompt and the most new tokens together do not."""
     requests = [request(0, 0.0, prompt=8), request(1, 0.0, prompt=1, new_tokens=3), request(2, 0.0)]
+    requests += [request(3, 20.0, new_tokens=8), request(4, 20.0, prompt=5)]
     BatchEngine(scripted, largest=8).serve(requests, slots=8)
-    assert scripted.batches == [[0], [1, 2]]
+    assert scripted.batches == [[0], [1, 2], [3], [4]]
 
 
 def test_another_engine_is_the_first_each_time():
@@ -289,6 +298,8 @@ def test_arrivals_are_poisson_and_prompts_do_not_begin_alike():
     requests = read_trace(COMMITTED).arriving(gap_sec=0.5, vocab_size=50_257)
     assert len({one.prompt[0] for one in requests}) == len(requests)
     assert all(0 <= token < 50_257 for one in requests for token in one.prompt)
+    other = replace(read_trace(COMMITTED), seed=2).arriving(gap_sec=0.5, vocab_size=50_257)
+    assert other[0].prompt != requests[0].prompt
     assert requests[0].arrival == 0
     assert requests[2].arrival - requests[1].arrival == pytest.approx(0.5 * read_trace(COMMITTED).requests[2].gap)
 
@@ -337,6 +348,7 @@ class StandInVllm:
     def __init__(self) -> None:
         self.most_running = self.running = 0
         self.asked: list[SimpleNamespace] = []
+        self.scheduled: dict[str, float] = {}
 
     def modules(self) -> dict[str, ModuleType]:
         kinds = {"vllm": {"AsyncEngineArgs": SimpleNamespace, "SamplingParams": SimpleNamespace}, "vllm.v1": {}}
@@ -358,7 +370,9 @@ class StandInVllm:
         self.asked.append(SimpleNamespace(name=name, prompt=prompt, wanted=wanted))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0.002)
         scheduled = time.perf_counter()
+        self.scheduled[name] = scheduled
         for part in ([7], [8, 9], [10])[: wanted.max_tokens]:
             await asyncio.sleep(0.002)
             yield SimpleNamespace(
@@ -374,7 +388,7 @@ def test_vllm_is_asked_for_greedy_ids_and_never_for_more_than_the_slots(monkeypa
     stand_in = StandInVllm()
     for name, module in stand_in.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    engine = VllmEngine(tmp_path, slots=4)
+    engine, before = VllmEngine(tmp_path, slots=4), time.perf_counter()
     answers = engine.serve([request(number, 0.001 * number, new_tokens=4) for number in range(5)], slots=2)
     engine.close()
     assert stand_in.most_running == 2
@@ -386,6 +400,9 @@ def test_vllm_is_asked_for_greedy_ids_and_never_for_more_than_the_slots(monkeypa
         assert one.token_times == sorted(one.token_times)
         assert one.token_times[1] == one.token_times[2]  # they came together
         assert 0.001 * one.number <= one.started < one.token_times[0]
+    began = {round(stand_in.scheduled[f"1-{one.number}"] - one.started, 6) for one in answers}
+    assert len(began) == 1  # the turn's, so queue times count to the instant that the engine reports
+    assert began.pop() >= before
     first = stand_in.asked[0]
     assert (first.prompt, first.wanted.temperature, first.wanted.ignore_eos) == ({"prompt_token_ids": [0]}, 0, True)
     assert stand_in.asked[-1].name == "shutdown"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
-from streamlit.delta_generator import DeltaGenerator
 
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.figures import figure
@@ -63,7 +62,7 @@ def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | N
         second = two.selectbox("Beside it", [_NONE, *names], key="generate-second")
         prompt = st.text_area("Prompt", "def main(", key="generate-prompt", height=100)
         flags = _sampling()
-        pressed = st.form_submit_button("Generate", type="primary", icon=":material/play_arrow:")
+        pressed = st.form_submit_button("Generate", icon=":material/play_arrow:")
     if not pressed:
         return None
     chosen = [first] if second == _NONE else [first, second]
@@ -118,7 +117,7 @@ class _Shown:
     def update(self) -> None:
         """Show the text so far; a press of a button ends the script here."""
         if time.monotonic() - self._updated >= _BETWEEN_SEC:
-            self._draw(self._speed)
+            self._draw()
             self._updated = time.monotonic()
 
     def finish(self) -> None:
@@ -126,15 +125,18 @@ class _Shown:
         if self._told.refused:
             self._speed.error(plain(self._told.refused))
             return
-        self._draw(self._speed)
+        if not self._told.text:
+            self._speed.caption("Not begun.")
+            return
+        self._draw()
         if self._told.likeliest:
             _likeliest(self._told, self._number)
 
-    def _draw(self, speed: DeltaGenerator) -> None:
+    def _draw(self) -> None:
         told, rate = self._told, self._told.tokens_per_sec
         self._text.code(told.text, language=None, wrap_lines=True)
-        measured = f"{told.tokens} tokens in {told.seconds:.1f} s, {rate:,.0f} tokens/s" if rate else "reads the prompt"
-        speed.caption(f"{measured}. {_ENDED.get(told.ended, '')}")
+        measured = f"{told.tokens} tokens in {told.seconds:.1f} s, {rate:,.0f} tokens/s" if rate else "Reads the prompt"
+        self._speed.caption(f"{measured}. {_ENDED[told.ended]}")
 
 
 _ENDED = {
