@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--without-launchers",
         action="store_true",
-        help="skip each test that starts deepspeed or torchrun, and read 20 mangled files of each kind",
+        help="skip each test that starts deepspeed, torchrun or the dashboard, and read 20 mangled files of each kind",
     )
     parser.addoption(
         "--without-processes",
@@ -58,14 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> None:
-    """Skip a test, or all that share its fixture, when it is about to start a launcher; so no list of tests is needed.
+    """Skip a test, or all that share its fixture, when it is about to start a launcher or the dashboard.
 
+    So no list of tests is needed.
     With ``any_python``, also when it is about to start another Python.
     """
     if event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in about[1]]
-        if starts_launcher(words) or RANKS in words:
-            pytest.skip("starts a launcher")
+        if starts_launcher(words) or RANKS in words or "streamlit" in words:
+            pytest.skip("starts a launcher or the dashboard")
         program = Path(words[0]).name
         if any_python and (program.startswith("python") or program in {"bash", "sh", "make"}):
             pytest.skip("starts another Python")

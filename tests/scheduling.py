@@ -10,10 +10,11 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
 """Folder of tests to the fixture whose launches its tests share."""
-ONE_PROCESS = SHARED | {"serving": "server"}
+ONE_PROCESS = SHARED | {"serving": "server", "dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
     *("benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting", "serving"),
+    "dashboard/browser",
     *("benchmarks/speed", "benchmarks/plan", "benchmarks/sweep", "fuzz", ".", "prepare", "reports", "inference"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
 from dsgpt.common.locks import Lock
+from dsgpt.dashboard.answers import answers
+from dsgpt.dashboard.figures import as_csv
+from dsgpt.reports.runs import read_run
 from dsgpt.reports.themes import DARK, LIGHT
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +36,8 @@ def metrics(test: AppTest) -> dict[str, str]:
 
 
 def write_other_states(runs: Path) -> None:
-    """A run in each of the other states, and three that are damaged."""
+    """A faster run of less work, a run in each of the other states, and three that are damaged."""
+    write_run(runs / "less", record(training_config__global_batch_size=4, summary__train_time_sec=1.0))
     for name, status in (("killed", "running"), ("stopped", "interrupted"), ("broken", "failed")):
         write_run(runs / name, record(status=status), lines=step_lines(steps=7))
     here = record(status="running", host=None)
@@ -55,6 +61,7 @@ def test_the_overview_answers_first_and_tells_states_apart(runs, open_page):
     assert {name: state.split()[1] for name, state in found.items()} == {
         "baseline": "finished",
         "zero1": "finished",
+        "less": "finished",
         "alive": "running",
         "elsewhere": "running",
         "killed": "running",  # the fixture's host is another machine, and its files are new
@@ -65,7 +72,7 @@ def test_the_overview_answers_first_and_tells_states_apart(runs, open_page):
         "started": "abandoned",
     }
     assert column(test, "run")[0] == "alive" and column(test, "progress")[0] == pytest.approx(7 / 400)
-    assert metrics(test) | {"Runs": "10", "Running now": "3"} == metrics(test)
+    assert metrics(test) | {"Runs": "11", "Running now": "3"} == metrics(test)
     assert metrics(test)["Fastest of equal work"] == "zero1"
     assert metrics(test)["Cheapest of equal work"] == "baseline"  # two devices for 60% of the time
     said = texts(test)
@@ -73,6 +80,14 @@ def test_the_overview_answers_first_and_tells_states_apart(runs, open_page):
     assert "**half** " in said and "not JSON" in said
     assert "**foreign** " in said and "none of a training record" in said
     assert "**started** is abandoned" in said
+
+
+def test_the_baseline_is_the_slowest_on_the_fewest_devices(runs):
+    write_run(runs / "quick", record(summary__train_time_sec=50.0))
+    write_run(runs / "cut", record(summary__train_time_sec=1.0, status="interrupted"))
+    (answer,) = answers([read_run(path, name=path.name) for path in sorted(runs.iterdir())])
+    assert (answer.fastest.name, answer.baseline.name, answer.speed_up) == ("quick", "baseline", 2.0)
+    assert [run.name for run in answer.runs] == ["quick", "zero1", "baseline"]
 
 
 def test_the_overview_searches_and_prices(open_page):
@@ -200,3 +215,27 @@ def test_the_whole_frame_opens(runs, monkeypatch):
     test = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=30).run()
     assert not test.exception
     assert [title.value for title in test.title] == ["Overview"]
+
+
+def test_a_spreadsheet_computes_no_cell_of_a_table():
+    table = {"run": ["=1+1", "@SUM(A1)", 'a,"b'], "loss": [1.5, -2.0, None]}
+    assert as_csv(table).decode().splitlines() == ["run,loss", "'=1+1,1.5", "'@SUM(A1),-2.0", '"a,""b",']
+
+
+LIGHT_PAGES = """\
+import sys
+from streamlit.testing.v1 import AppTest
+sys.argv = ["dashboard.py", "--runs", sys.argv[1]]
+for page in ("overview", "compare", "live"):
+    test = AppTest.from_string(f"from dsgpt.dashboard.pages import {page}; {page}.show()", default_timeout=60).run()
+    assert not test.exception, test.exception
+print(*sorted({"torch", "deepspeed", "transformers", "matplotlib", "seaborn"} & sys.modules.keys()))
+"""
+
+
+def test_pages_of_runs_open_without_torch_and_matplotlib(runs):
+    """They would take seconds and hundreds of megabytes."""
+    command = [sys.executable, "-c", LIGHT_PAGES, runs]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""

@@ -13,7 +13,7 @@ from dsgpt.dashboard.formats import memory
 from dsgpt.dashboard.holding import holdings
 from dsgpt.dashboard.holding_picture import holding_svg
 from dsgpt.dashboard.lessons import lessons
-from dsgpt.dashboard.split_setup import CHOICES, Split, held_rows, sent_rows, split_of
+from dsgpt.dashboard.split_setup import CHOICES, Split, copied_rows, held_rows, sent_rows, split_of
 from dsgpt.dashboard.step_line import Line, step_lines
 from dsgpt.dashboard.step_picture import step_svg
 from dsgpt.planning.communication import step_traffic
@@ -81,7 +81,7 @@ def test_every_block_is_drawn_to_scale_with_its_bytes(name):
 
 
 def sent_in(lines: list[Line]) -> int:
-    return sum(bar.lane != "computes" for line in lines for bar in line.bars)
+    return sum(bar.lane in {"weights", "gradients", "activations"} for line in lines for bar in line.bars)
 
 
 @pytest.mark.parametrize("name", POSSIBLE)
@@ -96,6 +96,22 @@ def test_every_operation_is_in_the_picture_and_in_the_table(name):
     for row in rows:
         words = f"{row['operation']}, {memory(row['payload, bytes'])}, among {row['among']}: "
         assert any(title and title.startswith(words) for title in titles)
+
+
+def test_what_offload_copies_is_in_the_picture_and_in_the_table():
+    setup = split("ZeRO-3, NVMe", gpus=2).setup
+    rows, (line,) = copied_rows(setup), step_lines(setup)
+    assert {(row["what"], row["between"]) for row in rows} == {
+        ("gradients", "between device and host"),
+        ("weights", "between device and host"),
+        ("weights", "between host and files"),
+        ("optimizer state", "between host and files"),
+    }
+    assert sum(bar.lane in {"host", "files"} for bar in line.bars) == sum(row["times"] for row in rows)
+    state = next(row for row in rows if row["what"] == "optimizer state")
+    held = model_state(setup)
+    assert state["bytes per step"] == pytest.approx(2 * (held.optimizer + held.master), rel=1e-3)
+    assert not copied_rows(split("ZeRO-3").setup)
 
 
 def test_many_micro_batches_are_drawn_as_one_gap():

@@ -3,11 +3,11 @@
 import streamlit as st
 from streamlit.components.v2 import component
 
-_FRAME = '<div role="group" tabindex="0" aria-label="Picture" style="overflow-x:auto"></div>'
+_FRAME = '<div class="drawing" role="group" tabindex="0" aria-label="Picture" style="overflow-x:auto"></div>'
 """On a narrow page the picture is scrolled sideways."""
 _SHOW = """
 export default function({ parentElement, data }) {
-  parentElement.querySelector("div").innerHTML = data.svg;
+  parentElement.querySelector(".drawing").innerHTML = data.svg;
 }
 """
 

@@ -101,12 +101,15 @@ def _offload(setup: Setup) -> Iterator[tuple[str, str]]:
     recipe = setup.recipe
     if recipe.offload_optimizer == "none" and recipe.offload_param == "none":
         return
-    weights = ", and the weights between their uses" if recipe.offload_param != "none" else ""
+    with_weights = recipe.offload_param != "none"
+    kept = (
+        "The optimizer state and, between their uses, the weights lie" if with_weights else "The optimizer state lies"
+    )
     where = "files on a local drive" if recipe.offload_optimizer == "nvme" else "the memory of the host"
     yield (
         "Offload",
         (
-            f"The optimizer state{weights} lie in {where}. The CPU steps. Gradients go to the host and new weights "
+            f"{kept} in {where}. The CPU steps. Gradients go to the host and new weights "
             "come back in every step, over the link between device and host, which is far slower than the device's "
             "memory."
         ),

@@ -10,7 +10,8 @@ from dsgpt.advising.plan import fullest_rank, usable_bytes
 from dsgpt.advising.request import fixed_setup, read_request
 from dsgpt.common.problems import Problems
 from dsgpt.dashboard.holding import Block, Holding
-from dsgpt.dashboard.step_line import operation_name, waits
+from dsgpt.dashboard.step_line import LINKS, operation_name, waits
+from dsgpt.planning.host_link import Copied, copied
 from dsgpt.planning.peak_memory import Peak
 from dsgpt.planning.setup import Setup
 from dsgpt.planning.step_order import Placed, placed_traffic
@@ -107,6 +108,24 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
     Micro batches that send the same are one row.
     """
     return [row for rank in setup.first_ranks for row in _sent_rows(setup, rank)]
+
+
+def copied_rows(setup: Setup) -> list[dict[str, Any]]:
+    """What offload copies in a step, a row for each kind at each place."""
+    rows: dict[tuple[Any, ...], list[Copied]] = {}
+    for each in copied(setup):
+        rows.setdefault((each.moment, each.what, each.link, each.size), []).append(each)
+    return [
+        {
+            "when": same[0].moment if same[0].micro_batch is None else f"in the {same[0].moment} pass",
+            "what": same[0].what,
+            "between": LINKS[same[0].link],
+            "times": len(same),
+            "bytes": same[0].size,
+            "bytes per step": sum(each.size for each in same),
+        }
+        for same in rows.values()
+    ]
 
 
 def _sent_rows(setup: Setup, rank: int) -> list[dict[str, Any]]:

@@ -9,15 +9,29 @@ from dataclasses import dataclass
 
 from dsgpt.dashboard.formats import memory
 from dsgpt.planning.communication import Traffic
+from dsgpt.planning.host_link import copied
 from dsgpt.planning.setup import Setup
-from dsgpt.planning.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD, Pass, Placed, passes, placed_traffic
+from dsgpt.planning.step_order import (
+    AFTER_STEP,
+    BACKWARD,
+    BEFORE_STEP,
+    DURING_STEP,
+    FORWARD,
+    Pass,
+    Placed,
+    passes,
+    placed_traffic,
+)
 from dsgpt.planning.transfers import can_overlap
 
 _SENT, _STEP, _GAP = 1.4, 1.0, 0.7
 _MOST_ALIKE = 4
 """More micro batches than this are not drawn one by one, except in a pipeline, whose stages differ."""
+LANES = ("computes", "weights", "gradients", "activations", "host", "files")
+"""From top to bottom."""
 MOST_IN_PIPELINE = 64
 """Micro batches of a pipeline that can be drawn."""
+LINKS = {"host": "between device and host", "files": "between host and files"}
 _NAMES = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -35,7 +49,7 @@ class Bar:
     """Something that a rank does for a while."""
 
     lane: str
-    """``computes``, ``gradients``, ``weights`` or ``activations``; the last three are sent."""
+    """``computes``, ``weights``, ``gradients`` or ``activations``, which are sent, ``host`` or ``files``."""
     label: str
     title: str
     """The same in a sentence, with bytes and ranks."""
@@ -54,7 +68,7 @@ class Line:
     def lanes(self) -> list[str]:
         """Those that are used, computing first."""
         used = {bar.lane for bar in self.bars}
-        return [lane for lane in ("computes", "weights", "gradients", "activations") if lane in used]
+        return [lane for lane in LANES if lane in used]
 
 
 def operation_name(traffic: Traffic) -> str:
@@ -124,6 +138,7 @@ class _Drawing:
         self._setup = setup
         self.passes = passes(setup, rank=rank)
         self._placed = placed_traffic(setup, rank=rank)
+        self._copied = copied(setup, rank=rank)
         self.lengths = {FORWARD: 1.0, BACKWARD: 3.0 if setup.activation_checkpointing else 2.0}
 
     def alone(self) -> Iterator[Bar]:
@@ -161,17 +176,38 @@ class _Drawing:
             width = (end - start) / max(1, len(sent))
             for index, placed in enumerate(sent):
                 yield self._sent(placed, start + index * width, start + (index + 1) * width)
+        yield from self._copies(each.kind, each.micro_batch, start, end)
 
     def _end(self, time: float) -> Iterator[Bar]:
         for placed in self._at(BEFORE_STEP, None):
             yield self._sent(placed, time, time + _SENT)
             time += _SENT
         title = "the optimizer steps on what this rank holds of its state"
+        yield from self._copies(BEFORE_STEP, None, time - _SENT, time)
         yield Bar(lane="computes", label="step", title=title, start=time, end=time + _STEP)
+        yield from self._copies(DURING_STEP, None, time, time + _STEP)
         time += _STEP
+        yield from self._copies(AFTER_STEP, None, time, time + _SENT)
+        time += _SENT if self._copied else 0.0
         for placed in self._at(AFTER_STEP, None):
             yield self._sent(placed, time, time + _SENT)
             time += _SENT
+
+    def _copies(self, moment: str, micro_batch: int | None, start: float, end: float) -> Iterator[Bar]:
+        """What offload copies at this place, beside each other."""
+        for link in ("host", "files"):
+            here = [
+                each
+                for each in self._copied
+                if (each.moment, each.micro_batch, each.link) == (moment, micro_batch, link)
+            ]
+            width = (end - start) / max(1, len(here))
+            for index, each in enumerate(here):
+                label = f"copies {each.what} {memory(each.size)}"
+                title = f"copies {each.what}, {memory(each.size)}, {LINKS[link]}"
+                yield Bar(
+                    lane=link, label=label, title=title, start=start + index * width, end=start + (index + 1) * width
+                )
 
     def _at(self, moment: str, micro_batch: int | None) -> list[Placed]:
         return [each for each in self._placed if each.moment == moment and each.micro_batch == micro_batch]

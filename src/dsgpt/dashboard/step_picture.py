@@ -9,7 +9,14 @@ from dsgpt.reports.themes import Theme
 
 _LEFT, _TOP, _LANE, _THIN, _WIDE, _NAME = 118, 8, 30, 22, 812, 20
 _LEAST_UNIT = 26
-_NAMES = {"computes": "computes", "weights": "sends weights", "gradients": "sends gradients"}
+_NAMES = {
+    "computes": "computes",
+    "weights": "sends weights",
+    "gradients": "sends gradients",
+    "activations": "sends activations",
+    "host": "device and host",
+    "files": "host and files",
+}
 
 
 def step_svg(lines: Sequence[Line], theme: Theme) -> str:
@@ -23,7 +30,7 @@ def step_svg(lines: Sequence[Line], theme: Theme) -> str:
         top += _NAME
         for lane in line.lanes:
             tall = _LANE if lane == "computes" else _THIN
-            body.append(text(4, top + tall / 2 + 4, _NAMES.get(lane, "sends activations"), fill=theme.quiet, size=12))
+            body.append(text(4, top + tall / 2 + 4, _NAMES[lane], fill=theme.quiet, size=12))
             body.append(_track(top + tall, width, theme))
             for bar in line.bars:
                 if bar.lane == lane:
@@ -48,6 +55,8 @@ def _bar(bar: Bar, top: float, tall: float, *, unit: float, theme: Theme) -> Ite
 
 
 def _fill(bar: Bar, theme: Theme) -> str:
+    if bar.lane in {"host", "files"}:
+        return theme.palette[7]
     if bar.lane != "computes":
         return colour_of(bar.lane, theme)
     if bar.label.startswith("forward"):
@@ -62,6 +71,6 @@ def _shorter(label: str) -> Iterator[str]:
     if words[0] in {"forward", "backward"}:
         yield f"{words[0][0].upper()}{words[1]}"
         yield words[1]
-    elif len(words) == 4:
-        yield f"{words[0]} {words[2]} {words[3]}"
-        yield f"{words[2]} {words[3]}"
+    elif len(words) > 3:
+        yield f"{words[0]} {words[-2]} {words[-1]}"
+        yield f"{words[-2]} {words[-1]}"

@@ -13,7 +13,8 @@ from dsgpt.planning.parameters import ParameterSize, model_parameters
 from dsgpt.planning.setup import Setup
 from dsgpt.planning.sharded import fsdp_elements, persistent, zero_piece
 
-FORWARD, BACKWARD, BEFORE_STEP, AFTER_STEP = "forward", "backward", "before the step", "after the step"
+FORWARD, BACKWARD = "forward", "backward"
+BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
 
 
 @dataclass(frozen=True, kw_only=True)

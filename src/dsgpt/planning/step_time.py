@@ -9,11 +9,10 @@ section 2.2). ``--compile`` is not modelled.
 
 from dataclasses import dataclass
 
-from dsgpt.planning.gathering import gathered
-from dsgpt.planning.passes import gradient_bytes, low_arithmetic_bytes, norm_bytes, optimizer_bytes, stepped_elements
+from dsgpt.planning.host_link import copied
+from dsgpt.planning.passes import gradient_bytes, low_arithmetic_bytes, norm_bytes, optimizer_bytes
 from dsgpt.planning.rates import Machine, Rates
-from dsgpt.planning.setup import FULL, Setup
-from dsgpt.planning.sharded import zero_piece
+from dsgpt.planning.setup import Setup
 from dsgpt.planning.transfers import exposed_communication, overlap_in_words
 from dsgpt.planning.work import Work, block_backward, block_forward, embedding, head_and_loss, validation_forward
 
@@ -157,16 +156,6 @@ def _offloads(setup: Setup) -> bool:
 
 def _offload(setup: Setup, rates: Rates, machine: Machine, rank: int) -> float:
     """Gradients to the host, new weights back, weights of every gather, and moments and weights through files."""
-    own, recipe, micro_batches = stepped_elements(setup, rank), setup.recipe, setup.gradient_accumulation_steps
-    moved = filed = 0.0
-    if setup.run_type == "fsdp" and recipe.dsgpt.fsdp.cpu_offload:
-        moved = FULL * own * (1 + 2 * micro_batches)
-    elif _offloads(setup):
-        moved = setup.low * own * (1 + (micro_batches if recipe.zero_stage > 1 else 1))
-    if setup.run_type == "optimized" and recipe.offload_param != "none":
-        pieces = sum(zero_piece(part, setup.zero_ranks) for part in gathered(setup))
-        moved += setup.low * micro_batches * pieces
-        filed += setup.low * micro_batches * pieces if recipe.offload_param == "nvme" else 0
-    if setup.run_type == "optimized" and recipe.offload_optimizer == "nvme":
-        filed += 2 * FULL * (1 + setup.moments) * own
-    return moved / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk
+    found = copied(setup, rank=rank)
+    linked, filed = (sum(each.size for each in found if each.link == link) for link in ("host", "files"))
+    return linked / rates.host_link + filed * min(machine.devices, setup.world_size) / rates.disk

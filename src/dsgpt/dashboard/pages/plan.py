@@ -15,6 +15,7 @@ from dsgpt.dashboard.command import REPOSITORY
 from dsgpt.dashboard.figures import figure, show_table
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
+from dsgpt.dashboard.plan_pictures import RANGES, bars
 from dsgpt.dashboard.plan_tables import gpus_table, offers_table, parts_table, ways_table
 from dsgpt.dashboard.planned import (
     MachineChoice,
@@ -193,7 +194,7 @@ def _basis(plan: Plan) -> None:
 
 def _recommended(done: Planned) -> None:
     assert done.best is not None
-    st.subheader(f"Recommended: {plain(done.best.name)}")
+    st.header(f"Recommended: {plain(done.best.name)}")
     files = recommended_files(done)
     folder = done.request.options.into
     st.write(
@@ -220,7 +221,7 @@ def _recommended(done: Planned) -> None:
 
 
 def _costs(done: Planned) -> None:
-    st.subheader("Clouds side by side")
+    st.header("Clouds side by side")
     table = offers_table(offers(done))
     if not table["offer"]:
         name = plain(done.plan.machine.name)
@@ -234,7 +235,7 @@ def _costs(done: Planned) -> None:
         "price": table["price"],
     }
     figure(
-        _RANGES | {"height": {"step": 30}},
+        RANGES | {"height": {"step": 30}},
         points=points,
         numbers=table,
         title="Cost of the training, US dollars",
@@ -246,28 +247,8 @@ def _costs(done: Planned) -> None:
     st.caption(plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
 
 
-_X = {"field": "usd", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}
-_Y = {"field": "offer", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 260}}
-_RANGES: dict[str, Any] = {
-    "layer": [
-        {
-            "mark": {"type": "rule", "strokeWidth": 7, "opacity": 0.4, "strokeCap": "round"},
-            "encoding": {"x": {**_X, "field": "least"}, "x2": {"field": "most"}, "y": _Y, "color": {"field": "price"}},
-        },
-        {
-            "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1, "tooltip": {"content": "data"}},
-            "encoding": {
-                "x": _X,
-                "y": _Y,
-                "color": {"field": "price", "type": "nominal", "legend": {"orient": "top", "title": None}},
-            },
-        },
-    ],
-}
-
-
 def _made_of(plan: Plan) -> None:
-    st.subheader("What it is made of")
+    st.header("What it is made of")
     unit, scale = ("milliseconds", 1e3) if plan.step.seconds < 1 else ("seconds", 1.0)
     parts = (
         ("memory", f"Memory of rank {plan.rank}, GB", parts_table(plan.peak.parts, "GB", scale=1e-9)),
@@ -278,25 +259,13 @@ def _made_of(plan: Plan) -> None:
         size_of = list(table)[1]
         with column:
             figure(
-                _bars(size_of),
+                bars(size_of),
                 points={"part": table["part"], size_of: table[size_of]},
                 numbers=table,
                 title=title,
                 alternative=f"{title}: a bar for each part. The table has the figures.",
                 key=f"plan-parts-{name}",
             )
-
-
-def _bars(unit: str) -> dict[str, Any]:
-    """A bar for each part, the longest first."""
-    return {
-        "mark": {"type": "bar", "tooltip": {"content": "data"}},
-        "height": {"step": 24},
-        "encoding": {
-            "y": {"field": "part", "type": "nominal", "sort": "-x", "title": None},
-            "x": {"field": unit, "type": "quantitative", "title": unit, "axis": {"tickCount": 4}},
-        },
-    }
 
 
 def _others(done: Planned) -> None:
@@ -308,5 +277,5 @@ def _others(done: Planned) -> None:
 
 
 def _command(options: PlanOptions) -> None:
-    st.subheader("The same on a command line")
+    st.header("The same on a command line")
     st.code(command_line(options), language="bash", wrap_lines=True)

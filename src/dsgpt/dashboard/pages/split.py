@@ -15,7 +15,7 @@ from dsgpt.dashboard.holding import holdings
 from dsgpt.dashboard.holding_picture import holding_svg
 from dsgpt.dashboard.lessons import lessons
 from dsgpt.dashboard.refusals import refusal
-from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice, Split, held_rows, sent_rows, split_of
+from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice, Split, copied_rows, held_rows, sent_rows, split_of
 from dsgpt.dashboard.step_line import step_lines
 from dsgpt.dashboard.step_picture import step_svg
 from dsgpt.dashboard.tables import columns
@@ -96,7 +96,7 @@ def _summary(split: Split) -> None:
 
 
 def _held(split: Split) -> None:
-    st.subheader("Who holds what")
+    st.header("Who holds what")
     st.caption(
         "True to scale in bytes. A filled box is what a rank holds while the optimizer steps, and the activations that "
         "it keeps for the backward pass. A dashed frame is what it would hold without the split. An empty box with a "
@@ -117,7 +117,7 @@ def _held(split: Split) -> None:
 
 
 def _sent(split: Split) -> None:
-    st.subheader("What is sent in a step")
+    st.header("What is sent in a step")
     setup = split.setup
     st.caption(
         "Time goes from left to right. The order and the bytes are those of the recipe; lengths are not seconds. What "
@@ -129,6 +129,9 @@ def _sent(split: Split) -> None:
         st.info(plain(str(error)))
     else:
         drawing(svg, key="split-step-picture", name=f"step-{strategy_name(setup)}")
+    if copies := copied_rows(setup):
+        with st.expander("Numbers: what offload copies"):
+            show_table(columns(copies), key="split-copied", name="What offload copies in a step")
     rows = sent_rows(setup)
     if not rows:
         st.write("A single rank sends nothing.")

@@ -1,0 +1,90 @@
+"""The dashboard in its own process, as users start it, and the browser that looks at it."""
+
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, Playwright
+
+from dsgpt.common.errors import UserError
+from dsgpt.runtime.topology import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGES = {
+    "": "Overview",
+    "compare": "Compare",
+    "live": "Live",
+    "split": "How it is split",
+    "plan": "Plan and cost",
+    "generate": "Try it",
+}
+"""Address and title of every page."""
+HOSTILE = '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z`'
+"""The name of a run, in HTML and in Markdown."""
+START_SEC = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        end = time.monotonic() + START_SEC
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/_stcore/health", timeout=START_SEC) as answer:
+                return answer.status == 200
+        except urllib.error.URLError:
+            return False
+
+
+@contextmanager
+def serving(runs: Path, *, log: Path) -> Iterator[Server]:
+    """A dashboard of ``runs`` on a free port, which may still be starting; ``log`` gets what it prints."""
+    port = free_port()
+    command = [sys.executable, "-m", "streamlit", "run", REPOSITORY / "charts" / "dashboard.py"]
+    command += ["--server.headless", "true", "--server.port", port, "--", "--runs", runs]
+    with log.open("wb") as file:
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield Server(process, port, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def launch_browser(playwright: Playwright) -> Browser:
+    """Debian's Chromium, without a window.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    path = shutil.which("chromium")
+    if path is None:
+        raise UserError("Chromium is missing: apt-get install chromium")
+    return playwright.chromium.launch(executable_path=path)
+
+
+def settle(page: Page, title: str) -> None:
+    """Wait until the page of this title is shown whole."""
+    page.get_by_role("heading", level=1, name=title, exact=True).wait_for()
+    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
+    page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton], [data-stale=true]')")

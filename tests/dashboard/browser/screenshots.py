@@ -1,0 +1,107 @@
+"""``make screenshots``: every page in both themes, of the committed records and of a training that runs now."""
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlencode
+
+from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
+from paused_training import paused
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from dsgpt.benchmarks.harness.corpus import prepare_corpus
+from dsgpt.common.script import run_script
+
+INTO = REPOSITORY / "docs" / "images" / "dashboard"
+HEIGHTS = {"": 620, "compare": 1500, "live": 1120, "split": 1340, "plan": 1300, "generate": 1120}
+"""Pixels of each page; what lies below is left out."""
+ON_A_PHONE = {"": "light", "live": "dark"}
+REFERENCE = "reference/cpu-2-cores"
+QUERIES = {"compare": {"runs": [f"{REFERENCE}/demo-baseline", f"{REFERENCE}/demo-zero1"]}}
+STEPS, SHOWN_AT, SAVE_EVERY = 400, 250, 100
+COLOURS = 128
+PATIENCE_MS = 60_000
+TRIES = 50
+"""Pictures of a page, until two are the same."""
+
+
+def main() -> None:
+    """Make all pictures anew.
+
+    Raises:
+        UserError: Chromium is not installed.
+    """
+    INTO.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=PATIENCE_MS)
+    with tempfile.TemporaryDirectory() as folder, _runs(Path(folder)) as server, sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        for name in PAGES:
+            for theme in ("light", "dark"):
+                _write(_picture(browser, server, name, theme=theme, width=1280, height=HEIGHTS[name]), name, theme)
+        for name, theme in ON_A_PHONE.items():
+            _write(_picture(browser, server, name, theme=theme, width=390, height=844), name, "phone")
+        browser.close()
+
+
+@contextmanager
+def _runs(folder: Path) -> Iterator[Server]:
+    """A dashboard of the committed records, and of a training that waits after ``SHOWN_AT`` steps."""
+    runs = folder / "checkpoint"
+    shutil.copytree(REPOSITORY / "checkpoint" / "reference", runs / "reference")
+    corpus = prepare_corpus(REPOSITORY, folder / "corpus")
+    words = ["--run_type", "baseline", "--train_data_path", corpus.train, "--val_data_path", corpus.val]
+    words += [
+        "--deepspeed_config",
+        REPOSITORY / "ds_configs" / "sizes" / "demo.json",
+        "--checkpoint_path",
+        runs / "mine",
+    ]
+    words += ["--num_layers", 2, "--num_heads", 4, "--embedding_size", 128, "--max_position_embeddings", 128]
+    words += ["--max_train_steps", STEPS, "--save_every", SAVE_EVERY, "--eval_every", 50, "--max_val_steps", 4]
+    os.chdir(folder)  # the page shows the folder as it was given
+    training = paused([*map(str, words), "--steps_per_print", "1", "--device", "cpu"], after=SHOWN_AT)
+    with training, serving(Path("checkpoint"), log=folder / "log.txt") as server:
+        server.wait()
+        yield server
+
+
+def _picture(browser: Browser, server: Server, name: str, *, theme: str, width: int, height: int) -> bytes:
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(f"{server.url}/{name}?{urlencode(QUERIES.get(name, {}), doseq=True)}")
+    settle(page, PAGES[name])
+    if name == "generate":
+        _generate(page)
+    before = None
+    for _ in range(TRIES):
+        picture = page.screenshot()
+        if picture == before:
+            break
+        before = picture
+        page.wait_for_timeout(500)
+    context.close()
+    return picture
+
+
+def _generate(page: Page) -> None:
+    page.get_by_role("combobox", name="Beside it").click()
+    page.get_by_role("option", name=f"mine/step-{SAVE_EVERY:08}", exact=True).click()
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_test_id("stVegaLiteChart")).to_have_count(2)
+
+
+def _write(picture: bytes, name: str, kind: str) -> None:
+    image = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    path = INTO / f"{name or 'overview'}-{kind}.png"
+    image.save(path, optimize=True)
+    print(f"{path.relative_to(REPOSITORY)}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,56 @@
+"""What people do on the pages: move sliders, generate text, and look at names and prompts that others wrote."""
+
+import re
+from urllib.parse import urlencode
+
+import pytest
+from dashboard_server import HOSTILE
+from playwright.sync_api import Page, expect
+
+
+def test_two_people_move_sliders_and_keep_their_own_plan(visit):
+    mine, theirs = visit("plan"), visit("plan")
+    mine.get_by_role("slider", name="Devices").press("ArrowRight")
+    expect(mine.get_by_test_id("stCode")).to_contain_text("--gpus 16")
+    theirs.get_by_role("slider", name="Tokens of the training").press("ArrowLeft")
+    expect(theirs.get_by_test_id("stCode")).to_contain_text("--tokens 3000000000")
+    expect(theirs.get_by_test_id("stCode")).to_contain_text("--gpus 8")
+    expect(mine.get_by_test_id("stCode")).to_contain_text("--tokens 10000000000")
+
+
+def test_a_slider_splits_the_model_over_more_ranks(visit):
+    page = visit("split")
+    expect(page.get_by_role("img", name="What each of 4 ranks holds")).to_be_visible()
+    page.get_by_role("slider", name="Ranks").press("ArrowRight")
+    expect(page.get_by_role("img", name="What each of 8 ranks holds")).to_be_visible()
+
+
+def test_two_checkpoints_continue_a_prompt_with_one_seed(visit):
+    page = visit("generate")
+    prompt = "<b>def</b> **main**("
+    choose(page, "Checkpoint", "first/step-00000003")
+    choose(page, "Beside it", "second/step-00000003")
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_label("New tokens").fill("8")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text(re.compile(r"^8 tokens in .* tokens/s"))).to_have_count(2)
+    one, two = page.get_by_test_id("stCode").all_inner_texts()
+    assert one == two and one.startswith(prompt) and len(one) > len(prompt)
+    expect(page.get_by_test_id("stVegaLiteChart")).to_have_count(2)
+
+
+def choose(page: Page, label: str, option: str) -> None:
+    page.get_by_role("combobox", name=label).click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+@pytest.mark.parametrize(("name", "key"), [("compare", "runs"), ("live", "watch")])
+def test_the_name_of_a_run_is_shown_as_text(visit, name, key):
+    page = visit(name, query=f"?{urlencode({key: HOSTILE})}")
+    main = page.get_by_test_id("stMain")
+    expect(main.get_by_text(HOSTILE).first).to_be_visible()
+    if name == "live":
+        shown = "\u2060?".join(map(re.escape, HOSTILE))  # a word joiner stands where Streamlit would see a directive
+        expect(main.get_by_text(re.compile(f"^{shown} is finished"))).to_be_visible()
+    assert main.locator("img[src=x], a[href*=evil], .katex").count() == 0
+    assert page.evaluate("window.hit") is None

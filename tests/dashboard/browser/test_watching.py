@@ -1,0 +1,36 @@
+"""The live page follows real trainings by itself, from the first step to the end, or to a kill."""
+
+import re
+import signal
+from pathlib import Path
+
+from paused_training import paused
+from playwright.sync_api import expect
+
+STEPS, FIRST = 300, 10
+
+
+def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
+    page = visit("live")
+    expect(page.get_by_text("No run is training now.")).to_be_visible()
+    with paused(flags(words, folder / "watched"), after=FIRST) as run:
+        expect(page.get_by_text(f"watched is running: process {run.pid} holds its lock")).to_be_visible()
+        expect(page.get_by_text(re.compile(rf"^step \d+ of {STEPS}, .* left$"))).to_be_visible()
+        run.send_signal(signal.SIGCONT)
+        run.communicate(timeout=120)
+        assert run.returncode == 0
+        expect(page.get_by_text("watched is finished")).to_be_visible()
+        expect(page.get_by_text(f"step {STEPS} of {STEPS}")).to_be_visible()
+
+
+def test_a_run_that_is_killed(visit, folder, words):
+    page = visit("live")
+    with paused(flags(words, folder / "killed"), after=FIRST) as run:
+        expect(page.get_by_text(f"killed is running: process {run.pid} holds its lock")).to_be_visible()
+        run.kill()
+        run.wait()
+        expect(page.get_by_text("killed is abandoned: no process holds its lock")).to_be_visible()
+
+
+def flags(words, run_dir: Path) -> list[str]:
+    return words(checkpoint_path=run_dir, max_train_steps=STEPS, steps_per_print=1, save_every=0, eval_every=0)
