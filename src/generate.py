@@ -140,6 +140,9 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end a text before this; may be repeated"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the step of a token: seconds to minutes first, then less each"
+    )
     parser.add_argument("--stream", action="store_true", help="print each text while it is generated")
     parser.add_argument(
         "--interactive", action="store_true", help="continue each line that is typed; Ctrl-D ends, Ctrl-C ends a text"

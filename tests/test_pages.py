@@ -53,7 +53,15 @@ FILES_OF_OTHERS = {"zero_to_fp32.py", "ds_to_universal.py"}
 SIDECARS = {"train.json", "val.json"}
 GENERATED = {
     *("parity.md", "resume.md", "faults.md", "saving.md", "speed.md", "recipe-search.md"),
-    *("serving-load.md", "planner.md", "planner-published.md", "sweep-scaling.md", "sweep-strategies.md"),
+    *(
+        "serving-load.md",
+        "concurrency.md",
+        "decoding.md",
+        "planner.md",
+        "planner-published.md",
+        "sweep-scaling.md",
+        "sweep-strategies.md",
+    ),
 }
 
 

@@ -64,6 +64,13 @@ def test_repetitions_are_penalized_as_in_transformers():
     assert len(set(texts[0])) > 6
 
 
+def test_a_prompt_penalizes_its_own_text_only():
+    chooser = Chooser(
+        Sampling(repetition_penalty=1.5), prompts=[[1], [2]], generators=(), vocab_size=3, device=torch.device("cpu")
+    )
+    assert chooser.choose(torch.tensor([[0.0, 5.0, 4.0]] * 2)).tolist() == [2, 1]
+
+
 def draws(settings: dict, count: int) -> torch.Tensor:
     """How often each id was drawn, (V,), from the same logits with ``count`` streams."""
     generators = [random_stream(1, number) for number in range(count)]

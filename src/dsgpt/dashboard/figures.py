@@ -52,7 +52,8 @@ def figure(
 
 def show_table(table: Table, *, key: str, name: str) -> None:
     """Show columns as a table, and offer them as a CSV file called like ``name``."""
-    st.dataframe(pa.table({heading: list(values) for heading, values in table.items()}), hide_index=True, alt=name)
+    columns = pa.table({heading: list(values) for heading, values in table.items()})
+    st.dataframe(columns, hide_index=True, placeholder="", alt=name)
     file = "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")
     st.download_button(
         "Download CSV",

@@ -94,7 +94,7 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
     return {
         "cell": [cell.name for cell in cells],
         "devices": [cell.devices for cell in cells],
-        "tokens/s": [cell.tokens_per_sec.median if cell.tokens_per_sec else None for cell in cells],
+        "tokens/s": [round(cell.tokens_per_sec.median) if cell.tokens_per_sec else None for cell in cells],
         "speed-up": [1.0 if each is None else _median(each.speed_up) for each in found],
         "smallest": [None if each is None or not each.speed_up else each.speed_up.smallest for each in found],
         "largest": [None if each is None or not each.speed_up else each.speed_up.largest for each in found],

@@ -24,10 +24,10 @@ def offers_table(costs: Iterable[tuple[str, Cost]]) -> Table:
         "offer": [cost.offer for _, cost in rows],
         "price": [kind for kind, _ in rows],
         "instances": [cost.instances for _, cost in rows],
-        "US dollars an hour": [cost.usd_per_hour for _, cost in rows],
-        "US dollars": [cost.usd for _, cost in rows],
-        "at least": [cost.least for _, cost in rows],
-        "at most": [cost.most for _, cost in rows],
+        "US dollars an hour": [_cents(cost.usd_per_hour) for _, cost in rows],
+        "US dollars": [_cents(cost.usd) for _, cost in rows],
+        "at least": [_cents(cost.least) for _, cost in rows],
+        "at most": [_cents(cost.most) for _, cost in rows],
         "list price of": [cost.known_on or "your own" for _, cost in rows],
         "source": [cost.source or "" for _, cost in rows],
     }
@@ -40,9 +40,9 @@ def ways_table(found: Iterable[Judged]) -> Table:
         "way": [judged.name for judged, _ in rows],
         "micro batch": [plan.setup.micro_batch_size if plan else None for _, plan in rows],
         "peak, bytes": [plan.peak.total if plan else None for _, plan in rows],
-        "tokens/s": [plan.tokens_per_sec(plan.step.seconds) if plan else None for _, plan in rows],
-        "training, hours": [plan.run.seconds / 3600 if plan else None for _, plan in rows],
-        "US dollars": [plan.costs[0].usd if plan and plan.costs else None for _, plan in rows],
+        "tokens/s": [round(plan.tokens_per_sec(plan.step.seconds)) if plan else None for _, plan in rows],
+        "training, hours": [_hours(plan.run.seconds) if plan else None for _, plan in rows],
+        "US dollars": [_cents(plan.costs[0].usd) if plan and plan.costs else None for _, plan in rows],
         "why not": [judged.reason for judged, _ in rows],
     }
 
@@ -54,11 +54,11 @@ def gpus_table(plans: Iterable[tuple[str, Plan | str]]) -> Table:
         "GPU": [gpu for gpu, _, _ in rows],
         "precision": [plan.setup.precision if plan else None for _, plan, _ in rows],
         "fits": [_verdict(plan, why) for _, plan, why in rows],
-        "tokens/s": [plan.tokens_per_sec(plan.step.seconds) if plan else None for _, plan, _ in rows],
-        "training, hours": [plan.run.seconds / 3600 if plan else None for _, plan, _ in rows],
-        "at least, hours": [plan.run.least / 3600 if plan else None for _, plan, _ in rows],
-        "at most, hours": [plan.run.most / 3600 if plan else None for _, plan, _ in rows],
-        "US dollars": [plan.costs[0].usd if plan and plan.costs else None for _, plan, _ in rows],
+        "tokens/s": [round(plan.tokens_per_sec(plan.step.seconds)) if plan else None for _, plan, _ in rows],
+        "training, hours": [_hours(plan.run.seconds) if plan else None for _, plan, _ in rows],
+        "at least, hours": [_hours(plan.run.least) if plan else None for _, plan, _ in rows],
+        "at most, hours": [_hours(plan.run.most) if plan else None for _, plan, _ in rows],
+        "US dollars": [_cents(plan.costs[0].usd) if plan and plan.costs else None for _, plan, _ in rows],
         "offer": [plan.costs[0].offer if plan and plan.costs else "" for _, plan, _ in rows],
     }
 
@@ -67,3 +67,11 @@ def _verdict(plan: Plan | None, why: Plan | str) -> str:
     if plan is None:
         return str(why)
     return "yes" if plan.fits else "no"
+
+
+def _hours(seconds: float) -> float:
+    return round(seconds / 3600, 2)
+
+
+def _cents(amount: float) -> float:
+    return round(amount, 2)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsgpt.inference.compiled import GRANULE, compiled_step
 from dsgpt.inference.linear import Linear, fast_linear
 from dsgpt.model.gpt2 import GPT2, Block
 
@@ -51,12 +52,14 @@ class Decoder:
         model: in evaluation mode; its weights must not change afterwards, because some are copied.
         batch_size: sequences that are usually decoded together.
         quantize: ``int8`` for weights in 8 bits, of a model in bf16 or fp16; ``none`` for those of the model.
+        compiled: whether tokens after the prompt come from a compiled step.
     """
 
-    def __init__(self, model: GPT2, *, batch_size: int = 1, quantize: str = "none") -> None:
+    def __init__(self, model: GPT2, *, batch_size: int = 1, quantize: str = "none", compiled: bool = False) -> None:
         self.config = model.config
         self.embedding, self.positions = model.wte.weight.detach(), model.wpe.weight.detach()
         self.head = fast_linear(self.embedding[: model.config.vocab_size], None, rows=batch_size, quantize=quantize)
+        self.step = compiled_step(model, quantize=quantize) if compiled else None
         self.final_norm = _norm(model.ln_f)
         self.layers = [
             _Layer(block, rows=batch_size, quantize=quantize) for block in model.blocks if isinstance(block, Block)
@@ -94,9 +97,13 @@ class Sequences:
         padded = [[0] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
         self._prompts = torch.tensor(padded, device=self._device)  # (B, T)
         self._padding = torch.tensor(padding, device=self._device)[:, None] if any(padding) else None  # (B, 1)
+        if decoder.step:
+            capacity = -(-capacity // GRANULE) * GRANULE
         heads = (len(prompts), config.n_head, capacity, config.n_embd // config.n_head)
         cache = (config.n_layer, 2, *heads)  # keys and values of each layer, (B, nh, P, hs) each
-        self._cache = torch.empty(cache, dtype=embedding.dtype, device=self._device)
+        self._cache = torch.zeros(cache, dtype=embedding.dtype, device=self._device)
+        if decoder.step:
+            torch._dynamo.mark_static_address(self._cache)  # a CUDA graph may change it
         self._mask = self._column_mask(capacity)
         self._places = torch.arange(width, device=self._device)[None].expand(len(prompts), -1)  # (B, T)
         if self._padding is not None:
@@ -135,10 +142,22 @@ class Sequences:
     @torch.inference_mode()
     def append(self, ids: Tensor) -> Tensor:
         """Append ``ids``, (B,), one to each sequence; the logits of the id that follows, (B, V) in fp32."""
-        mask = None if self._mask is None else self._mask[..., : self.length + 1]
-        logits = self._pass(ids[:, None], mask, causal=False)
+        if self._decoder.step:
+            logits = self._compiled_pass(ids)
+        else:
+            mask = None if self._mask is None else self._mask[..., : self.length + 1]
+            logits = self._pass(ids[:, None], mask, causal=False)
         self._places = (self._places + 1).clamp_(max=self._decoder.config.block_size - 1)
         return logits
+
+    def _compiled_pass(self, ids: Tensor) -> Tensor:
+        assert self._decoder.step is not None  # as the caller saw
+        column = torch.tensor([self.length], device=self._device)
+        padding = torch.zeros((len(ids), 1), dtype=torch.long, device=self._device)
+        if self._padding is not None:
+            padding = self._padding
+        self.length += 1
+        return self._decoder.step(ids, self._places[:, 0], column, padding, self._cache)
 
     def _pass(self, ids: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
         decoder, (batch, length) = self._decoder, ids.shape

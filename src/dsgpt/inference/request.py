@@ -29,6 +29,8 @@ class Request:
     precision: str = "fp32"
     quantize: str = "none"
     """Weights in 8 bits: ``int8``."""
+    compile: bool = False
+    """Whether the step of a token is compiled."""
     device: str = "auto"
 
     def check(self, problems: Problems) -> None:

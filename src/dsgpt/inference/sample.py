@@ -1,6 +1,8 @@
 """Text in, text out, with the model and tokenizer of a checkpoint."""
 
 import itertools
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,6 +58,8 @@ class Writer:
         problems = Problems()
         request.check(problems)
         device = device_for(request.device, precision=request.precision, problems=problems)
+        if request.compile and device.type == "cpu" and not (shutil.which("g++") or os.environ.get("CXX")):
+            problems.add("--compile needs a C++ compiler: install g++, or leave it out")
         problems.raise_if_any()
         loaded = opened.loaded if opened else _load(request, device)
         self._request, self._tokenizer = request, loaded.needed_tokenizer()
@@ -109,7 +113,9 @@ class Writer:
         """The decoder; weights that it copied are not kept twice."""
         if self._decoder is None:
             assert self._model is not None  # until the decoder has it
-            self._decoder = Decoder(self._model, batch_size=batch_size, quantize=self._request.quantize)
+            self._decoder = Decoder(
+                self._model, batch_size=batch_size, quantize=self._request.quantize, compiled=self._request.compile
+            )
             self._model = None
         return self._decoder
 

@@ -80,7 +80,12 @@ def test_the_bytes_of_a_token_are_those_of_its_weights():
     config = PRESETS["demo"]
     size = 4 * (config.parameter_count() - config.block_size * config.n_embd)
     assert bytes_read(draw_model(SMALL, CPU)) == size
-    assert bytes_read(draw_model(replace(SMALL, precision="bf16"), CPU)) == size // 2
+    half = draw_model(replace(SMALL, precision="bf16"), CPU)
+    assert bytes_read(half) == size // 2
+    layers, width = config.n_layer, config.n_embd
+    matrices = config.vocab_size * width + layers * 12 * width**2
+    scales = config.vocab_size + layers * 9 * width
+    assert bytes_read(half, quantize="int8") == size // 2 - matrices + 2 * scales
 
 
 def test_a_peer_with_another_model_is_refused(checkout):
@@ -110,6 +115,7 @@ def result(**changes):
         ({"same_ids": False}, 1),
         ({"same_ids": False, "precision": "bf16"}, 0),
         ({"same_ids": False, "share": span([0.1])}, 2),
+        ({"ratio_goal": None, "share_goal": None, "share": span([0.1])}, 0),
     ],
 )
 def test_goals(changes, misses):

@@ -59,7 +59,7 @@ def open_contender(kind: str, work: Work, model: GPT2, *, checkout: Path | None)
         UserError: the checkout has another model than a GPT-2 of this size.
     """
     if kind == OURS:
-        return _ours(work, Decoder(model, batch_size=work.batch_size))
+        return _ours(work, Decoder(model, batch_size=work.batch_size, quantize=work.quantize))
     if kind == HUGGING_FACE:
         return _hugging_face(work, model)
     assert kind == NANOGPT and checkout is not None

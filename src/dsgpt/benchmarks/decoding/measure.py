@@ -29,7 +29,8 @@ def measure_row(work: Work, *, rounds: int, device: torch.device, checkout: Path
     model, prompts = draw_model(work, device), draw_prompts(work, device)
     kinds = peers_of(work, nanogpt=checkout is not None)
     contenders = {kind: open_contender(kind, work, model, checkout=checkout) for kind in kinds}
-    read = _reader(bytes_read(model), device)
+    size = bytes_read(model, quantize=work.quantize)
+    read = _reader(size, device)
     for contender in contenders.values():
         contender(prompts)
     found: dict[str, list[Continued]] = {kind: [] for kind in kinds}
@@ -44,7 +45,7 @@ def measure_row(work: Work, *, rounds: int, device: torch.device, checkout: Path
         "key": work.key,
         "title": work.title,
         "work": work.as_dict(),
-        "bytes_per_token": bytes_read(model),
+        "bytes_per_token": size,
         "seconds": {kind: span(values) for kind, values in seconds.items()},
         "token_sec": span(token_sec),
         "floor_sec": span(floors),
@@ -54,16 +55,23 @@ def measure_row(work: Work, *, rounds: int, device: torch.device, checkout: Path
         },
         "share": span([floor / token for floor, token in zip(floors, token_sec, strict=True)]),
         "same_ids": found[OURS][0].ids == found[HUGGING_FACE][0].ids,
-        "ratio_goal": RATIO_GOAL,
-        "share_goal": SHARE_GOAL,
+        "ratio_goal": RATIO_GOAL if work.has_goals else None,
+        "share_goal": SHARE_GOAL if work.has_goals else None,
     }
 
 
-def bytes_read(model: GPT2) -> int:
-    """Bytes of weights that every token needs: all but the positions, and of the embedding, as head, no padding."""
-    embeddings = ("wte", "wpe")
-    others = sum(weight.nbytes for name, weight in model.named_parameters() if not name.startswith(embeddings))
-    return others + model.wte.weight[: model.config.vocab_size].nbytes
+def bytes_read(model: GPT2, *, quantize: str = "none") -> int:
+    """Bytes of weights that every token needs: all but the positions, and of the embedding, as head, no padding.
+
+    In 8 bits, a matrix has a byte for each weight and a scale for each output.
+    """
+    head = model.wte.weight[: model.config.vocab_size]
+    read = [head, *(weight for name, weight in model.named_parameters() if not name.startswith(("wte", "wpe")))]
+    if quantize == "none":
+        return sum(weight.nbytes for weight in read)
+    return sum(
+        weight.numel() + len(weight) * weight.element_size() if weight.dim() == 2 else weight.nbytes for weight in read
+    )
 
 
 def _reader(size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ def _basis(plan: Plan) -> None:
 
 def _recommended(done: Planned) -> None:
     assert done.best is not None
-    st.subheader(f"Recommended: {plain(done.best.name)}")
+    st.header(f"Recommended: {plain(done.best.name)}")
     files = recommended_files(done)
     folder = done.request.options.into
     st.write(
@@ -221,7 +221,7 @@ def _recommended(done: Planned) -> None:
 
 
 def _costs(done: Planned) -> None:
-    st.subheader("Clouds side by side")
+    st.header("Clouds side by side")
     table = offers_table(offers(done))
     if not table["offer"]:
         name = plain(done.plan.machine.name)
@@ -248,7 +248,7 @@ def _costs(done: Planned) -> None:
 
 
 def _made_of(plan: Plan) -> None:
-    st.subheader("What it is made of")
+    st.header("What it is made of")
     unit, scale = ("milliseconds", 1e3) if plan.step.seconds < 1 else ("seconds", 1.0)
     parts = (
         ("memory", f"Memory of rank {plan.rank}, GB", parts_table(plan.peak.parts, "GB", scale=1e-9)),
@@ -277,5 +277,5 @@ def _others(done: Planned) -> None:
 
 
 def _command(options: PlanOptions) -> None:
-    st.subheader("The same on a command line")
+    st.header("The same on a command line")
     st.code(command_line(options), language="bash", wrap_lines=True)

@@ -96,7 +96,7 @@ def _summary(split: Split) -> None:
 
 
 def _held(split: Split) -> None:
-    st.subheader("Who holds what")
+    st.header("Who holds what")
     st.caption(
         "True to scale in bytes. A filled box is what a rank holds while the optimizer steps, and the activations that "
         "it keeps for the backward pass. A dashed frame is what it would hold without the split. An empty box with a "
@@ -117,7 +117,7 @@ def _held(split: Split) -> None:
 
 
 def _sent(split: Split) -> None:
-    st.subheader("What is sent in a step")
+    st.header("What is sent in a step")
     setup = split.setup
     st.caption(
         "Time goes from left to right. The order and the bytes are those of the recipe; lengths are not seconds. What "
