@@ -13,7 +13,7 @@ from dsgpt.config.trackers import PACKAGES
 
 NAMES = {"pynvml": "nvidia-ml-py"}
 """Packages that are installed under another name than they are imported."""
-OPTIONAL = {"lm_eval": "eval"}
+OPTIONAL = {"lm_eval": "eval", "streamlit": "dashboard"}
 """Packages that only one feature needs, and the extra that installs each; the tests run with an exact version."""
 ELSEWHERE = {"vllm"}
 """Packages that are imported only in an environment of their own, which a goal of the Makefile makes."""
