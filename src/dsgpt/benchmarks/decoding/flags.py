@@ -14,7 +14,7 @@ EXAMPLES = """\
 examples:
   python src/benchmark.py decoding
   python src/benchmark.py decoding --only fp32 --rounds 9
-  python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/demo/val.bin
+  python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
   python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
 

@@ -63,8 +63,8 @@ def _losses(record: Record) -> list[str]:
         for name, each in weights.items()
     ]
     text = (
-        f"The model of `{losses['checkpoint']}` predicts the {losses['tokens']:,} tokens of its validation file. In int8 "
-        "the weights of layers and head are rounded, and the arithmetic is bf16."
+        f"The model of `{losses['checkpoint']}` predicts the {losses['tokens']:,} tokens of its validation file. In "
+        "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
     )
     header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
     return [f"\n## What rounded weights lose\n\n{text}\n\n{table(header, rows)}"]

@@ -22,7 +22,7 @@ from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
 TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
-TEXT = Path("data/demo/val.bin")
+TEXT = Path("data/python-stdlib/val.bin")
 """What that run was validated on."""
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
 """Folder of the committed records, relative to the repository."""
