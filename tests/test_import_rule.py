@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "benchmarks.saving": _SUITE,
     "benchmarks.speed": _SUITE,
     "benchmarks.inference": (*_SUITE, "exporting", "reports"),
-    "benchmarks.decoding": _SUITE,
+    "benchmarks.decoding": (*_SUITE, "evaluation"),
     "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
     "benchmarks.serving": _SUITE,
     "benchmarks.recipes": _SUITE,

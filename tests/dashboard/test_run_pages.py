@@ -175,7 +175,7 @@ def test_a_run_is_watched_from_its_start_until_it_is_killed(runs, open_page):
                 json.dumps({"step": 11, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_sec": 7e3}) + "\n"
             )
         test.run()
-        assert metrics(test)["Training loss"] == "1.2500" and metrics(test)["Throughput"] == "7,000 tokens/s"
+        assert metrics(test)["Training loss"] == "1.2500" and metrics(test)["Tokens/s"] == "7,000"
     test.run()
     assert "No run is training now" in texts(test)
     test.multiselect("watch").set_value(["new"]).run()

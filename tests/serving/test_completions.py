@@ -76,6 +76,7 @@ def test_a_list_of_prompts_as_text_or_ids(server: Server, own):
     for prompt in (PROMPTS[:3], ids):
         answer = server.complete(prompt, n=2)
         assert [choice.index for choice in answer.choices] == list(range(6))
+        assert answer.usage.prompt_tokens == sum(map(len, ids))  # each prompt once
         assert [choice.text for choice in answer.choices] == [text for text in texts for _ in range(2)]
     assert server.complete(ids[0]).choices[0].text == texts[0]
     assert server.complete("").usage.prompt_tokens == 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_run import command_line, write_inputs
 from suite_commands import benchmark, refusal
 
 from dsgpt.benchmarks.decoding import measure
@@ -14,6 +15,7 @@ from dsgpt.benchmarks.decoding.measure import bytes_read, measure_row, span
 from dsgpt.benchmarks.decoding.page import decoding_page, missed, verdict
 from dsgpt.benchmarks.decoding.work import HUGGING_FACE, NANOGPT, OURS, peers_of, rows
 from dsgpt.common.errors import UserError
+from dsgpt.main import train
 from dsgpt.model.config import PRESETS
 
 CPU = torch.device("cpu")
@@ -50,7 +52,10 @@ def checkout(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--rounds 0", "--peer nanogpt", "--peer llama=.", "--peer nanogpt=.", "--only nothing", "--model_size huge"],
+    [
+        *("--rounds 0", "--peer nanogpt", "--peer llama=.", "--peer nanogpt=.", "--only nothing"),
+        *("--model_size huge", "--checkpoint run"),
+    ],
 )
 def test_mistakes(arguments, tmp_path, snapshot):
     assert refusal("decoding", *arguments.split(), cwd=tmp_path) == snapshot
@@ -124,11 +129,25 @@ def test_goals(changes, misses):
     assert verdict(result(**changes)).endswith(", NOT REACHED") == (misses > 0)
 
 
-def test_a_small_part_of_the_command(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Data, and a run of two steps on it."""
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
+    assert train(command_line(folder, save_every=1)) == 0
+    return folder
+
+
+def test_a_small_part_of_the_command(run, tmp_path):
     record, page = tmp_path / "decoding.json", tmp_path / "decoding.md"
     words = ["--model_size", "demo", "--only", "fp32-1", "--rounds", 1, "--output", record, "--page", page]
-    done = benchmark("decoding", *words)
+    done = benchmark("decoding", *words, "--checkpoint", run / "run", "--data", run / "val.bin")
     values = json.loads(record.read_text())
+    losses = {name: each["loss"] for name, each in values["losses"]["weights"].items()}
+    measured = json.loads((run / "run" / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
+    assert losses["fp32"] == pytest.approx(measured, rel=1e-6)
+    assert len(set(losses.values())) == 3
+    assert max(losses.values()) - min(losses.values()) < 0.01
+    assert f"| int8 | {losses['int8']:.5f} |" in page.read_text()
     assert [each["key"] for each in values["results"]] == ["fp32-1"], done.stderr
     assert "| demo, fp32, batch 1 |" in page.read_text()
     assert done.returncode == bool(missed(values["results"][0]))

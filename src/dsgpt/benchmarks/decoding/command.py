@@ -31,6 +31,10 @@ class DecodingOptions(SuiteOptions):
     """``nanogpt=FOLDER``."""
     only: Sequence[str]
     """Beginnings of the keys of rows; empty for all."""
+    checkpoint: Path | None
+    """A trained model, to measure what rounded weights lose; None to measure times only."""
+    data: Path | None
+    """The token file that it predicts."""
     device: str
 
     @property
@@ -56,9 +60,12 @@ class _DecodingCommand(SuiteCommand[Result]):
         self._options = options
         self._checkout = _checkout(options.peer)
         self._rows: list[Work] = []
+        self._losses: Result | None = None
 
     def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
         """Choose the rows; see ``SuiteCommand``."""
+        if (self._options.checkpoint is None) != (self._options.data is None):
+            raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
         every, wanted = rows(self._options.model_size), self._options.only
         self._rows = [work for work in every if not wanted or any(work.key.startswith(word) for word in wanted)]
         if not self._rows:
@@ -68,7 +75,7 @@ class _DecodingCommand(SuiteCommand[Result]):
         return len(self._rows)
 
     def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002 - of the interface
-        """Choose the device; nothing is written."""
+        """Choose the device, and measure what does not depend on time; nothing is written."""
         import torch  # noqa: PLC0415 - takes seconds
 
         from dsgpt.runtime.device import bring_up  # noqa: PLC0415
@@ -77,6 +84,10 @@ class _DecodingCommand(SuiteCommand[Result]):
             raise UserError("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
         threads = len(os.sched_getaffinity(0)) if self._options.device == "cpu" else None
         self._device = bring_up(self._options.device, local_rank=0, threads=threads)
+        if self._options.checkpoint and self._options.data:
+            from dsgpt.benchmarks.decoding.losses import measure_losses  # noqa: PLC0415
+
+            self._losses = measure_losses(self._options.checkpoint, self._options.data, device=self._options.device)
 
     def results(self) -> Iterator[Result]:
         from dsgpt.benchmarks.decoding.measure import measure_row  # noqa: PLC0415 - torch takes seconds
@@ -92,6 +103,7 @@ class _DecodingCommand(SuiteCommand[Result]):
             "rounds": self._options.rounds,
             "model_size": self._options.model_size,
             "seconds": round(seconds, 1),
+            "losses": self._losses,
             "results": list(results),
         }
 

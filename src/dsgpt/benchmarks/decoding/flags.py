@@ -1,5 +1,7 @@
 """The command line of ``decoding``: its help and its flags."""
 
+from pathlib import Path
+
 from dsgpt.benchmarks.decoding.command import PAGE, SIZES, DecodingOptions, run_decoding
 from dsgpt.benchmarks.harness.flags import SuiteFlags
 from dsgpt.benchmarks.harness.suite import Suite
@@ -12,6 +14,7 @@ EXAMPLES = """\
 examples:
   python src/benchmark.py decoding
   python src/benchmark.py decoding --only fp32 --rounds 9
+  python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
   python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
 
@@ -24,6 +27,11 @@ def _add_flags(flags: SuiteFlags) -> None:
         help=f"{', '.join(SIZES)} (default: small)",
     )
     flags.number("--rounds", default=5, low=1, text="turns of every contender in a row (default: 5)")
+    for flag, metavar, text in (
+        ("--checkpoint", "DIR", "a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"),
+        ("--data", "FILE", "the token file that it predicts, such as the val.bin of its run"),
+    ):
+        flags.parser.add_argument(flag, type=Path, default=None, metavar=metavar, help=text)
     flags.peers("a checkout to compare with")
     flags.only("KEY", "rows, by the beginnings of their keys")
     flags.device("cpu or cuda")

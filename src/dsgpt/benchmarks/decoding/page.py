@@ -41,9 +41,33 @@ Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
             head,
             f"\n## Seconds of {work['new_tokens']} tokens\n\n{_speed_table(record)}",
             f"\n## Distance to the memory's floor\n\n{_floor_table(record)}",
+            *_losses(record),
             "",
         ]
     )
+
+
+def _losses(record: Record) -> list[str]:
+    """The section about rounded weights, if they were measured."""
+    losses = record["losses"]
+    if losses is None:
+        return []
+    weights = losses["weights"]
+    rows = [
+        [
+            name,
+            f"{each['loss']:.5f}",
+            f"{each['perplexity']:.3f}",
+            f"{each['perplexity'] / weights['fp32']['perplexity'] - 1:+.3%}",
+        ]
+        for name, each in weights.items()
+    ]
+    text = (
+        f"The model of `{losses['checkpoint']}` predicts the {losses['tokens']:,} tokens of its validation file. In "
+        "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
+    )
+    header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
+    return [f"\n## What rounded weights lose\n\n{text}\n\n{table(header, rows)}"]
 
 
 def summary_lines(record: Record) -> list[str]:

@@ -22,6 +22,8 @@ from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
 TRAINED = Path("checkpoint/demo-zero1")
 """The run whose model some suites measure; the demo makes it."""
+TEXT = Path("data/python-stdlib/val.bin")
+"""What that run was validated on."""
 REFERENCE = Path("checkpoint/reference/cpu-2-cores")
 """Folder of the committed records, relative to the repository."""
 WORK = Path("checkpoint/records/work")
@@ -109,6 +111,7 @@ _OTHERWISE = {
     "plan": _suite("plan", page="planner"),
     "speed": _suite("speed", "--rounds", "3"),
     "recipes": _suite("recipes", page="recipe-search"),
+    "decoding": _suite("decoding", "--checkpoint", TRAINED.as_posix(), "--data", TEXT.as_posix()),
     "inference": _suite(
         "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
     ),

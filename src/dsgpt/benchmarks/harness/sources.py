@@ -12,6 +12,7 @@ _ROOMS_OUTSIDE = ("benchmarks", "dashboard", "evaluation", "exporting", "reports
 _OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in _ROOMS_OUTSIDE)
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _MORE_OF_SUITES = {
+    "decoding": ("src/dsgpt/evaluation/*.py",),
     "inference": ("src/dsgpt/exporting/*.py", "src/dsgpt/benchmarks/inference/trace.json"),
     "serving": ("src/dsgpt/exporting/*.py", "src/dsgpt/serving/*.py", "src/serve.py"),
 }

@@ -98,7 +98,7 @@ def _show_one(run: Watched) -> None:
     columns = st.columns(5 if run.memory_bytes is None else 6)
     columns[0].metric("Training loss", formats.loss(summary.train_loss))
     columns[1].metric("Validation loss", formats.loss(summary.val_loss))
-    columns[2].metric("Throughput", formats.rate(run.throughput))
+    columns[2].metric("Tokens/s", formats.count(run.throughput))
     columns[3].metric("Learning rate", _short(run.last("lr")))
     columns[4].metric("Gradient norm", _short(run.last("grad_norm")))
     if run.memory_bytes is not None:
