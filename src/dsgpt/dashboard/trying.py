@@ -78,9 +78,8 @@ def answer(told: Answer, request: Request, models: "Kept[Opened]", *, show: Call
     from dsgpt.inference.sample import Writer, open_model  # noqa: PLC0415 - torch takes seconds
 
     try:
-        opened = models.get(
-            (_identity(request.checkpoint), request.precision, request.device), lambda: open_model(request)
-        )
+        made = (request.precision, request.device, request.quantize, request.compile)
+        opened = models.get((_identity(request.checkpoint), *made), lambda: open_model(request))
         writer = Writer(request, opened=opened)
         told.likeliest = _likeliest(opened, request, told.prompt)
         began = time.monotonic()
@@ -129,8 +128,8 @@ def _likeliest(opened: "Opened", request: Request, prompt: str) -> list[tuple[st
     from dsgpt.inference.likeliest import likeliest  # noqa: PLC0415 - torch takes seconds
     from dsgpt.inference.sample import encode_prompt, sampling_of  # noqa: PLC0415
 
-    tokenizer, model = opened.loaded.needed_tokenizer(), opened.loaded.model
-    ids = encode_prompt(prompt, tokenizer, model.config)
+    tokenizer = opened.tokenizer
+    ids = encode_prompt(prompt, tokenizer, opened.config)
     found = likeliest(opened.decoder, ids, count=CANDIDATES, sampling=sampling_of(request))
     return [(_token_text(tokenizer.decode([each.id])), each) for each in found]
 

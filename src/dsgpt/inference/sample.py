@@ -61,11 +61,14 @@ class Writer:
         if request.compile and device.type == "cpu" and not (shutil.which("g++") or os.environ.get("CXX")):
             problems.add("--compile needs a C++ compiler: install g++, or leave it out")
         problems.raise_if_any()
-        loaded = opened.loaded if opened else _load(request, device)
-        self._request, self._tokenizer = request, loaded.needed_tokenizer()
-        self._model: GPT2 | None = loaded.model
-        self._config = loaded.model.config
-        self._decoder: Decoder | None = opened.decoder if opened else None
+        self._request = request
+        self._model: GPT2 | None = None
+        self._decoder: Decoder | None = None
+        if opened is None:
+            loaded = _load(request, device)
+            self._tokenizer, self._model, self._config = loaded.needed_tokenizer(), loaded.model, loaded.model.config
+        else:
+            self._tokenizer, self._decoder, self._config = opened.tokenizer, opened.decoder, opened.config
         self._sampling = sampling_of(request)
 
     @property
@@ -168,24 +171,30 @@ class Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model in memory. Several texts may be generated with it at once, because decoding does not change it."""
+    """A model in memory, arranged for one text at a time.
 
-    loaded: Loaded
+    Unless it is compiled, several texts may be generated with it at once: decoding does not change it.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    config: GPT2Config
     decoder: Decoder
-    """For one text at a time."""
 
 
 def open_model(request: Request) -> Opened:
     """The model of the request's checkpoint.
 
     Raises:
-        UserError: there is no usable checkpoint, or the device cannot compute in the request's precision.
+        UserError: there is no usable checkpoint, no tokenizer in it, or the device cannot compute in the request's
+            precision.
     """
     problems = Problems()
     device = device_for(request.device, precision=request.precision, problems=problems)
     problems.raise_if_any()
     loaded = _load(request, device)
-    return Opened(loaded=loaded, decoder=Decoder(loaded.model))
+    tokenizer = loaded.needed_tokenizer()
+    decoder = Decoder(loaded.model, quantize=request.quantize, compiled=request.compile)
+    return Opened(tokenizer=tokenizer, config=loaded.model.config, decoder=decoder)
 
 
 def sampling_of(request: Request) -> Sampling:

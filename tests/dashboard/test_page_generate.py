@@ -17,6 +17,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.dashboard.kept import Kept
 from dsgpt.dashboard.trying import Answer, answer, checkpoints_of, in_page, path_of
 from dsgpt.inference.likeliest import likeliest
+from dsgpt.inference.loading import load
 from dsgpt.inference.request import Request
 from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
 from dsgpt.inference.sampling import Sampling
@@ -109,7 +110,9 @@ def test_a_stop_keeps_the_text_so_far(runs, model):
 
 def test_the_likeliest_ids_are_those_of_the_model(runs, model):
     opened = model.get("own", lambda: open_model(request_of(runs)))
-    tokenizer, plain = opened.loaded.needed_tokenizer(), opened.loaded.model
+    device = torch.device("cpu")
+    plain = load(runs / "one", which="latest", device=device, precision="fp32").model
+    tokenizer = opened.tokenizer
     ids = tokenizer.encode(PROMPT, add_special_tokens=False)
     with torch.inference_mode():
         expected = plain(torch.tensor([ids]))[0, -1, : plain.config.vocab_size].float().softmax(dim=0).topk(10)
