@@ -44,13 +44,20 @@ def choose(page: Page, label: str, option: str) -> None:
     page.get_by_role("option", name=option, exact=True).click()
 
 
-@pytest.mark.parametrize(("name", "key"), [("compare", "runs"), ("live", "watch")])
-def test_the_name_of_a_run_is_shown_as_text(visit, name, key):
-    page = visit(name, f"?{urlencode({key: HOSTILE})}")
+SHOWN = "\u2060?".join(map(re.escape, HOSTILE))
+"""The name on a page: an invisible word joiner stands where Streamlit would see a directive."""
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "sentence"),
+    [
+        ("compare", {"runs": ["first", HOSTILE]}, rf"equal loss: yes \({SHOWN} against first"),
+        ("live", {"watch": HOSTILE}, rf"^{SHOWN} is finished"),
+    ],
+)
+def test_the_name_of_a_run_is_shown_as_text(visit, name, query, sentence):
+    page = visit(name, f"?{urlencode(query, doseq=True)}")
     main = page.get_by_test_id("stMain")
-    expect(main.get_by_text(HOSTILE).first).to_be_visible()
-    if name == "live":
-        shown = "\u2060?".join(map(re.escape, HOSTILE))  # a word joiner stands where Streamlit would see a directive
-        expect(main.get_by_text(re.compile(f"^{shown} is finished"))).to_be_visible()
+    expect(main.get_by_text(re.compile(sentence)).last).to_be_visible()
     assert main.locator("img[src=x], a[href*=evil], .katex").count() == 0
     assert page.evaluate("window.hit") is None
