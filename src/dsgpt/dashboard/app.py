@@ -19,7 +19,7 @@ ICON = (
 STYLE = (
     "<style>[data-testid=stMainBlockContainer] {{padding-top: 2.75rem; padding-bottom: 3rem}}"
     "@media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}"
-    "[data-testid=stCaptionContainer] {{color: {theme.quiet}; opacity: 1}}"
+    "[data-testid=stCaptionContainer] {{color: inherit; opacity: 0.8}}"
     "button[kind=primary], [data-tag], [data-tag] * {{color: {theme.background} !important}}</style>"
 )
 """Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read
