@@ -7,6 +7,7 @@
 # make records  remake the committed records whose sources have changed, and their pages, on an idle machine
 # make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
 # make dashboard  see runs, plan and try models in a browser, on 127.0.0.1
+# make screenshots  every page of the dashboard in both themes, into docs/images/dashboard
 # make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
 #
 # PYTHON=python3.12 make demo   uses another interpreter
@@ -24,7 +25,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help demo style check test test-pythons test-here parity faults vllm records charts dashboard
+.PHONY: help demo style check test test-pythons test-here parity faults vllm records charts dashboard screenshots
 .DEFAULT_GOAL := help
 
 help:
@@ -128,3 +129,6 @@ charts: $(BIN)/.installed
 
 dashboard: $(BIN)/.installed-for-dashboard
 	@$(BIN)/python charts/dashboard.py
+
+screenshots: $(BIN)/.installed-for-tests
+	@$(BIN)/python tests/dashboard/browser/screenshots.py

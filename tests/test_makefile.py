@@ -10,7 +10,7 @@ import pytest
 from small_run import REPOSITORY
 
 MAKE = shutil.which("make")
-GOALS = ["demo", "check", "test", "parity", "faults", "vllm", "records", "charts", "dashboard"]
+GOALS = ["demo", "check", "test", "parity", "faults", "vllm", "records", "charts", "dashboard", "screenshots"]
 WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
 

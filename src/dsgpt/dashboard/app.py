@@ -6,8 +6,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import pages
-from dsgpt.dashboard.theme import page_theme
-from dsgpt.reports.themes import LIGHT
+from dsgpt.reports.themes import DARK, LIGHT
 
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
@@ -16,21 +15,21 @@ ICON = (
 )
 """A loss curve. An icon of Google's or an emoji would be fetched from another machine."""
 
-STYLE = (
-    "<style>[data-testid=stMainBlockContainer] {{padding-top: 2.75rem; padding-bottom: 3rem}}"
-    "@media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}"
-    "[data-testid=stCaptionContainer] {{color: inherit; opacity: 0.8}}"
-    "button[kind=primary], [data-tag], [data-tag] * {{color: {theme.background} !important}}</style>"
-)
+STYLE = f"""<style>
+[data-testid=stMainBlockContainer] {{padding-top: 2.75rem; padding-bottom: 3rem}}
+@media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}
+[data-testid=stCaptionContainer] {{color: light-dark({LIGHT.quiet}, {DARK.quiet}); opacity: 1}}
+button[kind^=primary]:enabled *, [data-tag-index] * {{color: light-dark({LIGHT.background}, {DARK.background})}}
+</style>"""
 """Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read
-(WCAG 2.2, 1.4.3).
+(WCAG 2.2, 1.4.3). The browser chooses between the themes: it may change them while the page is open.
 """
 
 
 def show() -> None:
     """Show the page that the address names."""
     st.set_page_config(page_title="dsgpt", page_icon=ICON, layout="wide", initial_sidebar_state=240)
-    st.html(STYLE.format(theme=page_theme()))
+    st.html(STYLE)
     page = st.navigation(pages(), expanded=True)
     try:
         folder = current_folder()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from dashboard_server import HOSTILE, PAGES, Server, launch_browser, serving, settle
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
 from dsgpt.common.errors import UserError
@@ -56,19 +56,21 @@ def server(folder: Path, words: Callable[..., list[str]], tmp_path_factory: pyte
 
 
 @pytest.fixture(scope="package")
-def browser(server: Server) -> Iterator[Browser]:
+def browser(server: Server) -> Iterator[BrowserContext]:
+    """A browser that keeps Streamlit's scripts; each of its tabs is a session of the dashboard."""
     with sync_playwright() as playwright:
         try:
             started = launch_browser(playwright)
         except UserError as error:
             pytest.fail(str(error), pytrace=False)
-        with started:
-            yield started
+        with started, started.new_context() as context:
+            context.set_default_timeout(PATIENCE_MS)
+            yield context
 
 
 @pytest.fixture
-def visit(server: Server, browser: Browser) -> Iterator[Visit]:
-    """Opens a page of the dashboard as somebody new; afterwards, no visit may have had an error.
+def visit(server: Server, browser: BrowserContext) -> Iterator[Visit]:
+    """Opens a page of the dashboard in a new tab; afterwards, no visit may have had an error.
 
     A request to another machine is an error, too.
     """
@@ -82,10 +84,9 @@ def visit(server: Server, browser: Browser) -> Iterator[Visit]:
         if not url.startswith((server.url, server.url.replace("http", "ws"), "data:", "blob:")):
             errors.append(f"a request to {url}")
 
-    def open_page(name: str, *, width: int = 1280, height: int = 900, query: str = "") -> Page:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="light")
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
+    def open_page(name: str, query: str = "") -> Page:
+        page = browser.new_page()
+        page.set_viewport_size({"width": 1280, "height": 900})
         page.on("console", report)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: leave(request.url))
@@ -95,8 +96,8 @@ def visit(server: Server, browser: Browser) -> Iterator[Visit]:
         return page
 
     yield open_page
-    for context in browser.contexts:
-        for page in context.pages:
-            assert page.get_by_test_id("stException").count() == 0, page.get_by_test_id("stException").all_inner_texts()
-        context.close()
+    for page in browser.pages:
+        broken = page.get_by_test_id("stException").all_inner_texts()
+        page.close()
+        assert not broken
     assert not errors

@@ -8,7 +8,7 @@ from dashboard_server import HOSTILE
 from playwright.sync_api import Page, expect
 
 
-def test_two_people_move_sliders_and_keep_their_own_plan(visit):
+def test_two_sessions_move_sliders_and_keep_their_own_plan(visit):
     mine, theirs = visit("plan"), visit("plan")
     mine.get_by_role("slider", name="Devices").press("ArrowRight")
     expect(mine.get_by_test_id("stCode")).to_contain_text("--gpus 16")
@@ -46,7 +46,7 @@ def choose(page: Page, label: str, option: str) -> None:
 
 @pytest.mark.parametrize(("name", "key"), [("compare", "runs"), ("live", "watch")])
 def test_the_name_of_a_run_is_shown_as_text(visit, name, key):
-    page = visit(name, query=f"?{urlencode({key: HOSTILE})}")
+    page = visit(name, f"?{urlencode({key: HOSTILE})}")
     main = page.get_by_test_id("stMain")
     expect(main.get_by_text(HOSTILE).first).to_be_visible()
     if name == "live":
