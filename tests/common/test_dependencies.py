@@ -11,10 +11,14 @@ from small_run import REPOSITORY
 from dsgpt.config.options import TRACKERS
 from dsgpt.config.trackers import PACKAGES
 
-NAMES = {"pynvml": "nvidia-ml-py"}
+NAMES = {"pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client"}
 """Packages that are installed under another name than they are imported."""
-OPTIONAL = {"lm_eval": "eval", "streamlit": "dashboard"}
-"""Packages that only one feature needs, and the extra that installs each; the tests run with an exact version."""
+OPTIONAL = {
+    "eval": {"lm_eval"},
+    "dashboard": {"streamlit"},
+    "serve": {"starlette", "uvicorn", "prometheus-client", "httpx2"},
+}
+"""The extras of features, and the packages that only the feature needs; the tests run with exact versions."""
 ELSEWHERE = {"vllm"}
 """Packages that are imported only in an environment of their own, which a goal of the Makefile makes."""
 FOLDERS = ("src", "charts", "data_prep")
@@ -38,7 +42,7 @@ def project() -> dict[str, Any]:
 
 def test_imported_packages_are_dependencies_with_exact_versions():
     requirements = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
-    optional = OPTIONAL.keys() | ELSEWHERE
+    optional = ELSEWHERE.union(*OPTIONAL.values())
     always = imported() - optional - {package for packages in PACKAGES.values() for package in packages}
     assert always == set(project()["dependencies"])
     assert always <= set(re.findall(r"^([\w-]+)==[\d.]+$", requirements, flags=re.MULTILINE))
@@ -64,6 +68,7 @@ def test_the_extra_of_a_tracker_has_its_packages_and_the_tests_run_with_each():
 
 def test_the_package_of_a_feature_has_an_extra_and_the_tests_run_with_it():
     extras = project()["optional-dependencies"]
-    for package, extra in OPTIONAL.items():
-        assert [re.split(r"[\[>=]", each)[0] for each in extras[extra]] == [package]
-        assert [each for each in extras["test"] if re.fullmatch(rf"{package}(\[\w+\])?==[\d.]+", each)]
+    for extra, packages in OPTIONAL.items():
+        assert {re.split(r"[\[>=]", each)[0] for each in extras[extra]} == packages
+        for package in packages:
+            assert [each for each in extras["test"] if re.fullmatch(rf"{package}(\[\w+\])?==[\d.]+", each)]

@@ -183,29 +183,33 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         device_count=record.section("hardware").number("world_size"),
         segments=segments,
         resumed=record.raw("resumed_from") is not None,
-        work=read_work(
-            record,
-            steps=first(summary.number("optimizer_steps"), total(epochs.steps)),
-            tokens=first(summary.number("tokens_processed_global"), total(epochs.tokens)),
-        ),
+        work=_work(record, summary, epochs),
         epochs=epochs.count,
         train_time=first(summary.number("train_time_sec"), epochs.train_time),
         tokens_per_sec=first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
         **_losses(summary, epochs.train_losses, val_losses),
         **_inference(record, notes=notes),
         **peaks,
-        footprint=read_footprint(
-            record,
-            gpu_memory=peaks["gpu_memory"],
-            host_memory=peaks["host_memory"],
-            step_times=() if log is None else read_step_times(log),
-        ),
+        footprint=_footprint(record, peaks, log),
         sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
         communication_share=summary.number("communication_share"),
         train_curve=train_curve,
         val_curve=val_curve,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _work(record: Fields, summary: Fields, epochs: Epochs) -> Mapping[str, Any]:
+    return read_work(
+        record,
+        steps=first(summary.number("optimizer_steps"), total(epochs.steps)),
+        tokens=first(summary.number("tokens_processed_global"), total(epochs.tokens)),
+    )
+
+
+def _footprint(record: Fields, peaks: Numbers, log: Path | None) -> Footprint:
+    times = () if log is None else read_step_times(log)
+    return read_footprint(record, gpu_memory=peaks["gpu_memory"], host_memory=peaks["host_memory"], step_times=times)
 
 
 def _curves(log: Path | None, epochs: Epochs, notes: list[str]) -> tuple[Curve, Curve]:

@@ -117,7 +117,8 @@ class _Shown:
     def update(self) -> None:
         """Show the text so far; a press of a button ends the script here."""
         if time.monotonic() - self._updated >= _BETWEEN_SEC:
-            self._draw()
+            rate = self._told.tokens_per_sec
+            self._draw(f"{self._told.tokens} tokens so far, {rate:,.0f} tokens/s" if rate else "Reads the prompt.")
             self._updated = time.monotonic()
 
     def finish(self) -> None:
@@ -128,15 +129,14 @@ class _Shown:
         if not self._told.text:
             self._speed.caption("Not begun.")
             return
-        self._draw()
+        told, rate = self._told, self._told.tokens_per_sec or 0.0
+        self._draw(f"{told.tokens} tokens in {told.seconds:.1f} s, {rate:,.0f} tokens/s. {_ENDED[told.ended]}")
         if self._told.likeliest:
             _likeliest(self._told, self._number)
 
-    def _draw(self) -> None:
-        told, rate = self._told, self._told.tokens_per_sec
-        self._text.code(told.text, language=None, wrap_lines=True)
-        measured = f"{told.tokens} tokens in {told.seconds:.1f} s, {rate:,.0f} tokens/s" if rate else "Reads the prompt"
-        self._speed.caption(f"{measured}. {_ENDED[told.ended]}")
+    def _draw(self, measured: str) -> None:
+        self._text.code(self._told.text, language=None, wrap_lines=True)
+        self._speed.caption(measured)
 
 
 _ENDED = {
