@@ -62,7 +62,7 @@ def browser(server: Server) -> Iterator[BrowserContext]:
         try:
             started = launch_browser(playwright)
         except UserError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         with started, started.new_context() as context:
             context.set_default_timeout(PATIENCE_MS)
             yield context
