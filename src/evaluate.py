@@ -51,7 +51,7 @@ def _build_parser(reader: Reader) -> Parser:
     parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, with commas between them")
     for flag, default, text in (
         ("--limit", None, "most examples of each task (default: all)"),
-        ("--seq_length", None, "tokens of a window (default: the model's context)"),
+        ("--seq_length", None, "tokens of a window (default: as in training; of Hugging Face's models the context)"),
         ("--stride", None, "tokens from one window to the next; a shorter stride gives each token more before it, and "
          "takes longer (default: those of a window)"),
         ("--batch_size", Request.batch_size, f"windows or examples at a time (default: {Request.batch_size})"),

@@ -54,6 +54,18 @@ def test_the_loss_is_that_of_the_runs_validation(folder, tmp_path):
     assert (found["tokens"], found["windows"], found["seq_length"]) == (160, 10, SEQUENCE)
 
 
+def test_windows_are_as_long_as_in_training(tmp_path):
+    """The model could read more, but its later positions never learned anything."""
+    folder = write_inputs(tmp_path)
+    assert train(command_line(folder, seq_length=SEQUENCE, max_position_embeddings=2 * SEQUENCE, save_every=2)) == 0
+    asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
+    found, longer = figures(tmp_path, *asked), figures(tmp_path, *asked, "--seq_length", 2 * SEQUENCE)
+    record = json.loads((folder / "run" / "training_metrics.json").read_text())
+    assert (found["seq_length"], longer["seq_length"]) == (SEQUENCE, 2 * SEQUENCE)
+    assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
+    assert abs(longer["loss"] - found["loss"]) > 1e-5
+
+
 def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
     """As a text, and as ids with ends of documents, which are predicted but are no bytes."""
     text = "naïve 日本\n" * 9

@@ -84,6 +84,12 @@ class ModelFiles:
     """Its folder; None where the training data came without one."""
 
     @property
+    def trained_length(self) -> int | None:
+        """Tokens of the sequences that the model was trained on; None if the checkpoint does not say."""
+        length = self.manifest.fixed.get(store.SEQUENCE_LENGTH)
+        return length if isinstance(length, int) and 0 < length <= self.config.block_size else None
+
+    @property
     def weights(self) -> Path:
         """The safetensors file, canonical names."""
         return self.checkpoint / store.WEIGHTS

@@ -40,7 +40,8 @@ from dsgpt.formats.tokenizer_files import is_known
 LATEST = "latest"
 BEST = "best"
 """Names the checkpoint with the lowest validation loss."""
-VALIDATED_ON = ("validation data", "validation windows", "sequence length")
+SEQUENCE_LENGTH = "sequence length"
+VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
 """Keys of a manifest's ``fixed``: validation losses can be compared only where all of these are equal."""
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"

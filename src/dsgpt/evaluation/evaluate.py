@@ -11,6 +11,7 @@ from dsgpt.evaluation.tasks import evaluate_tasks
 from dsgpt.evaluation.texts import Evaluated, read_data, read_text
 from dsgpt.inference.loading import device_for, load
 from dsgpt.inference.quantization import round_to_int8
+from dsgpt.model.config import GPT2Config
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import finite
 
@@ -69,7 +70,7 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
     else:
         assert request.data is not None  # as the request was checked
         source, text = request.data, read_data(request.data, loaded.tokenizer)
-    length = _length(request, text, context=model.config.block_size, vocab_size=model.config.vocab_size)
+    length = _length(request, text, model.config, trained=loaded.trained_length)
     stride = request.stride or length
     count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
     progress = console.progress(total=count, what="evaluating", unit="window")
@@ -90,22 +91,22 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
     }
 
 
-def _length(request: Request, text: Evaluated, *, context: int, vocab_size: int) -> int:
-    """Tokens of a window.
+def _length(request: Request, text: Evaluated, config: GPT2Config, *, trained: int | None) -> int:
+    """Tokens of a window: as asked for, or else as in training (``trained``), or else the whole context.
 
     Raises:
         UserError: the model cannot read such windows, or not these ids.
     """
     problems = Problems()
-    length = request.seq_length or context
-    if length > context:
-        problems.add(f"--seq_length {length}: the model reads at most {context} tokens")
+    length = request.seq_length or trained or config.block_size
+    if length > config.block_size:
+        problems.add(f"--seq_length {length}: the model reads at most {config.block_size} tokens")
     if request.stride and request.stride > length:
         problems.add(f"--stride {request.stride} is longer than the windows of {length} tokens")
-    if (largest := int(text.ids.max())) >= vocab_size:
+    if (largest := int(text.ids.max())) >= config.vocab_size:
         problems.add(
             f"{request.data or request.text}: its largest id is {largest}, but the model was trained with a "
-            f"vocabulary of {vocab_size}: use data of the model's own tokenizer"
+            f"vocabulary of {config.vocab_size}: use data of the model's own tokenizer"
         )
     problems.raise_if_any()
     return length

@@ -23,7 +23,7 @@ class Request:
     limit: int | None = None
     """Most examples of each task."""
     seq_length: int | None = None
-    """Tokens of a window; None for the model's context."""
+    """Tokens of a window; None for those of a sequence in training, or if that is unknown, the model's context."""
     stride: int | None = None
     """Tokens from one window to the next; None for those of a window, so that windows do not overlap."""
     batch_size: int = 8

@@ -30,6 +30,8 @@ class Loaded:
     tokenizer: "PreTrainedTokenizerBase | None"
     lack: str = ""
     """Why there is no tokenizer."""
+    trained_length: int | None = None
+    """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
 
     def needed_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer.
@@ -57,15 +59,16 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
     if is_hugging_face(path):
         if which == "best":
             raise UserError(f"--checkpoint {path}: is a Hugging Face folder; --which best needs a run folder")
-        tokenizer, lack = _published_tokenizer(path), f"{path}: has no tokenizer"
+        tokenizer, lack, trained_length = _published_tokenizer(path), f"{path}: has no tokenizer", None
         model = _published_model(path, device)
     else:
         checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
         files = open_model_files(checkpoint)
         folder, lack = files.tokenizer, f"{checkpoint}: has no tokenizer, because its training data had none"
         tokenizer = None if folder is None else open_tokenizer(folder, what=str(folder))
-        model = load_model(files, device)
-    return Loaded(model=model.to(DTYPES[precision]), tokenizer=tokenizer, lack=lack)
+        model, trained_length = load_model(files, device), files.trained_length
+    model = model.to(DTYPES[precision])
+    return Loaded(model=model, tokenizer=tokenizer, lack=lack, trained_length=trained_length)
 
 
 def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:
