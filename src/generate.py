@@ -141,7 +141,9 @@ def _build_parser(reader: Reader) -> argparse.ArgumentParser:
         "--stop", action="append", default=[], metavar="TEXT", help="end a text before this; may be repeated"
     )
     parser.add_argument(
-        "--compile", action="store_true", help="compile the step of a token, for GPUs; on CPUs it is slower than without"
+        "--compile",
+        action="store_true",
+        help="compile the step of a token, for GPUs; on CPUs it is slower than without",
     )
     parser.add_argument("--stream", action="store_true", help="print each text while it is generated")
     parser.add_argument(
