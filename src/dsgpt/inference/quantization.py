@@ -29,4 +29,4 @@ def round_to_int8(model: GPT2) -> None:
 
 def _rounded(weight: Tensor) -> Tensor:
     values, scales = to_int8(weight)
-    return (values * scales[:, None]).to(weight.dtype)
+    return (values * scales.to(weight.dtype).float()[:, None]).to(weight.dtype)

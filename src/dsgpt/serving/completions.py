@@ -40,10 +40,11 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
-        status, exchange = 200, _Exchange(send, stall_sec=self.limits.stall_sec)
+        status, exchange = 500, _Exchange(send, stall_sec=self.limits.stall_sec)
         try:
             async with asyncio.timeout(self.limits.request_sec):
                 await self._answer(Request(scope, receive), exchange)
+            status = 200
         except TimeoutError:
             error = ApiError(
                 504,

@@ -72,12 +72,12 @@ def serving(runs: Path, *, log: Path) -> Iterator[Server]:
 
 
 def launch_browser(playwright: Playwright) -> Browser:
-    """Debian's Chromium, without a window.
+    """Debian's Chromium, or Chrome, without a window.
 
     Raises:
         UserError: it is not installed.
     """
-    path = shutil.which("chromium")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         raise UserError("Chromium is missing: apt-get install chromium")
     return playwright.chromium.launch(executable_path=path)

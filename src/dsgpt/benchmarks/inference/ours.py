@@ -27,13 +27,15 @@ class OwnModel:
         files = open_model_files(find_checkpoint(checkpoint, flag="--checkpoint"))
         self._device = torch.device(device)
         self._model = load_model(files, self._device)
-        self._decoder = Decoder(self._model, batch_size=batch_size)
+        self._alone = Decoder(self._model)
+        self._together = Decoder(self._model, batch_size=batch_size) if batch_size > 1 else self._alone
         self.positions = files.config.block_size
         """The most tokens of a sequence; of a batch, those of its longest prompt and all new ones."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> Iterator[list[int]]:
         """Yield the next id of every prompt, ``new_tokens`` times; each is on the host when it is yielded."""
-        return generate_batch(self._decoder, prompts, new_tokens=new_tokens)
+        decoder = self._alone if len(prompts) == 1 else self._together
+        return generate_batch(decoder, prompts, new_tokens=new_tokens)
 
     @torch.inference_mode()
     def margins(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
