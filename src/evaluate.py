@@ -15,7 +15,7 @@ install it with `python -m pip install -e '.[eval]'`). The model is that of a ru
 portable folder, or of a Hugging Face folder of a GPT-2."""
 EXAMPLES = """\
 examples:
-  python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data checkpoint/demo-data/val.bin
+  python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
   python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
   python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100"""
 

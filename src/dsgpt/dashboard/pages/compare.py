@@ -216,7 +216,7 @@ def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
         key="difference",
     )
     st.caption(
-        "Rounding alone begins near 1e-6 and grows slowly. Another training jumps above 1e-2 in its first steps. "
+        "Rounding alone begins near 1e-6 and grows slowly. Training on other data is above 1e-2 soon. "
         f"Equal losses are drawn at {curves.LEAST_DIFFERENCE:g}."
     )
 

@@ -53,7 +53,7 @@ def _show_first_steps() -> None:
     st.header("No run yet")
     st.write("A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:")
     st.code(FIRST_RUN, language="bash")
-    st.write("What it will cost, and which setup is best, says **Plan and cost**; **How it is split** explains setups.")
+    st.write("**Plan and cost** says what it will cost and which setup is best; **How it is split** explains setups.")
 
 
 def _show_answer(summaries: Sequence[Summary]) -> None:
