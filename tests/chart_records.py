@@ -49,6 +49,10 @@ def record(**changes: Any) -> dict[str, Any]:
         "inference_latency": None,
         "inference_throughput": 32.0,
     }  # fmt: skip
+    return _changed(values, changes)
+
+
+def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for path, value in changes.items():
         *sections, key = path.split("__")
         target = values

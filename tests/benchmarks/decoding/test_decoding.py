@@ -1,12 +1,12 @@
 """``python src/benchmark.py decoding``: what it measures, its figures, its page."""
 
 import json
-import textwrap
 from dataclasses import replace
 
 import pytest
 import torch
 from small_run import command_line, write_inputs
+from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
 from dsgpt.benchmarks.decoding import measure
@@ -20,28 +20,6 @@ from dsgpt.model.config import PRESETS
 
 CPU = torch.device("cpu")
 SMALL = replace(rows("demo")[0], prompt_tokens=5, new_tokens=4)
-STAND_IN = textwrap.dedent(
-    """
-    import torch
-
-    class GPTConfig:
-        def __init__(self, **shape):
-            self.__dict__.update(shape)
-
-    class GPT(torch.nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            print("number of parameters")
-            wide = config.n_embd
-            rows = config.vocab_size + config.block_size + 2
-            self.all = torch.nn.Parameter(torch.zeros(wide * rows + config.n_layer * (12 * wide**2 + 13 * wide)))
-
-        def generate(self, ids, new_tokens, temperature=1.0, top_k=None):
-            assert top_k == 1
-            return torch.cat([ids, torch.full((len(ids), new_tokens), 7)], dim=1)
-    """
-)
-"""The interface of nanoGPT's ``model.py``, and as many parameters."""
 
 
 @pytest.fixture

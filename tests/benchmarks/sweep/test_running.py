@@ -22,7 +22,7 @@ from dsgpt.benchmarks.sweep.command import run_sweep
 from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of
 from dsgpt.benchmarks.sweep.training import Ending, error_line, state_of, train
 from dsgpt.common.errors import UserError
-from dsgpt.reports.sweeps import SCHEMA_VERSION, State, read_sweep
+from dsgpt.reports.sweeps import SCHEMA_VERSION, State, SweepCell, read_sweep
 
 TORCHRUN = """\
 error: global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks
@@ -60,14 +60,7 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     assert one.sent_bytes_per_step == 0 < two.sent_bytes_per_step
     assert one.communication_share.values == [0.0, 0.0]
     assert all(0 < share < 1 for share in two.communication_share.values)
-    assert len(two.model_state_bytes_by_rank) == 2
-    assert one.joules is None
-    assert one.cost.values == pytest.approx([turn.train_time_sec for turn in one.turns])
-    assert two.cost.values == pytest.approx([2 * turn.train_time_sec for turn in two.turns])
-    assert all(
-        0 < seconds < turn.train_time_sec
-        for seconds, turn in zip(one.time_to_target_sec.values, one.turns, strict=True)
-    )
+    require_costs(one, two)
     (compared,) = sweep.comparisons[0].cells
     assert compared.same_work == "same work: yes"
     ratios = [ours.tokens_per_sec / theirs.tokens_per_sec for ours, theirs in zip(two.turns, one.turns, strict=True)]
@@ -86,6 +79,16 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     assert not list(tmp_path.glob("out/work/turns/*/*/run/step-*"))
     assert benchmark("run", "--table-from", "out/sweep.json", "--page", "again.md", cwd=tmp_path).returncode == 0
     assert (tmp_path / "again.md").read_text() == page
+
+
+def require_costs(one: SweepCell, two: SweepCell) -> None:
+    """A device second costs 1: a price of 3,600 an hour; the second cell has two devices."""
+    assert len(two.model_state_bytes_by_rank) == 2
+    assert one.joules is None
+    assert one.cost.values == pytest.approx([turn.train_time_sec for turn in one.turns])
+    assert two.cost.values == pytest.approx([2 * turn.train_time_sec for turn in two.turns])
+    reached = zip(one.time_to_target_sec.values, one.turns, strict=True)
+    assert all(0 < seconds < turn.train_time_sec for seconds, turn in reached)
 
 
 def losses(folder: Path, name: str, repeat: int) -> dict[int, float]:
