@@ -1,8 +1,10 @@
 """Real text, prepared by the real script, and small real runs over it; and options that leave out tests."""
 
+import asyncio
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,14 @@ from small_run import REPOSITORY, command_line, write_inputs
 from dsgpt.benchmarks.harness.corpus import Corpus, prepare_corpus
 from dsgpt.main import train
 from dsgpt.runtime.launcher import starts_launcher
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_event_loop_is_left() -> Iterator[None]:
+    """Fails a file that leaves an event loop running, as Playwright does until it ends: no other could run."""
+    yield
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        asyncio.get_running_loop()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from small_run import command_line, random_ids, write_inputs, write_tokenizer, w
 from dsgpt.main import train
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step; tests only read it."""
     folder = write_inputs(tmp_path_factory.mktemp("serving"))
@@ -23,7 +23,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with small limits."""
     log = tmp_path_factory.mktemp("server") / "stderr.txt"

@@ -24,13 +24,13 @@ expect.set_options(timeout=PATIENCE_MS)
 Visit = Callable[..., Page]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of runs."""
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """Makes the flags of a training of a tiny model."""
     inputs = write_inputs(tmp_path_factory.mktemp("inputs"))
@@ -42,7 +42,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     return lambda **changes: command_line(inputs, **given | changes)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server(folder: Path, words: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A dashboard of two equal runs, of one whose name is markup, and of one with a damaged record."""
     with serving(folder, log=tmp_path_factory.mktemp("server") / "log.txt") as started:
@@ -55,9 +55,12 @@ def server(folder: Path, words: Callable[..., list[str]], tmp_path_factory: pyte
         yield started
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser(server: Server) -> Iterator[BrowserContext]:
-    """A browser that keeps Streamlit's scripts; each of its tabs is a session of the dashboard."""
+    """A browser that keeps Streamlit's scripts; each of its tabs is a session of the dashboard.
+
+    Each file has its own: while Playwright runs, its event loop is the thread's, and tests of other files need theirs.
+    """
     with sync_playwright() as playwright:
         try:
             started = launch_browser(playwright)
