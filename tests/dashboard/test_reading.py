@@ -12,9 +12,12 @@ import pytest
 from dsgpt.common.errors import UserError
 from dsgpt.common.locks import Lock, holder_of
 from dsgpt.dashboard.folders import contents, inside, own_file
+from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.sampling import kept, smoothed
 from dsgpt.dashboard.steps import StepReader, last_entries
+from dsgpt.model.config import PRESETS
 from dsgpt.reports.curves import read_step_curves
+from dsgpt.reports.fields import Fields
 from dsgpt.training.status import SILENT_SEC, Signs, Status, signs_of_life, status_of
 
 COMMITTED = Path(__file__).parents[2] / "checkpoint" / "reference" / "cpu-2-cores"
@@ -147,3 +150,24 @@ def test_a_record_that_says_running_is_believed_only_while_something_lives(monke
     }
     for (recorded, host, seen), expected in cases.items():
         assert status_of(recorded, host=host, signs=seen)[0] == expected, (recorded, host, seen)
+
+
+SMALL = PRESETS["small"].as_dict()
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_size": "small", "model": SMALL | {"vocab_size": 9, "dropout": 0.1}, "parameters": 9e7}, "small (90M)"),
+        ({"model_size": "small", "model": SMALL | {"n_layer": 1}, "parameters": 4.5e5}, "1 layer, width 768 (0.45M)"),
+        ({"model_size": "small", "model": SMALL | {"block_size": 512}}, "12 layers, width 768"),
+        ({"model_size": "small", "model": SMALL | {"n_head": 6}}, "12 layers, width 768"),
+        ({"model_size": "distilgpt2", "model": SMALL | {"n_layer": 6}, "parameters": 82e6}, "distilgpt2 (82M)"),
+        ({"model": {"n_layer": 2, "n_embd": 64}, "parameters": 1.5e9}, "2 layers, width 64 (1.5B)"),
+        ({"model_size": "xl"}, "xl"),
+        ({"parameters": 2e6}, "2M"),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_a_model_is_called_by_its_size_only_if_it_has_its_shape(config, name):
+    assert model_name(Fields(config, notes=[])) == name

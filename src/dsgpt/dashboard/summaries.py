@@ -10,6 +10,7 @@ import numpy as np
 
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.folders import own_file
+from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.steps import Steps, Values
 from dsgpt.reports.curves import Curve, Point
 from dsgpt.reports.runs import Run, read_record, run_of
@@ -32,7 +33,7 @@ class Recorded:
     """As recorded."""
     host: str | None = None
     model: str | None = None
-    """The name of its size, or how many parameters it has."""
+    """The name of its size or its shape, and how many parameters it has."""
     total_steps: float | None = None
     started: datetime | None = None
 
@@ -78,17 +79,10 @@ def read_recorded(folder: Path, *, name: str) -> Recorded:
         run=run,
         status=record.text("status"),
         host=record.text("host"),
-        model=_model(config.text("model_size"), config.number("parameters")),
+        model=model_name(config),
         total_steps=config.number("total_steps"),
         started=_moment(record.text("timestamp_utc")),
     )
-
-
-def _model(size: str | None, parameters: float | None) -> str | None:
-    if parameters is None:
-        return size
-    count = f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
-    return f"{size} ({count})" if size else count
 
 
 def _moment(text: str | None) -> datetime | None:

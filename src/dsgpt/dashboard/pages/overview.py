@@ -187,7 +187,7 @@ def _formats() -> dict[str, ColumnConfig]:
         "run": column.TextColumn(width=165, pinned=True),
         "state": column.TextColumn(width=105),
         "strategy": column.TextColumn(width=75),
-        "model": column.TextColumn(width=100),
+        "model": column.TextColumn(),
         "devices": column.NumberColumn(format="%d", width=60),
         "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width=80),
         "train loss": column.NumberColumn(format="%.4f", width=75, help="Of the last step, nats per token."),
