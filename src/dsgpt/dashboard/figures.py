@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 
-from dsgpt.dashboard.formats import plain
+from dsgpt.dashboard.headings import heading
 from dsgpt.dashboard.theme import page_theme
 
 Table = Mapping[str, Sequence[Any]]
@@ -23,6 +23,7 @@ def figure(
     title: str,
     alternative: str,
     key: str,
+    level: int = 3,
 ) -> None:
     """Show a picture, and below it its numbers as a table and as a CSV file.
 
@@ -34,13 +35,14 @@ def figure(
         title: above the picture. It names what is measured and the unit.
         alternative: one or two sentences for those who do not see the picture.
         key: unique on the page; the same at every rerun.
+        level: of the title among the headings of the page; 2 if it belongs to no part with an ``st.header``.
     """
     theme = page_theme()
     whole = {
         "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
         **specification,
     }
-    st.markdown(f"**{plain(title)}**")
+    heading(title, level=level)
     st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")
     if not below.open:

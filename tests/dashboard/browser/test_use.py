@@ -6,6 +6,7 @@ from urllib.parse import urlencode
 import pytest
 from dashboard_server import HOSTILE
 from playwright.sync_api import Page, expect
+from test_every_page import violations
 
 
 def test_two_sessions_move_sliders_and_keep_their_own_plan(visit):
@@ -37,6 +38,7 @@ def test_two_checkpoints_continue_a_prompt_with_one_seed(visit):
     one, two = page.get_by_test_id("stCode").all_inner_texts()
     assert one == two and one.startswith(prompt) and len(one) > len(prompt)
     expect(page.get_by_test_id("stVegaLiteChart")).to_have_count(2)
+    assert not violations(page)
 
 
 def choose(page: Page, label: str, option: str) -> None:

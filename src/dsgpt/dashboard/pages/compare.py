@@ -156,7 +156,15 @@ def _show_bars(runs: Sequence[Run]) -> float | None:
     said = "; ".join(f"{run} {label}" for run, label in zip(points["run"], points["label"], strict=True))
     title = measure.title[0].upper() + measure.title[1:] + (f" ({unequal})" if unequal else "")
     names = [run.name for run in runs]
-    figure(bars(names, x=measure.title), points=points, numbers=table, title=title, alternative=said, key="bars")
+    figure(
+        bars(names, x=measure.title),
+        points=points,
+        numbers=table,
+        title=title,
+        alternative=said,
+        key="bars",
+        level=2,
+    )
     return price
 
 
@@ -246,6 +254,7 @@ def _show_sweep(folder: Path, names: Sequence[str]) -> None:
         title=f"Speed-up over {comparison.baseline}",
         alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
         key="sweep-bars",
+        level=2,
     )
     show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
 
@@ -265,5 +274,6 @@ def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
         title="Latency that 95% of the requests do not exceed, against throughput",
         alternative=f"Engines: {', '.join(engines)}; the table has every figure.",
         key="concurrency-lines",
+        level=2,
     )
     show_table(table, key="concurrency-table", name="many requests")

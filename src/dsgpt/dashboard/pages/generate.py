@@ -10,6 +10,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.dashboard.figures import figure
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
+from dsgpt.dashboard.headings import heading
 from dsgpt.dashboard.kept import Kept
 from dsgpt.dashboard.readers import contents_of
 from dsgpt.dashboard.trying import MODELS, STOPPED, Answer, answer, checkpoints_of, path_of
@@ -107,7 +108,7 @@ class _Shown:
     def __init__(self, told: Answer, number: int) -> None:
         self._told, self._number = told, number
         self._updated = 0.0
-        st.markdown(f"**{plain(told.name)}**")
+        heading(told.name, level=2)
         self._text, self._speed = st.empty(), st.empty()
 
     def begin(self) -> None:

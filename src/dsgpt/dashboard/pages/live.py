@@ -140,7 +140,8 @@ def _show_hardware(folder: Path, runs: Sequence[Watched]) -> None:
     st.header("GPUs")
     show_table(watched.gpu_table(samples), key="gpus", name="GPUs now")
     for key, heading in (("utilisation", "utilisation (%)"), ("power", "power (W)")):
-        _show_curves(watched.gpu_series(samples, heading), [*samples], x="seconds before now", y=heading, key=key)
+        series = watched.gpu_series(samples, heading)
+        _show_curves(series, [*samples], x="seconds before now", y=heading, key=key, level=3)
 
 
 def _show_panels(runs: Sequence[Watched], window: int) -> None:
@@ -149,10 +150,12 @@ def _show_panels(runs: Sequence[Watched], window: int) -> None:
         for place, panel in zip(st.columns(2), row, strict=True):
             with place:
                 series = watched.panel_series(runs, panel, window=window)
-                _show_curves(series, names, x="optimizer steps", y=panel.title, key=panel.column)
+                _show_curves(series, names, x="optimizer steps", y=panel.title, key=panel.column, level=2)
 
 
-def _show_curves(series: Sequence[curves.Series], names: Sequence[str], *, x: str, y: str, key: str) -> None:
+def _show_curves(
+    series: Sequence[curves.Series], names: Sequence[str], *, x: str, y: str, key: str, level: int
+) -> None:
     figure(
         lines(names, x=x, y=y),
         points=curves.points(series, most=max(100, POINTS // max(1, len(series)) * 2)),
@@ -160,4 +163,5 @@ def _show_curves(series: Sequence[curves.Series], names: Sequence[str], *, x: st
         title=y[0].upper() + y[1:],
         alternative=curves.described(series, y=y),
         key=key,
+        level=level,
     )

@@ -52,7 +52,7 @@ def show() -> None:
 def _show_first_steps() -> None:
     st.header("No run yet")
     st.write("A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:")
-    st.code(FIRST_RUN, language="bash")
+    st.code(FIRST_RUN, language=None, wrap_lines=True)
     st.write("**Plan and cost** says what it will cost and which setup is best; **How it is split** explains setups.")
 
 

@@ -212,7 +212,7 @@ def _recommended(done: Planned) -> None:
         )
     recipe, command, _ = files
     with st.expander("The command"):
-        st.code(files[command].decode(), language="bash", wrap_lines=True)
+        st.code(files[command].decode(), language=None, wrap_lines=True)
     with st.expander("The recipe"):
         st.code(files[recipe].decode(), language="json")
     ranked = sum(each.fits for each in done.found)
@@ -278,4 +278,4 @@ def _others(done: Planned) -> None:
 
 def _command(options: PlanOptions) -> None:
     st.header("The same on a command line")
-    st.code(command_line(options), language="bash", wrap_lines=True)
+    st.code(command_line(options), language=None, wrap_lines=True)
