@@ -3,15 +3,21 @@
 import re
 
 UNKNOWN = "unknown"
-_SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]")
-_SHORTCODE = re.compile(r":(?=\w)")
-_WORD_JOINER = "\u2060"
+_SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&:/]")
+_REPLACED = re.compile(r"(:(?!\d\d:)[\w+-]+:|:material/\w+:|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))")
+"""What Streamlit replaces by icons, emoji and typographic signs even behind a backslash, but not in code.
+
+Two digits between colons are of a time: no emoji is called so.
+"""
 
 
 def plain(text: str) -> str:
-    """Foreign text for a place that reads Markdown: nothing in it is markup, a link, a formula or an icon."""
-    escaped = _SPECIAL.sub(r"\\\g<0>", " ".join(text.split()))
-    return _SHORTCODE.sub(f":{_WORD_JOINER}", escaped)  # a backslash does not stop icons and emoji
+    """Foreign text for a place that reads Markdown: nothing in it is markup, a link, a formula or an icon.
+
+    The reader sees, and copies, the text itself. A part that only code protects looks like code.
+    """
+    pieces = _REPLACED.split(" ".join(text.split()))
+    return "".join(f"`{piece}`" if place % 2 else _SPECIAL.sub(r"\\\g<0>", piece) for place, piece in enumerate(pieces))
 
 
 def count(value: float | None, unit: str = "") -> str:

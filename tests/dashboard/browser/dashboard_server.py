@@ -26,8 +26,11 @@ PAGES = {
     "generate": "Try it",
 }
 """Address and title of every page."""
-HOSTILE = '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z`'
-"""The name of a run, in HTML and in Markdown."""
+HOSTILE = (
+    '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z` '
+    ":smile: :material_home: a -> b 10:20:30"
+)
+"""The name of a run, in HTML, in Markdown, and in what Streamlit adds to it."""
 START_SEC = 60
 
 
