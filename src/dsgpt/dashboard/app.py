@@ -3,7 +3,7 @@
 import streamlit as st
 
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard import headings
+from dsgpt.dashboard import aligned, headings
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import pages
@@ -21,6 +21,7 @@ STYLE = f"""<style>
 @media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}
 [data-testid=stCaptionContainer] {{color: light-dark({LIGHT.quiet}, {DARK.quiet}); opacity: 1}}
 {headings.STYLE}
+{aligned.STYLE}
 button[kind^=primary]:enabled *, [data-tag-index] * {{color: light-dark({LIGHT.background}, {DARK.background})}}
 </style>"""
 """Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read

@@ -4,7 +4,8 @@ from html import escape
 
 import streamlit as st
 
-STYLE = ".small-heading {font-size: 1rem; font-weight: 600; line-height: 1.6; margin: 0; padding: 0}"
+STYLE = """.small-heading {font-size: 1rem; font-weight: 600; line-height: 1.6; margin: 0; padding: 0}
+.small-heading {overflow-wrap: anywhere}"""
 """They look like bold text: ``st.header`` is for the parts of a page."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from dashboard_server import HOSTILE, PAGES, Server, launch_browser, serving, settle
+from dashboard_server import HOSTILE, PAGES, SECOND, Server, launch_browser, serving, settle
 from playwright.sync_api import BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
@@ -47,7 +47,7 @@ def server(folder: Path, words: Callable[..., list[str]], tmp_path_factory: pyte
     """A dashboard of two equal runs, of one whose name is markup, and of one with a damaged record."""
     with serving(folder, log=tmp_path_factory.mktemp("server") / "log.txt") as started:
         assert train(words(checkpoint_path=folder / "first", max_train_steps=3)) == 0
-        shutil.copytree(folder / "first", folder / "second")
+        shutil.copytree(folder / "first", folder / SECOND)
         shutil.copytree(folder / "first", folder / HOSTILE, ignore=shutil.ignore_patterns("step-*"))
         (folder / "damaged").mkdir()
         (folder / "damaged" / "training_metrics.json").write_text('{"schema_version": "2.')

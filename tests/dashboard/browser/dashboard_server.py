@@ -31,6 +31,7 @@ HOSTILE = (
     ":smile: :material_home: a -> b 10:20:30"
 )
 """The name of a run, in HTML, in Markdown, and in what Streamlit adds to it."""
+SECOND = "second-of-two-equal-runs-whose-name-is-so-long-that-it-takes-two-lines"
 START_SEC = 60
 
 

@@ -4,8 +4,8 @@ import re
 from urllib.parse import urlencode
 
 import pytest
-from dashboard_server import HOSTILE
-from playwright.sync_api import Page, expect
+from dashboard_server import HOSTILE, SECOND
+from playwright.sync_api import FloatRect, Locator, Page, expect
 from test_every_page import violations
 
 
@@ -30,7 +30,7 @@ def test_two_checkpoints_continue_a_prompt_with_one_seed(visit):
     page = visit("generate")
     prompt = "<b>def</b> **main**("
     choose(page, "Checkpoint", "first/step-00000003")
-    choose(page, "Beside it", "second/step-00000003")
+    choose(page, "Beside it", f"{SECOND}/step-00000003")
     page.get_by_label("Prompt", exact=True).fill(prompt)
     page.get_by_label("New tokens").fill("8")
     page.get_by_role("button", name="Generate").click()
@@ -39,6 +39,14 @@ def test_two_checkpoints_continue_a_prompt_with_one_seed(visit):
     assert one == two and one.startswith(prompt) and len(one) > len(prompt)
     expect(page.get_by_test_id("stVegaLiteChart")).to_have_count(2)
     assert not violations(page)
+    beginnings = [[box["y"] for box in boxes(column)] for column in page.get_by_test_id("stColumn").all()[-2:]]
+    assert beginnings[0] == beginnings[1] and len(beginnings[0]) == 4
+
+
+def boxes(column: Locator) -> list[FloatRect]:
+    """Of what a column shows: the name, the text, the heading of the likeliest tokens and their picture."""
+    shown = column.locator("h2, h3, [data-testid=stCode], [data-testid=stVegaLiteChart]").all()
+    return [box for each in shown if (box := each.bounding_box()) is not None]
 
 
 def choose(page: Page, label: str, option: str) -> None:

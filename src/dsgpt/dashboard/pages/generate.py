@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from dsgpt.common.errors import UserError
+from dsgpt.dashboard.aligned import aligned
 from dsgpt.dashboard.figures import figure
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
@@ -39,7 +40,7 @@ def show() -> None:
     answers: list[Answer] = st.session_state.get(_ANSWERS, [])
     if not answers:
         return
-    columns = st.columns(len(answers))
+    columns = aligned(len(answers))
     for number, (told, column) in enumerate(zip(answers, columns, strict=True)):
         with column:
             shown = _Shown(told, number)
