@@ -3,12 +3,21 @@
 Colours are the theme's, which Streamlit sets: the palette of the charts, in the order of the names.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEIGHT = 300
 """Of a picture without its legend, in pixels."""
-ROW_HEIGHT, LEGEND_COLUMNS = 22, 2
+ROW_HEIGHT, LINE_HEIGHT = 7, 15
+"""Of a legend: what a name adds to its lines, and a line, in pixels."""
+LINE = 42
+"""Letters of a line of a legend: so many are seen on a phone."""
+ROOM = 1.2
+"""For the value behind the longest bar."""
+_BREAK = re.compile(rf".{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
+"""A line of a long name: up to a sign that parts its words, if there is one."""
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
 """Beside the colours, for the colour-blind and for grey print."""
 
@@ -21,6 +30,7 @@ def lines(
     logarithmic: bool = False,
     from_zero: bool = False,
     rules: Mapping[str, float] | None = None,
+    drawn: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """A line for each name, which the mouse can move, and with Ctrl zoom.
 
@@ -33,12 +43,13 @@ def lines(
         logarithmic: the vertical axis.
         from_zero: the vertical axis begins at 0.
         rules: horizontal lines by their label.
+        drawn: those of ``names`` that have a curve, if not all.
     """
     scale: dict[str, Any] = {"type": "log"} if logarithmic else {"zero": from_zero}
     encoding: dict[str, Any] = {
         "x": {"field": "x", "type": "quantitative", "title": x, "axis": {"format": "~s", "grid": False}},
         "y": {"field": "y", "type": "quantitative", "title": y, "scale": scale},
-        **_look(names),
+        **_look(names, drawn or names),
         "tooltip": [
             {"field": "run", "type": "nominal", "title": "run"},
             {"field": "x", "type": "quantitative", "title": x, "format": ",.6~g"},
@@ -47,12 +58,11 @@ def lines(
     }
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
-    legend_rows = -(-len(names) // LEGEND_COLUMNS) if len(names) > 1 else 0
     with_ctrl = "wheel![event.ctrlKey]"  # the wheel alone scrolls the page
     zoom = {"name": "zoom", "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
-    height = {"height": HEIGHT + ROW_HEIGHT * legend_rows}
-    return {**height, **({"layer": [curve, *_rules(rules)]} if rules else curve)}
+    legend = sum(ROW_HEIGHT + LINE_HEIGHT * len(in_lines(name)) for name in drawn or names) if len(names) > 1 else 0
+    return {"height": HEIGHT + legend, **({"layer": [curve, *_rules(rules)]} if rules else curve)}
 
 
 def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -67,42 +77,57 @@ def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
     return found
 
 
-def bars(names: Sequence[str], *, x: str, form: str = ",.6~g") -> dict[str, Any]:
-    """A horizontal bar from 0 for each name, with its value; the fields are ``run``, ``value`` and ``label``.
+def bars(names: Sequence[str], *, x: str, values: Sequence[Any], form: str = ",.6~g") -> dict[str, Any]:
+    """A horizontal bar from 0 for each name, which is above it; the fields are ``run``, ``value`` and ``label``.
 
     Args:
         names: of the runs, from the top.
         x: title of the axis, with its unit.
+        values: of the bars; None where there is none.
         form: of the values in the tooltip.
     """
     run = {"field": "run", "type": "nominal", "sort": list(names), "title": None}
+    most = max((value for value in values if value), default=None)
+    scale = {"zero": True} if most is None else {"zero": True, "domainMax": ROOM * most}
     base = {
-        "y": {**run, "axis": {"labelLimit": 220, "ticks": False, "domain": False}},
-        "x": {"field": "value", "type": "quantitative", "title": x, "scale": {"zero": True}, "axis": {"format": "~s"}},
+        "y": {**run, "axis": None},
+        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": {"format": "~s"}},
         "tooltip": [{**run, "title": "run"}, {"field": "value", "type": "quantitative", "title": x, "format": form}],
     }
-    colour = {**_look(names)["color"], "legend": None}
-    text = {"mark": {"type": "text", "align": "left", "dx": 5}, "encoding": {**base, "text": {"field": "label"}}}
-    return {
-        "height": {"step": 34},
-        "layer": [{"mark": {"type": "bar", "height": 20}, "encoding": {**base, "color": colour}}, text],
+    colour = {**_look(names, names)["color"], "legend": None}
+    text = {"type": "text", "align": "left"}
+    value = {"mark": {**text, "dx": 5, "dy": 8}, "encoding": {**base, "text": {"field": "label"}}}
+    name = {
+        "mark": {**text, "dy": -11, "limit": {"expr": "width"}},
+        "encoding": {**base, "x": {"value": 0}, "text": run},
     }
+    bar = {"mark": {"type": "bar", "height": 16, "yOffset": 8}, "encoding": {**base, "color": colour}}
+    return {"height": {"step": 44}, "layer": [bar, value, name]}
 
 
-def _look(names: Sequence[str]) -> dict[str, Any]:
+def in_lines(name: str) -> list[str]:
+    """A name in lines that a phone shows whole."""
+    return [name] if len(name) <= LINE else _BREAK.findall(name)
+
+
+def _look(names: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
+    """Colours and dashes in the order of ``names``, and a legend of ``drawn``."""
     domain = list(names)
     legend = {
         "orient": "bottom",
-        "columns": LEGEND_COLUMNS,
-        "labelLimit": 260,
+        "columns": 1,
+        "values": list(drawn),
+        "labelExpr": f"{json.dumps({name: in_lines(name) for name in drawn})}[datum.label]",
+        "labelLimit": 0,
         "symbolType": "stroke",
-        "symbolStrokeWidth": 3,
+        "symbolSize": 400,
+        "symbolStrokeWidth": 2,
     }
     run = {
         "field": "run",
         "type": "nominal",
         "title": None,
-        "legend": {**legend, "symbolType": "stroke"} if len(domain) > 1 else None,
+        "legend": legend if len(domain) > 1 else None,
     }
     dashes = [DASHES[place % len(DASHES)] for place in range(len(domain))]
     return {

@@ -157,7 +157,7 @@ def _show_bars(runs: Sequence[Run]) -> float | None:
     title = measure.title[0].upper() + measure.title[1:] + (f" ({unequal})" if unequal else "")
     names = [run.name for run in runs]
     figure(
-        bars(names, x=measure.title),
+        bars(names, x=measure.title, values=points["value"]),
         points=points,
         numbers=table,
         title=title,
@@ -216,6 +216,7 @@ def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
             y=y,
             logarithmic=True,
             rules={"the same training stays below": tolerance},
+            drawn=[run.name for run in compared],
         ),
         points=curves.points(series),
         numbers=lambda: curves.numbers(series, x="optimizer steps", y=y),
@@ -248,7 +249,7 @@ def _show_sweep(folder: Path, names: Sequence[str]) -> None:
     ratios = table["speed-up"]
     shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
     figure(
-        bars(cells, x="speed-up (median of the repeats)"),
+        bars(cells, x="speed-up (median of the repeats)", values=ratios),
         points={"run": cells, "value": ratios, "label": shown},
         numbers=table,
         title=f"Speed-up over {comparison.baseline}",
