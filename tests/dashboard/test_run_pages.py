@@ -14,6 +14,7 @@ from streamlit.testing.v1 import AppTest
 from dsgpt.common.locks import Lock
 from dsgpt.dashboard.answers import answers
 from dsgpt.dashboard.figures import as_csv
+from dsgpt.dashboard.specifications import in_lines, lines
 from dsgpt.reports.runs import read_run
 from dsgpt.reports.themes import DARK, LIGHT
 
@@ -121,6 +122,17 @@ def test_equal_work_is_compared_and_its_losses_are(open_page):
     results = next(table.value for table in test.dataframe if "figure" in table.value)
     row = results[results["figure"] == "speed-up in training time"].iloc[0]
     assert (row["baseline"], row["zero1"]) == ("1.00x", "1.67x")
+
+
+def test_a_legend_names_what_is_drawn_in_lines_that_a_phone_shows():
+    names = ["base", "gpt2-small-lr-0.0003-batch-512-warmup-2000-seed-1337-zero1", "x" * 100]
+    drawn = lines(names, x="steps", y="loss", drawn=names[1:])["encoding"]["color"]
+    assert drawn["scale"]["domain"] == names and drawn["legend"]["values"] == names[1:]
+    assert [*map(in_lines, names)] == [
+        ["base"],
+        ["gpt2-small-lr-0.0003-batch-512-warmup-", "2000-seed-1337-zero1"],
+        ["x" * 42, "x" * 42, "x" * 16],
+    ]
 
 
 def test_unequal_work_is_marked_with_what_differs(runs, open_page):

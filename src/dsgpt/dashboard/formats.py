@@ -3,8 +3,8 @@
 import re
 
 UNKNOWN = "unknown"
-_SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&:/]")
-_REPLACED = re.compile(r"(:(?!\d\d:)[\w+-]+:|:material/\w+:|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))")
+_SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]|:(?=[\w:])|(?<=:material)/")
+_REPLACED = re.compile(r"(:(?!\d\d:)[\w+-]+:|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))")
 """What Streamlit replaces by icons, emoji and typographic signs even behind a backslash, but not in code.
 
 Two digits between colons are of a time: no emoji is called so.

@@ -16,7 +16,7 @@ LINE = 42
 """Letters of a line of a legend: so many are seen on a phone."""
 ROOM = 1.2
 """For the value behind the longest bar."""
-_BREAK = re.compile(rf".{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
+_BREAK = re.compile(rf".{{1,{LINE}}}$|.{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
 """A line of a long name: up to a sign that parts its words, if there is one."""
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
 """Beside the colours, for the colour-blind and for grey print."""

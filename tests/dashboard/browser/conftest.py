@@ -102,5 +102,5 @@ def visit(server: Server, browser: BrowserContext) -> Iterator[Visit]:
     for page in browser.pages:
         broken = page.get_by_test_id("stException").all_inner_texts()
         page.close()
-        assert not broken
+        assert not broken, server.log.read_text()
     assert not errors
