@@ -9,6 +9,7 @@ import pyarrow as pa
 import streamlit as st
 
 from dsgpt.dashboard.headings import heading
+from dsgpt.dashboard.specifications import ZOOM
 from dsgpt.dashboard.theme import page_theme
 
 Table = Mapping[str, Sequence[Any]]
@@ -24,6 +25,7 @@ def figure(
     alternative: str,
     key: str,
     level: int = 3,
+    keeps_zoom: bool = False,
 ) -> None:
     """Show a picture, and below it its numbers as a table and as a CSV file.
 
@@ -36,6 +38,7 @@ def figure(
         alternative: one or two sentences for those who do not see the picture.
         key: unique on the page; the same at every rerun.
         level: of the title among the headings of the page; 2 if it belongs to no part with an ``st.header``.
+        keeps_zoom: when the points change. The page, or the fragment, runs again after every zoom.
     """
     theme = page_theme()
     whole = {
@@ -43,7 +46,8 @@ def figure(
         **specification,
     }
     heading(title, level=level)
-    st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative)
+    zoomed: dict[str, Any] = {"on_select": "rerun", "selection_mode": ZOOM} if keeps_zoom else {}
+    st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative, **zoomed)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")
     if not below.open:
         return

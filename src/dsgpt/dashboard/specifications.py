@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ZOOM = "zoom"
+"""The part of a picture of lines that is shown."""
 HEIGHT = 300
 """Of a picture without its legend, in pixels."""
 ROW_HEIGHT, LINE_HEIGHT = 7, 15
@@ -59,7 +61,7 @@ def lines(
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
     with_ctrl = "wheel![event.ctrlKey]"  # the wheel alone scrolls the page
-    zoom = {"name": "zoom", "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
+    zoom = {"name": ZOOM, "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
     legend = sum(ROW_HEIGHT + LINE_HEIGHT * len(in_lines(name)) for name in drawn or names) if len(names) > 1 else 0
     return {"height": HEIGHT + legend, **({"layer": [curve, *_rules(rules)]} if rules else curve)}

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from paused_training import paused
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, Page, expect
 
 STEPS, FIRST = 300, 10
 
@@ -16,11 +16,17 @@ def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
     with paused(flags(words, folder / "watched"), after=FIRST) as run:
         expect(page.get_by_text(f"watched is running: process {run.pid} holds its lock")).to_be_visible()
         expect(page.get_by_text(re.compile(rf"^step \d+ of {STEPS}, .* left$"))).to_be_visible()
+        zoomed = zoom(page)
         run.send_signal(signal.SIGCONT)
         run.communicate(timeout=120)
         assert run.returncode == 0
         expect(page.get_by_text("watched is finished")).to_be_visible()
         expect(page.get_by_text(f"step {STEPS} of {STEPS}")).to_be_visible()
+        loss, throughput = page.get_by_test_id("stVegaLiteChart").all()[:2]
+        expect(tick(throughput, f"{STEPS}")).to_be_visible()
+        assert ticks(loss) == zoomed
+        loss.dblclick()
+        expect(tick(loss, f"{STEPS}")).to_be_visible()
 
 
 def test_a_run_that_is_killed(visit, folder, words):
@@ -30,6 +36,26 @@ def test_a_run_that_is_killed(visit, folder, words):
         run.kill()
         run.wait()
         expect(page.get_by_text("killed is abandoned: no process holds its lock")).to_be_visible()
+
+
+def zoom(page: Page) -> list[str]:
+    """Show a part of the first picture; returns the labels of its axes."""
+    picture = page.get_by_test_id("stVegaLiteChart").first
+    expect(tick(picture, f"{FIRST}")).to_be_visible()
+    picture.hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -200)
+    page.keyboard.up("Control")
+    expect(tick(picture, f"{FIRST}")).to_have_count(0)
+    return ticks(picture)
+
+
+def ticks(picture: Locator) -> list[str]:
+    return picture.locator(".role-axis-label text").all_text_contents()
+
+
+def tick(picture: Locator, label: str) -> Locator:
+    return picture.locator(".role-axis-label text").get_by_text(label, exact=True)
 
 
 def flags(words, run_dir: Path) -> list[str]:

@@ -164,4 +164,5 @@ def _show_curves(
         alternative=curves.described(series, y=y),
         key=key,
         level=level,
+        keeps_zoom=True,
     )
