@@ -1,8 +1,10 @@
 """How fast the dashboard opens, and what its server costs: 50 runs of 10,000 steps, and ten of them that grow.
 
-The runs are copies of a committed one, whose steps are repeated with ascending numbers. It prints a line per figure.
+The runs are copies of a committed one, whose steps are repeated with ascending numbers. The record has every round;
+each has a new server.
 """
 
+import argparse
 import json
 import socket
 import tempfile
@@ -11,29 +13,83 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count, cycle, islice
 from pathlib import Path
+from typing import Any
 
 import psutil
+from costs import PAGE, costs, page_with
 from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
 from playwright.sync_api import Browser, sync_playwright
 
+from dsgpt.benchmarks.harness.suite import record_head
+from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.script import run_script
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
+from dsgpt.telemetry.sources import hash_files, note_sources, unchanged
 from dsgpt.training.run_lock import RunLock
 
+SCHEMA_VERSION = "1.0"
 SOURCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-baseline"
+SOURCES = (
+    "charts/dashboard.py",
+    "src/dsgpt/dashboard/**/*.py",
+    "src/dsgpt/reports/*.py",
+    "tests/dashboard/browser/*.py",
+)
+"""What the figures depend on most; the package's other rooms take part, too."""
 RUNS, STEPS = 50, 10_000
 GROWING, WATCHED_SEC, STEP_SEC = 10, 60.0, 0.1
 PATIENCE_MS = 120_000
 VISIBLE = {"": "stDataFrame", "compare": "stVegaLiteChart", "live": "stVegaLiteChart"}
 """What must be seen of a page before it counts as open."""
 
+Round = dict[str, Any]
+
 
 def main() -> None:
-    """Measure, and print the figures.
+    """Measure and write the record, or write the page's part from a record.
 
     Raises:
         UserError: Chromium is not installed.
     """
+    given = _arguments()
+    if given.table_from is not None:
+        record = json.loads(given.table_from.read_text(encoding="utf-8"))
+        text = costs(record, source=given.table_from.as_posix())
+        write_atomic(PAGE, page_with(text, page=PAGE.read_text(encoding="utf-8")).encode())
+        return
+    began, before, rounds = time.perf_counter(), _sources(), []
+    for number in range(given.rounds):
+        rounds.append(_round(given.watched_sec))
+        print(f"[{number + 1}/{given.rounds}] {json.dumps(rounds[-1])}", flush=True)
+    work = {"runs": RUNS, "steps": STEPS, "growing": GROWING, "watched_sec": given.watched_sec, "step_sec": STEP_SEC}
+    record = record_head(SCHEMA_VERSION, device="cpu") | {"work": work, "rounds": rounds}
+    record["seconds"] = round(time.perf_counter() - began, 1)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(given.output, record)
+    sources = unchanged(before, _sources())
+    note_sources(given.output.parent, given.output, git_commit=record["git_commit"], sources=sources)
+    print(f"record {given.output}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    output = Path("checkpoint") / "dashboard" / "dashboard.json"
+    parser.add_argument("--output", type=Path, default=output, help="the record to write (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="each on a new server (default: %(default)s)")
+    parser.add_argument(
+        "--watched_sec", type=float, default=WATCHED_SEC, help="seconds of watching in a round (default: %(default)s)"
+    )
+    parser.add_argument("--table-from", type=Path, help="measure nothing; write docs/dashboard.md from this record")
+    return parser.parse_args()
+
+
+def _sources() -> dict[str, str]:
+    return hash_files(REPOSITORY, {path for pattern in SOURCES for path in REPOSITORY.glob(pattern)})
+
+
+def _round(watched_sec: float) -> Round:
+    """The figures of one server: seconds, bytes and cores."""
+    opened: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         runs = Path(name) / "runs"
         lines = list(islice(_lines(), STEPS))
@@ -41,15 +97,17 @@ def main() -> None:
             _write_run(runs / f"run-{number:02}", lines)
         with serving(runs, log=Path(name) / "log.txt") as server:
             server.wait()
-            _print_memory(server, "before the first page")
+            memory = {"before": _memory(server)}
             browser = launch_browser(playwright)
-            for state in ("cold", "warm"):
+            for _ in ("first", "later"):
                 for page, test_id in VISIBLE.items():
-                    print(f"{PAGES[page]}, {state}: {_opened(browser, server, page, test_id):.2f} s", flush=True)
-            _print_memory(server, "after these pages")
-            _watch(browser, server, [runs / f"run-{number:02}" for number in range(GROWING)])
-            _print_memory(server, "after watching")
+                    opened.setdefault(page or "overview", []).append(_opened(browser, server, page, test_id))
+            memory["opened"] = _memory(server)
+            growing = [runs / f"run-{number:02}" for number in range(GROWING)]
+            cores = _watch(browser, server, growing, seconds=watched_sec)
+            memory["watched"] = _memory(server)
             browser.close()
+    return {"opened_sec": opened, "memory_bytes": memory, "watching_cores": cores}
 
 
 def _lines() -> Iterator[str]:
@@ -83,8 +141,8 @@ def _opened(browser: Browser, server: Server, name: str, test_id: str) -> float:
     return seconds
 
 
-def _watch(browser: Browser, server: Server, growing: list[Path]) -> None:
-    """Print the server's share of a core while a page watches runs that write a step every ``STEP_SEC``."""
+def _watch(browser: Browser, server: Server, growing: list[Path], *, seconds: float) -> float:
+    """The cores that the server keeps busy while a page watches runs that write a step every ``STEP_SEC``."""
     steps = _lines()
     lines = list(islice(steps, STEPS))
     with ExitStack() as stack:
@@ -100,19 +158,19 @@ def _watch(browser: Browser, server: Server, growing: list[Path]) -> None:
         settle(page, PAGES["live"])
         process = psutil.Process(server.process.pid)
         before, began = process.cpu_times(), time.perf_counter()
-        while (passed := time.perf_counter() - began) < WATCHED_SEC:
+        while (passed := time.perf_counter() - began) < seconds:
             line = next(steps)
             for file in files:
                 file.write(line)
                 file.flush()
             time.sleep(STEP_SEC)
         after = process.cpu_times()
-    used = after.user + after.system - before.user - before.system
-    print(f"watching {len(growing)} runs: {used / passed:.1%} of a core")
+    return (after.user + after.system - before.user - before.system) / passed
 
 
-def _print_memory(server: Server, when: str) -> None:
-    print(f"server {when}: {psutil.Process(server.process.pid).memory_info().rss / 1e6:.0f} MB", flush=True)
+def _memory(server: Server) -> int:
+    resident: int = psutil.Process(server.process.pid).memory_info().rss
+    return resident
 
 
 if __name__ == "__main__":
