@@ -12,7 +12,7 @@ STYLE = f"""@media (min-width: 640px) {{
   {_BLOCK} {{display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr)}}
   {_BLOCK} {{grid-template-rows: repeat({ROWS}, auto); row-gap: 1rem}}
   {_COLUMN} {{grid-row: span {ROWS}; width: auto}}
-  {_COLUMN}, {_COLUMN} > [data-testid=stVerticalBlock] {{display: grid; grid-template-rows: subgrid}}
+  {_COLUMN}, {_COLUMN} > [data-testid=stVerticalBlock] {{display: grid; grid-template: subgrid / minmax(0, 1fr)}}
   {_COLUMN} > [data-testid=stVerticalBlock] {{grid-row: span {ROWS}}}
 }}"""
 """On a narrower page, Streamlit shows one column below the other."""

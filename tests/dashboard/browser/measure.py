@@ -20,7 +20,7 @@ from costs import PAGE, costs, page_with
 from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
 from playwright.sync_api import Browser, sync_playwright
 
-from dsgpt.benchmarks.harness.suite import record_head
+from dsgpt.benchmarks.harness.command import record_head
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.script import run_script
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
