@@ -18,9 +18,10 @@ from typing import Any
 
 from dsgpt.benchmarks.decoding.flags import SUITE as DECODING
 from dsgpt.benchmarks.faults.flags import SUITE as FAULTS
+from dsgpt.benchmarks.harness.committed import RECORDS
 from dsgpt.benchmarks.harness.flags import SuiteFlags
 from dsgpt.benchmarks.harness.pages import make_page
-from dsgpt.benchmarks.harness.records import RECORDS, check_lines, remake_records
+from dsgpt.benchmarks.harness.records import check_lines, remake_records
 from dsgpt.benchmarks.harness.suite import Suite
 from dsgpt.benchmarks.inference.flags import PEERS
 from dsgpt.benchmarks.inference.flags import SUITE as INFERENCE
