@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 from suite_commands import benchmark, refusal
+from test_import_rule import ROOMS
 
 from dsgpt.benchmarks.harness.committed import RECORDS, REFERENCE, TRAINED, WORK
 from dsgpt.benchmarks.harness.records import check_lines, remake_records
@@ -119,6 +120,13 @@ def test_the_sources_of_this_repository_are_found():
     assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
     assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
     assert not {name for name in found if "/reports/" in name or "page" in name or "/resume/" in name}
+
+
+@pytest.mark.parametrize("suite", (*SUITES, SWEEP))
+def test_a_suite_is_made_from_every_room_that_it_may_import_but_reports(suite):
+    rooms = set(ROOMS[f"benchmarks.{suite}"]) - {"main", "reports"}
+    folders = {f"src/dsgpt/{room.replace('.', '/')}" for room in rooms}
+    assert folders <= {name.rpartition("/")[0] for name in names(REPOSITORY, suite)}
 
 
 def test_a_record_of_a_part_or_with_failures_is_to_be_remade(repository):
