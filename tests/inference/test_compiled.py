@@ -46,9 +46,9 @@ def asked(monkeypatch) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"layers": [], "steps": []}
     arranged = decoder_module.fast_linear
 
-    def noted(weight, bias, *, rows, quantize):
-        found["layers"].append(quantize)
-        return arranged(weight, bias, rows=rows, quantize=quantize)
+    def noted(weight, bias, **options):
+        found["layers"].append(options["quantize"])
+        return arranged(weight, bias, **options)
 
     def uncompiled(model, *, quantize):
         step = _Step(model, quantize=quantize).eval().requires_grad_(False)
