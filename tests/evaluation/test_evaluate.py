@@ -119,10 +119,15 @@ def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, 
     rounded = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", *data)["loss"]
     assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact
+    quantized = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", "--quantize", "int8", *data)["loss"]
+    assert quantized == pytest.approx(rounded, rel=1e-2)
+    assert quantized not in (exact, rounded)
     assert not load(run, which="latest", device=torch.device("cpu"), precision="fp32").model.training
     (run / "step-00000002" / "model.safetensors").unlink()
     assert evaluate("--checkpoint", run, "--which", "best", *data)[0] == 0
     assert evaluate("--checkpoint", run, *data)[0] == 2
+    line = "error: --quantize is for --data and --text: the harness reads the model unquantized\n"
+    assert evaluate("--checkpoint", run, "--tasks", "piqa", "--quantize", "int8")[::2] == (2, line)
 
 
 def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):
