@@ -18,10 +18,12 @@ from typing import Any
 
 from dsgpt.benchmarks.decoding.flags import SUITE as DECODING
 from dsgpt.benchmarks.faults.flags import SUITE as FAULTS
+from dsgpt.benchmarks.harness.committed import RECORDS
 from dsgpt.benchmarks.harness.flags import SuiteFlags
 from dsgpt.benchmarks.harness.pages import make_page
-from dsgpt.benchmarks.harness.records import RECORDS, check_lines, remake_records
+from dsgpt.benchmarks.harness.records import check_lines, remake_records
 from dsgpt.benchmarks.harness.suite import Suite
+from dsgpt.benchmarks.inference.flags import PEERS
 from dsgpt.benchmarks.inference.flags import SUITE as INFERENCE
 from dsgpt.benchmarks.parity.flags import SUITE as PARITY
 from dsgpt.benchmarks.plan.flags import SUITE as PLAN
@@ -80,7 +82,7 @@ names: {", ".join(RECORDS)}""",
 
 def main() -> int:
     """Read the flags, run the command, and return its exit code."""
-    words = sys.argv[1:]
+    words = _without_peers(sys.argv[1:])
     what = words[0] if words and words[0] in COMMANDS else ""
     reader = Reader()
     flags = read_words(_parser(what, reader), reader, words, elsewhere={})
@@ -89,6 +91,13 @@ def main() -> int:
         _, act = SWEEPS[what]
         return act(flags, repository=REPOSITORY)
     return _remake(flags) if what == "records" else _measure(SUITES[what], flags)
+
+
+def _without_peers(words: list[str]) -> list[str]:
+    """The words, where ``inference --peers`` is ``decoding``: one request at a time, beside other programs."""
+    if words[:1] != ["inference"] or PEERS not in words:
+        return words
+    return ["decoding", *(word for word in words[1:] if word != PEERS)]
 
 
 def _measure(suite: Suite[Any], flags: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.records import RECORDS, show_words
+from dsgpt.benchmarks.harness.committed import RECORDS
+from dsgpt.benchmarks.harness.records import show_words
 from dsgpt.telemetry.sources import without_sources
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

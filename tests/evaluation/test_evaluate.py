@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -118,10 +119,15 @@ def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, 
     rounded = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", *data)["loss"]
     assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact
+    quantized = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", "--quantize", "int8", *data)["loss"]
+    assert quantized == pytest.approx(rounded, rel=1e-2)
+    assert quantized not in (exact, rounded)
     assert not load(run, which="latest", device=torch.device("cpu"), precision="fp32").model.training
     (run / "step-00000002" / "model.safetensors").unlink()
     assert evaluate("--checkpoint", run, "--which", "best", *data)[0] == 0
     assert evaluate("--checkpoint", run, *data)[0] == 2
+    line = "error: --quantize is for --data and --text: the harness reads the model unquantized\n"
+    assert evaluate("--checkpoint", run, "--tasks", "piqa", "--quantize", "int8")[::2] == (2, line)
 
 
 def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):
@@ -187,7 +193,7 @@ metric_list:
 
 def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch):
     """A task of 6 questions in a local file: the harness chooses the answer that our own logits find likelier."""
-    pytest.importorskip("lm_eval")
+    harness = pytest.importorskip("lm_eval.tasks")
     import torch
 
     from dsgpt.inference.loading import load
@@ -206,6 +212,8 @@ def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch)
     lines = [{"question": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(file=data))
+    # Its own thousands of tasks take six seconds to list, each time.
+    monkeypatch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     words = ["--checkpoint", folder / "run", "--tasks", "tiny", "--include_path", tmp_path / "tasks"]

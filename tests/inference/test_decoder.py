@@ -10,6 +10,7 @@ from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate, generate_batch
 from dsgpt.inference.linear import Packed, Plain, Transposed, fast_linear
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.huge_pages import HugePages
 
 MODEL = random_model()
 PROMPT = [5, 100, 0, 17, 42]
@@ -113,7 +114,7 @@ def test_more_tokens_than_positions_are_refused(prompt, new_tokens):
 
 def test_layers_are_packed_where_that_is_faster():
     weight = torch.randn(8, 4)
-    assert isinstance(fast_linear(weight, None, rows=1), Transposed)
-    assert isinstance(fast_linear(weight, None, rows=2), Packed)
-    assert isinstance(fast_linear(weight.bfloat16(), None, rows=1), Packed)
-    assert isinstance(fast_linear(weight.double(), None, rows=2), Plain)
+    assert isinstance(fast_linear(weight, None, rows=1, memory=HugePages()), Transposed)
+    assert isinstance(fast_linear(weight, None, rows=2, memory=HugePages()), Packed)
+    assert isinstance(fast_linear(weight.bfloat16(), None, rows=1, memory=HugePages()), Packed)
+    assert isinstance(fast_linear(weight.double(), None, rows=2, memory=HugePages()), Plain)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from random_models import random_model, random_prompts
 
+from dsgpt.inference.compiled import _Step
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
 from dsgpt.inference.quantization import round_to_int8, to_int8
+from dsgpt.model.gpt2 import GPT2, Block
 
 
 def test_no_weight_is_off_by_more_than_half_a_step():
@@ -33,6 +35,38 @@ def test_evaluation_has_the_weights_of_generation(rows, length):
     found, expected, unrounded = sequences.append(ids[:, -1]), exact(ids)[:, -1], random_model()(ids)[:, -1]
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
     assert (unrounded - expected).abs().max() > 0.002 * expected.abs().max()
+
+
+def without_biases() -> GPT2:
+    """In bf16; a bias would round the products a second time."""
+    model = random_model().to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("engine", ["decoder", "compiled step"])
+def test_every_weight_of_the_head_and_of_the_layers_is_the_rounded_one(engine, rows):
+    """Exactly: products with rows of the identity, few or many at a time, are the weights that the engine reads.
+
+    The bounds on logits above would not see a single layer that is not rounded.
+    """
+    model, rounded = without_biases(), without_biases()
+    round_to_int8(rounded)
+    step = _Step(model, quantize="int8") if engine == "compiled step" else Decoder(model, quantize="int8")
+    blocks = [block for block in rounded.blocks if isinstance(block, Block)]
+    pairs = [(step.head, rounded.lm_head.weight[: rounded.config.vocab_size])]
+    for layer, block in zip(step.layers, blocks, strict=True):
+        linears = block.attn.qkv, block.attn.proj, block.mlp.fc, block.mlp.proj
+        pairs += zip((layer.qkv, layer.proj, layer.fc, layer.out), (each.weight for each in linears), strict=True)
+    assert len(pairs) == 1 + 4 * len(blocks)
+    for linear, weight in pairs:
+        product = linear if engine == "compiled step" else linear.product
+        identity = torch.eye(weight.shape[1], dtype=torch.bfloat16).split(rows)
+        assert torch.equal(torch.cat([product(part) for part in identity]).T, weight)
 
 
 def test_the_embedding_of_ids_is_not_rounded():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_server import PLACES, POSITIONS, Server, ready, running
+from running_server import BATCH, PLACES, POSITIONS, Server, ready, running
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
 from dsgpt.main import train
@@ -27,6 +27,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with small limits."""
     log = tmp_path_factory.mktemp("server") / "stderr.txt"
-    words = ["--max_batch", 8, "--max_queue", PLACES - 8, "--stall_timeout", 1, "--max_body_bytes", 20_000]
+    words = ["--max_batch", BATCH, "--max_queue", PLACES - BATCH, "--stall_timeout", 1, "--max_body_bytes", 20_000]
     with running(run_dir, *words, log=log) as started:
         yield ready(started)

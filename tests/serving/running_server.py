@@ -20,8 +20,8 @@ from small_run import REPOSITORY
 MODEL = "tiny"
 POSITIONS = 128
 """Context length of the model."""
-PLACES = 32
-"""Sequences that the servers of the tests take at a time."""
+BATCH, PLACES = 8, 32
+"""Sequences that the servers of the tests decode together, and take at a time."""
 START_SEC = 60
 
 

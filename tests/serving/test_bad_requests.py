@@ -6,11 +6,16 @@ import re
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from running_server import MODEL, PLACES, POSITIONS, Server, within
+
+from dsgpt.serving.errors import ApiError
+from dsgpt.serving.options import Limits
+from dsgpt.serving.requests import Prompt, new_tokens_of, read_request
 
 SECRET = "a secret of a user"
 """A part of every prompt here; the log has it nowhere."""
@@ -76,6 +81,21 @@ def test_each_mistake_has_its_answer(server: Server, mistake: str):
     assert error["message"] and "\n" not in error["message"] and len(error["message"]) < 300
     assert SECRET not in error["message"]
     assert server.ended(status) == before + 1
+
+
+def test_the_servers_own_limit_of_tokens():
+    """A request may ask for as many; one that does not say how many gets no more."""
+    limits = Limits(batch=1, queue=1, new_tokens=10, body_bytes=1, request_sec=1, stall_sec=1)
+
+    def allowed(max_tokens: int | None, limits: Limits, prompt_tokens: int = 1) -> int:
+        request, prompts = read_request(body(max_tokens=max_tokens)), [Prompt(ids=[0] * prompt_tokens, text="")]
+        return new_tokens_of(request, prompts, positions=POSITIONS, limits=limits)
+
+    assert (allowed(10, limits), allowed(None, limits), allowed(None, limits, POSITIONS - 3)) == (10, 10, 3)
+    assert (allowed(11, replace(limits, new_tokens=None)), allowed(None, replace(limits, new_tokens=None))) == (11, 16)
+    with pytest.raises(ApiError, match=r"^max_tokens must be at most 10 here$") as caught:
+        allowed(11, limits)
+    assert (caught.value.status, caught.value.param) == (400, "max_tokens")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from running_server import MODEL, Server
+from running_server import BATCH, MODEL, Server
 from small_run import REPOSITORY
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
@@ -179,8 +179,13 @@ def test_a_lower_temperature_and_top_p_are_nearer_to_the_likeliest_token(server:
 def test_models_health_and_metrics(server: Server):
     (model,) = server.openai.models.list().data
     assert (model.id, server.openai.models.retrieve(MODEL).id) == (MODEL, MODEL)
-    before = server.metric('dsgpt_tokens_total{kind="completion"}')
-    server.complete(max_tokens=9)
-    assert server.metric('dsgpt_tokens_total{kind="completion"}') == before + 9
+    kinds = [f'dsgpt_tokens_total{{kind="{kind}"}}' for kind in ("prompt", "completion")]
+    times = [f"dsgpt_{name}_seconds" for name in ("request", "first_token", "queue")]
+    lines = [*kinds, *(f"{name}_{part}" for part in ("count", "sum") for name in times)]
+    before = [server.metric(line) for line in lines]
+    server.complete(n=2 * BATCH, max_tokens=40)  # half of them wait until the others have all their tokens
+    after = [server.metric(line) for line in lines]
+    prompt, completion, *counts, request, first_token, queue = (b - a for a, b in zip(before, after, strict=True))
+    assert (prompt, completion, counts) == (4, 2 * BATCH * 40, [1, 2 * BATCH, 2 * BATCH])
+    assert 0 < BATCH * request / 8 < queue < first_token < 2 * BATCH * request
     assert server.metric("dsgpt_open_sequences") == 0
-    assert server.metric("dsgpt_first_token_seconds_count") > 0

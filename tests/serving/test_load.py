@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from running_server import MODEL, Server
 
-from dsgpt.benchmarks.serving.command import PROMPTS, ServingOptions, _ServingCommand, round_of
+from dsgpt.benchmarks.serving.command import ANSWERED, PROMPTS, ServingOptions, _ServingCommand, round_of
 from dsgpt.benchmarks.serving.load import Load, Served
 from dsgpt.benchmarks.serving.page import serving_page
+from dsgpt.benchmarks.serving.process import ServerProcess
 from dsgpt.common.errors import UserError
 from dsgpt.serving.errors import ApiError
 from dsgpt.serving.gate import Gate
@@ -22,7 +23,8 @@ from dsgpt.serving.options import Limits
 
 
 def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server):
-    load = Load(server.url, MODEL, PROMPTS, max_tokens=24, seed=1)
+    load, measured = Load(server.url, MODEL, PROMPTS, max_tokens=24, seed=1), ServerProcess.__new__(ServerProcess)
+    measured.url = server.url
     alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
     before = server.ended(200), server.ended(429)
     served, _ = load.poisson(load.instants(150, per_sec=1000))
@@ -31,6 +33,7 @@ def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server):
     assert [one.text for one in served] == [alone[number % len(PROMPTS)] for number in range(150)]
     assert len({one.name for one in served}) == 150
     assert server.ended(200) - before[0] == 150
+    assert measured.metric(ANSWERED) == server.ended(200)
     assert server.ended(429) - before[1] == sum(one.refusals for one in served) > 0
     assert server.metric("dsgpt_open_sequences") == 0
 

@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx2
 import openai
 import pytest
 from harmful_tokenizers import bring_code, seal
-from running_server import MODEL, PLACES, Server, ready, running
+from running_server import BATCH, MODEL, PLACES, Server, ready, running
 
 from dsgpt.common.errors import UserError
 from dsgpt.serving.app import make_app
@@ -76,7 +77,7 @@ def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
     assert not marker.exists()
 
 
-def test_an_answer_that_takes_too_long_and_an_engine_that_ended(run_dir):
+def test_an_answer_that_takes_too_long_and_an_engine_that_fails(run_dir, monkeypatch):
     """In this process: no machine is too fast for a limit of a millisecond."""
     served = open_served(run_dir, which="latest", name=MODEL, device_kind="cpu")
     engine, metrics = Engine(served.model, batch=2, end_of_text=served.end_of_text), Metrics()
@@ -89,25 +90,37 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_ended(run_dir):
         metrics=metrics,
         gate=Gate(limits, metrics),
     )
-    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, loopback="127.0.0.2"))
+    app = make_app(completions, api_key=None, loopback="127.0.0.2")
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     values = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError
 
     async def ask() -> tuple[httpx2.Response, ...]:
         engine.start()
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.2") as client:
-            late = await client.post("/v1/completions", json=values)
-            patient = replace(completions, limits=LIMITS)
+            ask_for_text = partial(client.post, "/v1/completions", json=values)
+            late = await ask_for_text()
+            transport.app = make_app(replace(completions, limits=LIMITS), api_key=None, loopback="127.0.0.2")
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "submit", broken)
+                unexpected = await ask_for_text()
+            monkeypatch.setattr(engine, "_receive", lambda _: None)  # no token arrives before the engine ends
+            begun = asyncio.create_task(ask_for_text())
+            while not (engine._open or begun.done()):
+                await asyncio.sleep(0.001)
             await asyncio.to_thread(engine.close)
-            while not engine.failed:
-                await asyncio.sleep(0.01)
-            transport.app = make_app(patient, api_key=None, loopback="127.0.0.2")
-            return late, await client.post("/v1/completions", json=values), await client.get("/health")
+            return late, unexpected, await begun, await ask_for_text(), await client.get("/health")
 
-    late, ended, health = asyncio.run(ask())
-    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-    assert late.headers["x-should-retry"] == "false"
-    assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_failed")
+    *answers, health = asyncio.run(ask())
+    found = [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+    assert found == [(504, "timeout"), (500, "internal_error"), (500, "engine_failed"), (503, "engine_failed")]
+    assert answers[0].headers["x-should-retry"] == "false"
     assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    statuses = [{"status": status} for status in ("504", "500", "503", "200")]
+    counts = [metrics.registry.get_sample_value("dsgpt_requests_total", status) for status in statuses]
+    assert counts == [1, 2, 1, None]
     assert metrics.registry.get_sample_value("dsgpt_open_sequences") == 0
 
 
@@ -115,7 +128,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_ended(run_dir):
 def two(run_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """Two servers, one of them with a key and open to other machines; the tests below end them."""
     folder = tmp_path_factory.mktemp("two")
-    words = ["--max_batch", 8, "--max_queue", PLACES - 8]
+    words = ["--max_batch", BATCH, "--max_queue", PLACES - BATCH]
     with (
         running(run_dir, *words, log=folder / "0.txt") as first,
         running(run_dir, *words, "--host", "0.0.0.0", log=folder / "1.txt", key=KEY) as second,

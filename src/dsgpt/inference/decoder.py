@@ -4,8 +4,9 @@ Letters in the shapes: B sequences, T positions, C width, nh heads, hs head size
 cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 from dsgpt.inference.compiled import GRANULE, compiled_step
 from dsgpt.inference.linear import Linear, fast_linear
 from dsgpt.model.gpt2 import GPT2, Block
+from dsgpt.runtime.huge_pages import HugePages
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ def _norm(module: torch.nn.LayerNorm) -> _Norm:
 class _Layer:
     """A transformer block."""
 
-    def __init__(self, block: Block, *, rows: int, quantize: str) -> None:
-        def linear(module: torch.nn.Linear) -> Linear:
-            return fast_linear(module.weight.detach(), module.bias.detach(), rows=rows, quantize=quantize)
+    def __init__(self, block: Block, linear: Callable[[Tensor, Tensor | None], Linear]) -> None:
+        def arranged(module: torch.nn.Linear) -> Linear:
+            return linear(module.weight.detach(), module.bias.detach())
 
         self.norms = _norm(block.ln_1), _norm(block.ln_2)
-        self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
-        self.fc, self.out = linear(block.mlp.fc), linear(block.mlp.proj)
+        self.qkv, self.proj = arranged(block.attn.qkv), arranged(block.attn.proj)
+        self.fc, self.out = arranged(block.mlp.fc), arranged(block.mlp.proj)
 
 
 class Decoder:
@@ -58,12 +60,11 @@ class Decoder:
     def __init__(self, model: GPT2, *, batch_size: int = 1, quantize: str = "none", compiled: bool = False) -> None:
         self.config = model.config
         self.embedding, self.positions = model.wte.weight.detach(), model.wpe.weight.detach()
-        self.head = fast_linear(self.embedding[: model.config.vocab_size], None, rows=batch_size, quantize=quantize)
+        linear = partial(fast_linear, rows=batch_size, quantize=quantize, memory=HugePages())
+        self.head = linear(self.embedding[: model.config.vocab_size], None)
         self.step = compiled_step(model, quantize=quantize) if compiled else None
         self.final_norm = _norm(model.ln_f)
-        self.layers = [
-            _Layer(block, rows=batch_size, quantize=quantize) for block in model.blocks if isinstance(block, Block)
-        ]
+        self.layers = [_Layer(block, linear) for block in model.blocks if isinstance(block, Block)]
 
     def begin(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> "Sequences":
         """Sequences that start with ``prompts``, not read yet, with a cache for ``new_tokens`` more ids each.

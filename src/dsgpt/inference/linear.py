@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgpt.inference.quantization import to_int8
+from dsgpt.runtime.huge_pages import HugePages
 
 _NO_SCALARS: list[float] = []
 _FEW_ROWS = 16
@@ -55,8 +56,8 @@ class Plain:
 class Transposed:
     """A linear layer on a copy of the weight as (in, out), which MKL's product of one row reads faster."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight.t().contiguous(), bias
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, memory: HugePages) -> None:
+        self._weight, self._bias = memory.copy(weight.t()), bias
 
     def product(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
@@ -106,8 +107,9 @@ class Packed:
 class Int8:
     """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and less time for one row."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, scales = to_int8(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, memory: HugePages) -> None:
+        rounded, scales = to_int8(weight)
+        self._weight = memory.copy(rounded)
         self._scales, self._bias = scales.to(weight.dtype), bias
 
     def product(self, x: Tensor) -> Tensor:
@@ -128,13 +130,21 @@ class Int8:
         return residual + self.product(x)
 
 
-def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, quantize: str = "none") -> Linear:
-    """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits. GPUs need no other layouts."""
+def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, memory: HugePages, quantize: str = "none") -> Linear:
+    """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits. GPUs need no other layouts.
+
+    Args:
+        weight: (out, in).
+        bias: (out,).
+        rows: usual rows of a product.
+        memory: of the copies whose layout is PyTorch's.
+        quantize: ``int8`` or ``none``.
+    """
     if quantize == "int8":
-        return Int8(weight, bias)
+        return Int8(weight, bias, memory=memory)
     if weight.device.type == "cpu" and torch._C._has_mkldnn:
         if weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and rows > 1):
             return Packed(weight, bias, rows=rows)
         if weight.dtype == torch.float32:
-            return Transposed(weight, bias)
+            return Transposed(weight, bias, memory=memory)
     return Plain(weight, bias)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 from suite_commands import benchmark, refusal
+from test_import_rule import ROOMS
 
-from dsgpt.benchmarks.harness.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
+from dsgpt.benchmarks.harness.committed import RECORDS, REFERENCE, TRAINED, WORK
+from dsgpt.benchmarks.harness.records import check_lines, remake_records
 from dsgpt.benchmarks.harness.sources import (
     SUITES,
     SWEEP,
@@ -88,11 +90,11 @@ def names(repository: Path, record: str) -> list[str]:
     return [path.relative_to(repository).as_posix() for path in source_files(repository, record)]
 
 
-def noted(repository: Path, name: str = "parity.json") -> Path:
+def noted(repository: Path, name: str = "parity.json", text: str = "{}") -> Path:
     """A record made from the present sources."""
     record = repository / REFERENCE / name
     record.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text("{}")
+    record.write_text(text)
     note_sources(repository / REFERENCE, record, git_commit="abc", sources=source_hashes(repository, "parity"))
     return record
 
@@ -118,6 +120,13 @@ def test_the_sources_of_this_repository_are_found():
     assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
     assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
     assert not {name for name in found if "/reports/" in name or "page" in name or "/resume/" in name}
+
+
+@pytest.mark.parametrize("suite", (*SUITES, SWEEP))
+def test_a_suite_is_made_from_every_room_that_it_may_import_but_reports(suite):
+    rooms = set(ROOMS[f"benchmarks.{suite}"]) - {"main", "reports"}
+    folders = {f"src/dsgpt/{room.replace('.', '/')}" for room in rooms}
+    assert folders <= {name.rpartition("/")[0] for name in names(REPOSITORY, suite)}
 
 
 def test_a_record_of_a_part_or_with_failures_is_to_be_remade(repository):
@@ -257,6 +266,21 @@ def test_a_change_of_the_server_makes_only_its_record_old():
     assert server <= set(names(REPOSITORY, "serving"))
     assert not server & {*names(REPOSITORY, "parity"), *names(REPOSITORY, "demo"), *names(REPOSITORY, "inference")}
     assert "src/dsgpt/benchmarks/inference/trace.json" in names(REPOSITORY, "inference")
+
+
+@pytest.mark.parametrize(("loss", "copied"), [(4.25, True), (4.2500001, False)])
+def test_the_committed_run_gets_the_figures_of_engines_that_answered_with_the_same_training(
+    repository, commands, loss, copied
+):
+    losses = {"final_train_loss": 3.5, "final_val_loss": 4.25}
+    figures = {"by_concurrency": {"1": {"one": {"tokens_per_sec": 9.0}}}}
+    measured = {"summary": losses | {"final_val_loss": loss}, "inference": {"latency_sec": 2.0} | figures}
+    (repository / TRAINED / "training_metrics.json").write_text(json.dumps(measured))
+    own = {"latency_sec": 1.0}
+    committed = noted(repository, DEMO_FILES[2], json.dumps({"summary": losses, "inference": own}))
+    remake_records(repository, only=["parity"], run=commands)
+    assert json.loads(committed.read_text())["inference"] == (own | figures if copied else own)
+    assert made_from(committed).git_commit == "abc"
 
 
 def test_an_interrupted_demo_starts_again(repository, commands):

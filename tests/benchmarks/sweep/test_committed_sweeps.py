@@ -5,7 +5,7 @@ import json
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.records import REFERENCE, SWEEPS
+from dsgpt.benchmarks.harness.committed import REFERENCE, SWEEPS
 from dsgpt.benchmarks.sweep.page import sweep_page
 from dsgpt.reports.sweeps import read_sweep
 from dsgpt.telemetry.sources import without_sources

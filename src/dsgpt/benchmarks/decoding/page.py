@@ -30,7 +30,8 @@ machine. A ratio is that of one turn to the turn beside it; the table has its me
 reading the prompts.
 
 A token needs every weight once. The floor is the time that this machine takes to read as many bytes, measured in every
-round by PyTorch's product of a matrix and a vector, and the share is the floor divided by the time of a token of ours.
+round by PyTorch's product of a matrix, in huge pages, and a vector. The share is the floor divided by the time of a
+token of ours.
 
 int8 rows compare our weights in 8 bits with the peers' in bf16.
 

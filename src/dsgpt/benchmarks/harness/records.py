@@ -9,119 +9,39 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from dsgpt.benchmarks.harness.sources import DEMO, SUITES, SWEEP, source_hashes, why_old
+from dsgpt.benchmarks.harness.committed import (
+    INFERENCE,
+    PLAN,
+    READY,
+    RECORDS,
+    REFERENCE,
+    RUN_FILES,
+    SWEEPS,
+    TRAINED,
+    WITH_PEERS,
+    WORK,
+    CommittedRecord,
+)
+from dsgpt.benchmarks.harness.sources import DEMO, source_hashes, why_old
 from dsgpt.common.errors import EXIT_DONE
+from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.problems import Problems, did_you_mean, is_number
 from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
-TRAINED = Path("checkpoint/demo-zero1")
-"""The run whose model some suites measure; the demo makes it."""
-TEXT = Path("data/python-stdlib/val.bin")
-"""What that run was validated on."""
-REFERENCE = Path("checkpoint/reference/cpu-2-cores")
-"""Folder of the committed records, relative to the repository."""
-WORK = Path("checkpoint/records/work")
-"""Folder that the commands write to."""
-READY = Path("checkpoint/records/ready")
-"""Holds remade records and their ``SOURCES.json`` until all are remade. It has the layout of ``REFERENCE``."""
 EXIT_OLD = 1
 """A source changed while its record was remade."""
-RUNS = ("demo-baseline", "demo-zero1")
-CHARTS = "overview,memory,scaling_scaling,scaling_efficiency,strategies_throughput,plan_memory,latency_by_concurrency"
-"""The charts of the pages, as in the Makefile."""
-SWEEPS = "sweep-*.json"
-"""Committed sweeps, below ``REFERENCE``."""
-PLAN, INFERENCE = "plan.json", "inference.json"
-ENGINES = ("one", "static", "continuous", "vllm")
-"""Of the record of many requests; ``make vllm`` installs the last."""
-WITH_PEERS = ("speed", "decoding")
-"""Suites that other implementations take part in."""
+BY_CONCURRENCY = "by_concurrency"
+"""Of a run's ``inference`` block; the suite of many requests writes it."""
 _MAX_BYTES = 256 << 20
-RUN_FILES = ("training_metrics.json", "metrics.jsonl")
 
 Runner = Callable[[Sequence[str]], int]
 """Runs a command in the repository and returns its exit code."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommittedRecord:
-    """One or more records that one command makes."""
-
-    name: str
-    suite: str
-    """What it is called in ``dsgpt.benchmarks.harness.sources``."""
-    records: tuple[str, ...]
-    """Those of ``files`` that have an entry in ``SOURCES.json``."""
-    files: Mapping[str, str]
-    """Maps paths below ``WORK`` to the paths of the same files below ``READY`` and ``REFERENCE``."""
-    make: tuple[str, ...]
-    """The command that makes them below ``WORK``, without the interpreter."""
-    show: tuple[str, ...]
-    """The command that makes pages or pictures from them."""
-
-
-def _suite(name: str, *flags: str, page: str = "") -> CommittedRecord:
-    record, script = f"{name}.json", "src/benchmark.py"
-    return CommittedRecord(
-        name=name,
-        suite=name,
-        records=(record,),
-        files={record: record},
-        make=(script, name, *flags, "--output", f"{WORK}/{record}"),
-        show=(script, name, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{page or name}.md"),
-    )
-
-
-def _sweep(suite: str, devices: str, steps: int) -> CommittedRecord:
-    name, command = f"sweep-{suite}", ("src/benchmark.py", "run")
-    made, record = f"{name}/sweep.json", f"{name}.json"
-    flags = ("--suite", suite, "--devices", devices, "--repeats", "3", "--steps", str(steps), "--profile_comm", "3")
-    return CommittedRecord(
-        name=name,
-        suite=SWEEP,
-        records=(record,),
-        files={made: record},
-        make=(*command, *flags, "--output", f"{WORK}/{made}"),
-        show=(*command, "--table-from", f"{REFERENCE}/{record}", "--page", f"docs/{name}.md"),
-    )
-
-
-def _demo() -> CommittedRecord:
-    runs = [word for run in RUNS for word in ("--run", f"{run.removeprefix('demo-')}={REFERENCE}/{run}")]
-    return CommittedRecord(
-        name=DEMO,
-        suite=DEMO,
-        records=tuple(f"{run}/{RUN_FILES[0]}" for run in RUNS),
-        files={f"demo/checkpoint/{run}/{file}": f"{run}/{file}" for run in RUNS for file in RUN_FILES},
-        make=("src/demo.py", "--into", f"{WORK}/demo"),
-        show=(
-            *("charts/generate_charts.py", "--output-dir", "docs/images"),
-            *("--only", CHARTS, "--format", "svg", "--theme", "both", *runs),
-        ),
-    )
-
-
-_OTHERWISE = {
-    "plan": _suite("plan", page="planner"),
-    "speed": _suite("speed", "--rounds", "3"),
-    "recipes": _suite("recipes", page="recipe-search"),
-    "decoding": _suite("decoding", "--checkpoint", TRAINED.as_posix(), "--data", TEXT.as_posix()),
-    "inference": _suite(
-        "inference", "--checkpoint", TRAINED.as_posix(), "--engines", ",".join(ENGINES), page="concurrency"
-    ),
-    "serving": _suite("serving", "--checkpoint", TRAINED.as_posix(), page="serving-load"),
-}
-"""Suites whose page has another name, or whose record is made with flags."""
-_SWEEPS = (_sweep("strategies", "2", 24), _sweep("scaling", "1,2", 16))
-_MADE = (_demo(), *(_OTHERWISE.get(name) or _suite(name) for name in SUITES), *_SWEEPS)
-RECORDS = {record.name: record for record in _MADE}
-"""By name, in the order in which they are remade."""
 
 
 def check_lines(repository: Path, *, only: Sequence[str] = ()) -> Iterator[str]:
@@ -206,6 +126,7 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
+    _add_engines(repository)
     for record in records:
         # Also for records that were not old: an interruption may have come before this.
         if code := run(show_words(record, repository)):
@@ -235,6 +156,27 @@ def _replace(record: CommittedRecord, ready: Path, reference: Path) -> None:
     for file in record.records:
         if entry := made_from(ready / file):
             note_sources(reference, reference / file, git_commit=entry.git_commit, sources=entry.sources)
+
+
+def _add_engines(repository: Path) -> None:
+    """Copy what engines took for many requests from the run that was measured into its committed record.
+
+    The committed run may be another run of the same training: then the losses of both are equal to the last bit.
+    """
+    folder = repository / REFERENCE
+    measured, committed = repository / TRAINED / RUN_FILES[0], folder / TRAINED.name / RUN_FILES[0]
+    entry = made_from(committed)
+    if entry is None or not measured.is_file():
+        return
+    theirs, ours = read_object(measured, max_bytes=_MAX_BYTES), read_object(committed, max_bytes=_MAX_BYTES)
+    figures, block = (theirs.get("inference") or {}).get(BY_CONCURRENCY), ours.get("inference") or {}
+    if figures and figures != block.get(BY_CONCURRENCY) and _losses(theirs) == _losses(ours):
+        write_json_atomic(committed, ours | {"inference": block | {BY_CONCURRENCY: figures}})
+        note_sources(folder, committed, git_commit=entry.git_commit, sources=entry.sources, complete=entry.complete)
+
+
+def _losses(run: dict[str, Any]) -> list[Any]:
+    return [run["summary"][name] for name in ("final_train_loss", "final_val_loss")]
 
 
 def _selected(only: Sequence[str]) -> list[CommittedRecord]:

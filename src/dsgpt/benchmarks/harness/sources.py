@@ -8,16 +8,17 @@ SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "d
 DEMO, SWEEP = "demo", "sweep"
 _TRAINING = ("src/gpt2.py", "data_prep/preprocess.py", "ds_configs/**/*.json", "requirements.txt", "src/dsgpt/**/*.py")
 """What makes text, recipes and trainings. Every record is made from these."""
-_ROOMS_OUTSIDE = ("benchmarks", "dashboard", "evaluation", "exporting", "reports", "serving")
+_ROOMS_OUTSIDE = ("advising", "benchmarks", "calibration", "dashboard", "evaluation", "exporting", "reports", "serving")
 _OUTSIDE_TRAINING = tuple(f"src/dsgpt/{room}" for room in _ROOMS_OUTSIDE)
 _OF_SUITES = ("src/benchmark.py", "src/dsgpt/benchmarks/harness/*.py")
 _MORE_OF_SUITES = {
-    "decoding": ("src/dsgpt/evaluation/*.py",),
+    "decoding": ("src/dsgpt/evaluation/*.py", "src/dsgpt/exporting/*.py"),
+    "plan": ("src/dsgpt/calibration/*.py",),
     "inference": ("src/dsgpt/exporting/*.py", "src/dsgpt/benchmarks/inference/trace.json"),
     "serving": ("src/dsgpt/exporting/*.py", "src/dsgpt/serving/*.py", "src/serve.py"),
 }
 """What some suites measure besides."""
-_ONLY_READ_RECORDS = ("page", "pages", "page_method", "records", "sources")
+_ONLY_READ_RECORDS = ("page", "pages", "page_method", "committed", "records", "sources")
 """Modules of the suites that only make pages and tables from an existing record."""
 
 

@@ -17,6 +17,8 @@ from dsgpt.benchmarks.inference.command import (
 from dsgpt.benchmarks.inference.trace import COMMITTED
 from dsgpt.benchmarks.inference.worker import ENGINES
 
+PEERS = "--peers"
+"""Turns the command into that of ``decoding``."""
 DESCRIPTION = """\
 inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
 once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
@@ -28,6 +30,7 @@ examples:
   python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
   python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
   python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
+  python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
 
 `make vllm` installs vLLM into .venv-vllm."""
 
@@ -68,6 +71,12 @@ def _add_flags(flags: SuiteFlags) -> None:
         help=f"the environment with vLLM, which `make vllm` makes (default: {environment})",
     )
     flags.device("cpu or cuda")
+    add(
+        PEERS,
+        action="store_true",
+        help="compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags "
+        "it takes",
+    )
 
 
 SUITE = Suite(
