@@ -8,7 +8,7 @@ _SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
 def model_name(config: Fields) -> str | None:
-    """``small (124M)``, ``2 layers, width 128 (0.452M)`` or, of a published model, ``distilgpt2 (81.9M)``.
+    """``small (124M)``, ``2 x 128 (0.452M)`` (layers and width) or, of a published model, ``distilgpt2 (81.9M)``.
 
     A record calls a model by its ``--model_size``, also if other flags changed its shape. What the record does not say
     is left out; None if it says nothing.
@@ -32,7 +32,7 @@ def _size_name(config: Fields) -> str | None:
         return given
     if preset and all(getattr(preset, field) == value for field, value in shape.items() if value is not None):
         return given
-    return f"{layers} {'layer' if layers == 1 else 'layers'}, width {width}"
+    return f"{layers} x {width}"
 
 
 def _count(parameters: float) -> str:
