@@ -12,6 +12,7 @@ import pytest
 from dsgpt.common.errors import UserError
 from dsgpt.common.locks import Lock, holder_of
 from dsgpt.dashboard.folders import contents, inside, own_file
+from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.sampling import kept, smoothed
 from dsgpt.dashboard.steps import StepReader, last_entries
@@ -171,3 +172,17 @@ SMALL = PRESETS["small"].as_dict()
 )  # fmt: skip
 def test_a_model_is_called_by_its_size_only_if_it_has_its_shape(config, name):
     assert model_name(Fields(config, notes=[])) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see https://a.b/c now", "see `https://a.b/c` now"),
+        ("www.a.b or me@a.b", "`www.a.b` or `me@a.b`"),
+        (":a::smile:x :+1:www.a.b", "`:a::smile:`x `:+1:www.a.b`"),
+        ("2026-11-23T05:32:05+00:00", r"2026\-11\-23T05\:32\:05\+00\:00"),
+        ("`www.a`b", r"\``www.a`\`b"),
+    ],
+)
+def test_what_streamlit_replaces_behind_a_backslash_is_code(text, shown):
+    assert plain(text) == shown

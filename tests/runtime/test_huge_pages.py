@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsgpt.runtime.huge_pages import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages
+from dsgpt.runtime.huge_pages import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, huge_page_setting
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -41,7 +41,19 @@ def test_any_type_of_number_is_copied(dtype):
     assert torch.equal(copy, weight)
 
 
+@pytest.mark.skipif("VmFlags" not in Path("/proc/self/smaps").read_text(), reason="this kernel does not show flags")
 def test_the_system_is_asked_for_huge_pages_from_a_boundary_on():
     copy = HugePages().copy(torch.ones(HUGE_PAGE_BYTES))
     assert copy.data_ptr() % HUGE_PAGE_BYTES == 0
     assert ("hg" in flags_of(copy.data_ptr()).split()) == SYSTEM.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [("always [madvise] never\n", "madvise"), ("[always] madvise never\n", "always"), (None, None)],
+)
+def test_the_setting_of_the_system(tmp_path, monkeypatch, text, setting):
+    monkeypatch.setattr("dsgpt.runtime.huge_pages.SETTING", tmp_path / "enabled")
+    if text:
+        (tmp_path / "enabled").write_text(text)
+    assert huge_page_setting() == setting

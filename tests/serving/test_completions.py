@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from running_server import BATCH, MODEL, Server
+from running_server import BATCH, MODEL, Server, within
 from small_run import REPOSITORY
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
@@ -184,8 +184,9 @@ def test_models_health_and_metrics(server: Server):
     lines = [*kinds, *(f"{name}_{part}" for part in ("count", "sum") for name in times)]
     before = [server.metric(line) for line in lines]
     server.complete(n=2 * BATCH, max_tokens=40)  # half of them wait until the others have all their tokens
+    within(lambda: server.metric(f"{times[0]}_count") > before[2])  # it is counted after the client has its answer
     after = [server.metric(line) for line in lines]
     prompt, completion, *counts, request, first_token, queue = (b - a for a, b in zip(before, after, strict=True))
     assert (prompt, completion, counts) == (4, 2 * BATCH * 40, [1, 2 * BATCH, 2 * BATCH])
-    assert 0 < BATCH * request / 8 < queue < first_token < 2 * BATCH * request
+    assert 0 < queue < first_token < 2 * BATCH * request
     assert server.metric("dsgpt_open_sequences") == 0

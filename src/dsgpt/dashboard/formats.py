@@ -4,8 +4,12 @@ import re
 
 UNKNOWN = "unknown"
 _SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]|:(?=[\w:])|(?<=:material)/")
-_REPLACED = re.compile(r"(:(?!\d\d:)[\w+-]+:|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))")
-"""What Streamlit replaces by icons, emoji and typographic signs even behind a backslash, but not in code.
+_REPLACED = re.compile(
+    r"((?::(?:[+-]1|(?!\d\d:)[\w-]+):|(?:[a-z]+://|www\.)[^\s`]+|[^\s`@]+@[^\s`@]+)+"
+    r"|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))",
+    re.IGNORECASE,
+)
+"""What Streamlit replaces by icons, emoji, typographic signs and links even behind a backslash, but not in code.
 
 Two digits between colons are of a time: no emoji is called so.
 """

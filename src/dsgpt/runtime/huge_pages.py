@@ -6,12 +6,15 @@ address for almost every page that it reads. Linux gives huge pages to every pro
 """
 
 import mmap
+import re
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 64 << 20
 """What is asked for at a time; the system gives memory when it is written."""
@@ -22,7 +25,7 @@ _BETWEEN = 64
 class HugePages:
     """Copies tensors one behind the other into huge pages, so that small ones have a share of them, too.
 
-    The memory is free again when none of the copies is left.
+    A chunk of the memory is free again when none of its copies is left, the newest with this object, too.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,14 @@ class HugePages:
         copy = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._room = self._room[-(-tensor.nbytes // _BETWEEN) * _BETWEEN :]
         return copy.copy_(tensor)
+
+
+def huge_page_setting() -> str | None:
+    """Who gets huge pages here: ``always``, ``madvise`` (those who ask) or ``never``; None if the system has none."""
+    if not SETTING.is_file():
+        return None
+    chosen = re.search(r"\[(\w+)\]", SETTING.read_text(encoding="utf-8"))
+    return chosen and chosen.group(1)
 
 
 def _room_for(size: int) -> Tensor:

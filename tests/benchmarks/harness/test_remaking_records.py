@@ -90,12 +90,12 @@ def names(repository: Path, record: str) -> list[str]:
     return [path.relative_to(repository).as_posix() for path in source_files(repository, record)]
 
 
-def noted(repository: Path, name: str = "parity.json", text: str = "{}") -> Path:
+def noted(repository: Path, name: str = "parity.json", text: str = "{}", *, suite: str = "parity") -> Path:
     """A record made from the present sources."""
     record = repository / REFERENCE / name
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(text)
-    note_sources(repository / REFERENCE, record, git_commit="abc", sources=source_hashes(repository, "parity"))
+    note_sources(repository / REFERENCE, record, git_commit="abc", sources=source_hashes(repository, suite))
     return record
 
 
@@ -119,7 +119,7 @@ def test_the_sources_of_this_repository_are_found():
     wanted = {"bounds.py", "comparison.py", "planted.py", "rank.py", "reference.py", "suite.py"}
     assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
     assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
-    assert not {name for name in found if "/reports/" in name or "page" in name or "/resume/" in name}
+    assert not {name for name in found if "/reports/" in name or name.endswith("page.py") or "/resume/" in name}
 
 
 @pytest.mark.parametrize("suite", (*SUITES, SWEEP))
@@ -268,19 +268,32 @@ def test_a_change_of_the_server_makes_only_its_record_old():
     assert "src/dsgpt/benchmarks/inference/trace.json" in names(REPOSITORY, "inference")
 
 
-@pytest.mark.parametrize(("loss", "copied"), [(4.25, True), (4.2500001, False)])
+@pytest.mark.parametrize(
+    ("loss", "checkpoint", "added"),
+    [(4.25, TRAINED, True), (4.2500001, TRAINED, False), (4.25, Path("other"), False), (None, TRAINED, False)],
+)
 def test_the_committed_run_gets_the_figures_of_engines_that_answered_with_the_same_training(
-    repository, commands, loss, copied
+    repository, commands, capsys, loss, checkpoint, added
 ):
     losses = {"final_train_loss": 3.5, "final_val_loss": 4.25}
-    figures = {"by_concurrency": {"1": {"one": {"tokens_per_sec": 9.0}}}}
-    measured = {"summary": losses | {"final_val_loss": loss}, "inference": {"latency_sec": 2.0} | figures}
-    (repository / TRAINED / "training_metrics.json").write_text(json.dumps(measured))
-    own = {"latency_sec": 1.0}
-    committed = noted(repository, DEMO_FILES[2], json.dumps({"summary": losses, "inference": own}))
+    if loss:
+        measured = {"summary": losses | {"final_val_loss": loss}}
+        (repository / TRAINED / "training_metrics.json").write_text(json.dumps(measured))
+    own, figures = {"latency_sec": 1.0}, {"1": {"one": {"tokens_per_sec": 9.0}}}
+    engines = [{"name": "one", "by_concurrency": {"1": {"tokens_per_sec": 9.0}}}]
+    for name, suite, content in (
+        (DEMO_FILES[2], "demo", {"summary": losses, "inference": own}),
+        (DEMO_FILES[0], "demo", {}),
+        ("inference.json", "inference", {"checkpoint": checkpoint.as_posix(), "engines": engines}),
+    ):
+        noted(repository, name, json.dumps(content), suite=suite)
     remake_records(repository, only=["parity"], run=commands)
-    assert json.loads(committed.read_text())["inference"] == (own | figures if copied else own)
+    committed = repository / REFERENCE / DEMO_FILES[2]
+    assert json.loads(committed.read_text())["inference"] == own  # neither record was asked for
+    remake_records(repository, only=["inference"], run=commands)
+    assert json.loads(committed.read_text())["inference"] == (own | {"by_concurrency": figures} if added else own)
     assert made_from(committed).git_commit == "abc"
+    assert ("gets no figures of engines" in capsys.readouterr().out) != added
 
 
 def test_an_interrupted_demo_starts_again(repository, commands):

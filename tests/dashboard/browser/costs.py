@@ -40,6 +40,7 @@ grows only the new lines are read. In Chromium, with {work["runs"]} runs of {wor
 Live looks at the files every two seconds, and every ten if it watches ten runs.
 
 `{source}` has the figures of {counted(len(rounds), "round")}, each on a new server.
+Streamlit {record["env"]["streamlit_version"]}, Chromium {record["env"]["chromium_version"]}.
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.
 `python tests/dashboard/browser/measure.py` measures them on your machine.
 With `--table-from {source}` it writes this part of the page.

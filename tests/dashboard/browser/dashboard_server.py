@@ -28,7 +28,7 @@ PAGES = {
 """Address and title of every page."""
 HOSTILE = (
     '<img src=x onerror="window.hit=1"><b>bold<b> **strong** [link](http:evil) $x$ :red[y] `z` '
-    ":smile: :material_home: a -> b 10:20:30"
+    ":smile::a: :material_home: a -> b 10:20:30 www.evil.com a@b.co"
 )
 """The name of a run, in HTML, in Markdown, and in what Streamlit adds to it."""
 SECOND = "second-of-two-equal-runs-whose-name-is-so-long-that-it-takes-two-lines"

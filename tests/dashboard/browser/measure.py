@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from dsgpt.benchmarks.harness.command import record_head
 from dsgpt.common.files import write_atomic, write_json_atomic
+from dsgpt.common.problems import Problems
 from dsgpt.common.script import run_script
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 from dsgpt.telemetry.sources import hash_files, note_sources, unchanged
@@ -35,7 +37,8 @@ SOURCES = (
 )
 """What the figures depend on most; the package's other rooms take part, too."""
 RUNS, STEPS = 50, 10_000
-GROWING, WATCHED_SEC, STEP_SEC = 10, 60.0, 0.1
+ROUNDS = 3
+GROWING, WATCHED_SEC, LEAST_WATCHED_SEC, STEP_SEC = 10, 60.0, 30.0, 0.1
 PATIENCE_MS = 120_000
 VISIBLE = {"": "stDataFrame", "compare": "stVegaLiteChart", "live": "stVegaLiteChart"}
 """What must be seen of a page before it counts as open."""
@@ -47,7 +50,7 @@ def main() -> None:
     """Measure and write the record, or write the page's part from a record.
 
     Raises:
-        UserError: Chromium is not installed.
+        UserError: Chromium is not installed, or a flag is wrong.
     """
     given = _arguments()
     if given.table_from is not None:
@@ -57,15 +60,19 @@ def main() -> None:
         return
     began, before, rounds = time.perf_counter(), _sources(), []
     for number in range(given.rounds):
-        rounds.append(_round(given.watched_sec))
+        figures, chromium = _round(given.watched_sec)
+        rounds.append(figures)
         print(f"[{number + 1}/{given.rounds}] {json.dumps(rounds[-1])}", flush=True)
     work = {"runs": RUNS, "steps": STEPS, "growing": GROWING, "watched_sec": given.watched_sec, "step_sec": STEP_SEC}
     record = record_head(SCHEMA_VERSION, device="cpu") | {"work": work, "rounds": rounds}
+    record["env"] |= {"streamlit_version": version("streamlit"), "chromium_version": chromium}
     record["seconds"] = round(time.perf_counter() - began, 1)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(given.output, record)
     sources = unchanged(before, _sources())
-    note_sources(given.output.parent, given.output, git_commit=record["git_commit"], sources=sources)
+    whole = given.rounds >= ROUNDS and given.watched_sec >= WATCHED_SEC
+    commit: str | None = record["git_commit"]
+    note_sources(given.output.parent, given.output, git_commit=commit, sources=sources, complete=whole)
     print(f"record {given.output}")
 
 
@@ -73,20 +80,29 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     output = Path("checkpoint") / "dashboard" / "dashboard.json"
     parser.add_argument("--output", type=Path, default=output, help="the record to write (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="each on a new server (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="each on a new server (default: %(default)s)")
     parser.add_argument(
         "--watched_sec", type=float, default=WATCHED_SEC, help="seconds of watching in a round (default: %(default)s)"
     )
     parser.add_argument("--table-from", type=Path, help="measure nothing; write docs/dashboard.md from this record")
-    return parser.parse_args()
+    given = parser.parse_args()
+    problems = Problems()
+    if given.rounds < 1:
+        problems.add(f"--rounds {given.rounds}: must be at least 1")
+    if given.watched_sec < LEAST_WATCHED_SEC:
+        problems.add(
+            f"--watched_sec {given.watched_sec:g}: must be {LEAST_WATCHED_SEC:g} or more: Live looks every 10 s"
+        )
+    problems.raise_if_any()
+    return given
 
 
 def _sources() -> dict[str, str]:
     return hash_files(REPOSITORY, {path for pattern in SOURCES for path in REPOSITORY.glob(pattern)})
 
 
-def _round(watched_sec: float) -> Round:
-    """The figures of one server: seconds, bytes and cores."""
+def _round(watched_sec: float) -> tuple[Round, str]:
+    """The figures of one server: seconds, bytes and cores; and the browser's version."""
     opened: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         runs = Path(name) / "runs"
@@ -104,8 +120,9 @@ def _round(watched_sec: float) -> Round:
             growing = [runs / f"run-{number:02}" for number in range(GROWING)]
             cores = _watch(browser, server, growing, seconds=watched_sec)
             memory["watched"] = _memory(server)
+            chromium = browser.version
             browser.close()
-    return {"opened_sec": opened, "memory_bytes": memory, "watching_cores": cores}
+    return {"opened_sec": opened, "memory_bytes": memory, "watching_cores": cores}, chromium
 
 
 def _lines() -> Iterator[str]:

@@ -99,8 +99,11 @@ class _DecodingCommand(SuiteCommand[Result]):
         return f"{count} {verdict(result)}{left}"
 
     def record(self, results: Sequence[Result], *, seconds: float) -> Record:
+        from dsgpt.runtime.huge_pages import huge_page_setting  # noqa: PLC0415 - torch takes seconds
+
         return record_head(SCHEMA_VERSION, device=self._options.device) | {
             "rounds": self._options.rounds,
+            "huge_pages": huge_page_setting(),
             "model_size": self._options.model_size,
             "seconds": round(seconds, 1),
             "losses": self._losses,

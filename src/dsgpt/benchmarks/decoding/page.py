@@ -30,8 +30,8 @@ machine. A ratio is that of one turn to the turn beside it; the table has its me
 reading the prompts.
 
 A token needs every weight once. The floor is the time that this machine takes to read as many bytes, measured in every
-round by PyTorch's product of a matrix, in huge pages, and a vector. The share is the floor divided by the time of a
-token of ours.
+round by PyTorch's product of a matrix and a vector. The share is the floor divided by the time of a token of ours.
+{_huge_pages(record)}
 
 int8 rows compare our weights in 8 bits with the peers' in bf16.
 
@@ -45,6 +45,17 @@ Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
             *_losses(record),
             "",
         ]
+    )
+
+
+def _huge_pages(record: Record) -> str:
+    setting = record.get("huge_pages")
+    if record["hardware"]["device"] != "cpu" or setting not in ("always", "madvise"):
+        return "Nothing here asks for huge pages, or the system gives none."
+    return (
+        "The floor's matrix, and those of our weights that are copied in PyTorch's layout (fp32 with one text, int8),\n"
+        f"lie in huge pages, which this system gives by its setting `{setting}`. The peers' weights lie where PyTorch\n"
+        "puts them."
     )
 
 

@@ -26,6 +26,7 @@ from dsgpt.benchmarks.harness.committed import (
     WORK,
     CommittedRecord,
 )
+from dsgpt.benchmarks.harness.engine_figures import KEY, by_concurrency
 from dsgpt.benchmarks.harness.sources import DEMO, source_hashes, why_old
 from dsgpt.common.errors import EXIT_DONE
 from dsgpt.common.files import write_json_atomic
@@ -36,8 +37,8 @@ from dsgpt.telemetry.sources import made_from, note_sources, unchanged
 
 EXIT_OLD = 1
 """A source changed while its record was remade."""
-BY_CONCURRENCY = "by_concurrency"
-"""Of a run's ``inference`` block; the suite of many requests writes it."""
+WITH_ENGINES = (DEMO, "inference")
+"""Records that together have what the committed run says about engines."""
 _MAX_BYTES = 256 << 20
 
 Runner = Callable[[Sequence[str]], int]
@@ -126,7 +127,8 @@ def _publish(records: Sequence[CommittedRecord], repository: Path, run: Runner) 
                 print(f"{record.name}: not replaced, because {why}: run it again", flush=True)
                 return EXIT_OLD
             _replace(record, repository / READY, repository / REFERENCE)
-    _add_engines(repository)
+    if any(record.name in WITH_ENGINES for record in records):
+        _add_engines(repository)
     for record in records:
         # Also for records that were not old: an interruption may have come before this.
         if code := run(show_words(record, repository)):
@@ -159,24 +161,30 @@ def _replace(record: CommittedRecord, ready: Path, reference: Path) -> None:
 
 
 def _add_engines(repository: Path) -> None:
-    """Copy what engines took for many requests from the run that was measured into its committed record.
+    """Add what engines took for many requests to the committed run, if that is the same training as the measured run.
 
-    The committed run may be another run of the same training: then the losses of both are equal to the last bit.
+    Of the same training, the losses of both runs are equal to the last bit.
     """
     folder = repository / REFERENCE
-    measured, committed = repository / TRAINED / RUN_FILES[0], folder / TRAINED.name / RUN_FILES[0]
-    entry = made_from(committed)
-    if entry is None or not measured.is_file():
+    committed, record = folder / TRAINED.name / RUN_FILES[0], folder / INFERENCE
+    try:
+        measured, run, many = (
+            read_object(file, max_bytes=_MAX_BYTES) for file in (repository / TRAINED / RUN_FILES[0], committed, record)
+        )
+    except JsonError as error:
+        print(f"{committed.parent.name}: gets no figures of engines: {error}", flush=True)
         return
-    theirs, ours = read_object(measured, max_bytes=_MAX_BYTES), read_object(committed, max_bytes=_MAX_BYTES)
-    figures, block = (theirs.get("inference") or {}).get(BY_CONCURRENCY), ours.get("inference") or {}
-    if figures and figures != block.get(BY_CONCURRENCY) and _losses(theirs) == _losses(ours):
-        write_json_atomic(committed, ours | {"inference": block | {BY_CONCURRENCY: figures}})
-        note_sources(folder, committed, git_commit=entry.git_commit, sources=entry.sources, complete=entry.complete)
+    entry, block = made_from(committed), run.get("inference") or {}
+    if entry is None or many["checkpoint"] != TRAINED.as_posix() or _losses(measured) != _losses(run):
+        print(f"{committed.parent.name}: gets no figures of engines: they answered with another training", flush=True)
+        return
+    write_json_atomic(committed, run | {"inference": block | {KEY: by_concurrency(many)}})
+    note_sources(folder, committed, git_commit=entry.git_commit, sources=entry.sources, complete=entry.complete)
 
 
 def _losses(run: dict[str, Any]) -> list[Any]:
-    return [run["summary"][name] for name in ("final_train_loss", "final_val_loss")]
+    summary = run.get("summary") or {}
+    return [summary.get(name) for name in ("final_train_loss", "final_val_loss")]
 
 
 def _selected(only: Sequence[str]) -> list[CommittedRecord]:

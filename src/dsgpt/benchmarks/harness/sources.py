@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dsgpt.telemetry.sources import PARAGRAPH, Hashes, by_folder, changed_files, hash_files, made_from
+from dsgpt.telemetry.sources import PARAGRAPH, Hashes, MadeFrom, by_folder, hash_files, made_from
 
 SUITES = ("parity", "resume", "faults", "saving", "plan", "speed", "recipes", "decoding", "inference", "serving")
 DEMO, SWEEP = "demo", "sweep"
@@ -19,7 +19,7 @@ _MORE_OF_SUITES = {
 }
 """What some suites measure besides."""
 _ONLY_READ_RECORDS = ("page", "pages", "page_method", "committed", "records", "sources")
-"""Modules of the suites that only make pages and tables from an existing record."""
+"""Modules of the suites that make pages and tables from an existing record, or that start the commands of records."""
 
 
 def source_files(repository: Path, name: str) -> list[Path]:
@@ -55,11 +55,14 @@ def why_old(record: Path, *, name: str, repository: Path) -> str:
         return "the record does not say from which sources it was made"
     if not entry.complete:
         return "the record is of a part of the suite, or something in it failed"
-    changed = changed_files(entry.sources, source_hashes(repository, name))
-    if not changed:
-        return ""
+    changed, new = _differences(entry, source_hashes(repository, name), repository)
     since = f"commit {entry.git_commit}" if entry.git_commit else "then"
-    return f"{len(changed)} of {len(entry.sources)} sources have changed since {since}: {by_folder(changed)}"
+    found = []
+    if changed:
+        found.append(f"{len(changed)} of {len(entry.sources)} sources have changed since {since}: {by_folder(changed)}")
+    if new:
+        found.append(f"new since {since}: {by_folder(new)}")
+    return "; ".join(found)
 
 
 def sources_paragraph(record: Path, *, name: str, repository: Path) -> str:
@@ -71,8 +74,21 @@ def sources_paragraph(record: Path, *, name: str, repository: Path) -> str:
     entry = made_from(record)
     if entry is None:
         return f"{PARAGRAPH}the record does not say from which sources it was made."
-    changed = changed_files(entry.sources, source_hashes(repository, name))
+    changed, new = _differences(entry, source_hashes(repository, name), repository)
     made = f"{PARAGRAPH}the record was made from {len(entry.sources)} files, named with their sha256 in `SOURCES.json`"
-    if not changed:
+    if not changed and not new:
         return f"{made} beside it. This page was made from these sources."
-    return f"{made} beside it.\nWhen this page was made, {len(changed)} of them had changed: {by_folder(changed)}."
+    words = f"{len(changed)} of them had changed: {by_folder(changed)}" if changed else "none of them had changed"
+    more = f" These files were new: {by_folder(new)}." if new else ""
+    return f"{made} beside it.\nWhen this page was made, {words}.{more}"
+
+
+def _differences(entry: MadeFrom, now: Hashes, repository: Path) -> tuple[list[str], list[str]]:
+    """Files of ``entry`` that have changed or are gone, and sources that are new since then.
+
+    A file that is no source any more, and is as it was, is no difference.
+    """
+    no_longer = [repository / name for name in entry.sources.keys() - now.keys()]
+    present = now | hash_files(repository, [path for path in no_longer if path.is_file()])
+    changed = sorted(name for name, digest in entry.sources.items() if present.get(name) != digest)
+    return changed, sorted(now.keys() - entry.sources.keys())

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from dsgpt.benchmarks.harness.engine_figures import KEY, by_concurrency
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.telemetry.record import RECORD_FILE
 from dsgpt.training.run_lock import RunLock
-
-KEY = "by_concurrency"
 
 
 def run_record_of(checkpoint: Path) -> Path | None:
@@ -30,8 +29,5 @@ def write_by_concurrency(file: Path, record: dict[str, Any]) -> None:
             run = read_object(file)
         except JsonError as error:
             raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
-        found: dict[str, dict[str, Any]] = {}
-        for engine in record["engines"]:
-            for concurrency, load in engine[KEY].items():
-                found.setdefault(concurrency, {})[engine["name"]] = load
-        write_json_atomic(file, run | {"inference": (run.get("inference") or {}) | {KEY: found}})
+        block = (run.get("inference") or {}) | {KEY: by_concurrency(record)}
+        write_json_atomic(file, run | {"inference": block})
