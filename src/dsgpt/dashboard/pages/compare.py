@@ -94,7 +94,7 @@ def _default(folder: Path) -> list[str]:
     if not found:
         return list(contents_of(folder).runs[:2])
     others = [run.name for run in found[0].runs if run is not found[0].baseline]
-    return [found[0].baseline.name, *others[:3]]
+    return [found[0].baseline.name, *others[:2]]
 
 
 def _read(folder: Path, names: Sequence[str]) -> tuple[list[Run], dict[str, Steps]]:
