@@ -7,6 +7,7 @@ from dsgpt.planning.communication import most_sent_bytes, sent_bytes, step_traff
 from dsgpt.planning.gathering import gathered
 from dsgpt.planning.model_state import largest_model_state, model_state
 from dsgpt.planning.parameters import model_parameters, total
+from dsgpt.planning.peak_memory import peak_memory
 from dsgpt.planning.setup import Setup
 
 TINY = GPT2Config(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=64)
@@ -42,9 +43,13 @@ def test_zero_1_and_2(setup):
     assert sent_bytes(setup("zero2", precision="bf16")) == (2 * 3 + 1) / 2 * 2 * P
 
 
-def test_offload_keeps_the_parameters_alone_on_the_device(setup):
+def test_offload_keeps_parameters_and_sums_of_low_precision_on_the_device(setup):
+    """DeepSpeed adds up bf16 and fp16 gradients in an fp32 buffer of the rank's part, on the GPU."""
     found = model_state(setup("zero2_offload", precision="bf16"))
-    assert found.on_device == found.parameters == 2 * P
+    assert (found.on_device, found.parameters) == (2 * P + 4 * P // 2, 2 * P)
+    peaks = {kind: peak_memory(setup("zero2_offload", precision=kind), device="cuda") for kind in ("fp16", "fp32")}
+    assert [peak.parts["gradients"] for peak in peaks.values()] == [4 * P // 2, 0]
+    assert model_state(setup("zero2_offload")).on_device == 4 * P
     assert (found.gradients, found.optimizer, found.master) == (4 * P, 4 * P, 2 * P)
     assert model_state(setup("zero2_offload", precision="bf16", gradient_accumulation_steps=1)).gradients == 4 * P
     assert model_state(setup("zero2_offload", gradient_accumulation_steps=1)).gradients == 2 * P

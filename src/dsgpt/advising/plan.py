@@ -141,7 +141,7 @@ def _host_bytes(setup: Setup, rank: int) -> int:
     state, recipe = model_state(setup, rank=rank), setup.recipe
     files = {"optimizer", "master"} if recipe.offload_optimizer == "nvme" else set()
     files |= {"parameters"} if recipe.offload_param == "nvme" else set()
-    return sum(getattr(state, name) for name in set(state.off_device) - files)
+    return sum(size for name, size in state.off_device.items() if name not in files)
 
 
 def _costs(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable, run: RunTime) -> list[Cost]:

@@ -69,11 +69,12 @@ def _blocks(setup: Setup, rank: int) -> Iterator[Block]:
     state, whole = model_state(setup, rank=rank), total(model_parameters(setup.model))
     widths = _widths(setup, state)
     for kind, field in _FIELDS.items():
-        size = getattr(state, field)
-        if size:
-            frame = max(size, widths[kind] * whole)
-            start = min(_start(setup, rank, size, widths[kind]), 1 - size / frame)
-            yield Block(kind=kind, size=size, whole=frame, start=start, place=_place(setup, state, field))
+        away = state.off_device.get(field, 0)
+        for size, place in ((getattr(state, field) - away, "device"), (away, _elsewhere(setup, field))):
+            if size:
+                frame = max(size, widths[kind] * whole)
+                start = min(_start(setup, rank, size, widths[kind]), 1 - size / frame)
+                yield Block(kind=kind, size=size, whole=frame, start=start, place=place)
     kept = kept_bytes(setup, setup.blocks(rank)) * setup.micro_batches_in_flight(rank)
     yield Block(kind="activations", size=kept, whole=kept, start=0.0, place="device")
 
@@ -100,9 +101,8 @@ def _start(setup: Setup, rank: int, size: int, width: int) -> float:
     return start
 
 
-def _place(setup: Setup, state: ModelState, field: str) -> str:
-    if field not in state.off_device:
-        return "device"
+def _elsewhere(setup: Setup, field: str) -> str:
+    """Where offload puts this part of the model state."""
     recipe = setup.recipe
     swapped = {"parameters": recipe.offload_param, "optimizer": recipe.offload_optimizer}
     swapped["master"] = recipe.offload_optimizer

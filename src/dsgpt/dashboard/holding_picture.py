@@ -65,9 +65,10 @@ def _column(
     middle, top = left + wide / 2, float(_TOP + _LINE)
     yield text(middle, top - 7, f"rank {each.rank}", anchor="middle")
     for kind, whole in most.items():
-        block = next((block for block in each.blocks if block.kind == kind), None)
-        if block is not None:
-            yield from _block(each, block, (left, top, wide), scale=scale, theme=theme)
+        blocks = [block for block in each.blocks if block.kind == kind]  # on the device, and what offload moved
+        for index, block in enumerate(blocks):
+            narrow = wide / len(blocks)
+            yield from _block(each, block, (left + index * narrow, top, narrow), scale=scale, theme=theme)
         top += whole * scale + _BETWEEN
     bottom = _TOP + _LINE + _TALL + _LINE
     yield text(middle, bottom, memory(each.total("device")), anchor="middle", size=15)

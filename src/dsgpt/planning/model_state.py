@@ -6,7 +6,8 @@ m the numbers that the optimizer keeps per weight (2 for Adam), N the ranks that
 and weights that are gathered for a layer are not model state; see ``ds_configs/README.md``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dsgpt.planning.flat_groups import FlatGroup, flat_groups, parts
 from dsgpt.planning.parameters import ParameterSize, total
@@ -26,8 +27,8 @@ class ModelState:
     """Moments, and torch's counter of steps, 4 bytes for each tensor that its Adam steps on."""
     master: int
     """fp32 weights in addition to the parameters."""
-    off_device: tuple[str, ...] = ()
-    """Which of the four are in host memory, or in files of the run, instead of on the device."""
+    off_device: Mapping[str, int] = field(default_factory=dict)
+    """How much of each of the four is in host memory, or in files of the run, instead of on the device."""
 
     @property
     def total(self) -> int:
@@ -36,9 +37,8 @@ class ModelState:
 
     @property
     def on_device(self) -> int:
-        """Those that are on the device."""
-        names = {"parameters", "gradients", "optimizer", "master"} - set(self.off_device)
-        return sum(getattr(self, name) for name in names)
+        """What is on the device."""
+        return self.total - sum(self.off_device.values())
 
 
 def model_state(setup: Setup, *, rank: int = 0) -> ModelState:
@@ -100,14 +100,12 @@ def _fsdp(setup: Setup) -> ModelState:
     """
     held = setup.held(0)
     elements = fsdp_elements(held, setup.world_size)
-    offloaded = setup.recipe.dsgpt.fsdp.cpu_offload
-    return ModelState(
-        parameters=FULL * elements,
-        gradients=FULL * elements,
-        optimizer=_optimizer(setup, elements, tensors=len(held)),
-        master=0,
-        off_device=("parameters", "gradients", "optimizer") if offloaded else (),
-    )
+    sizes = {
+        "parameters": FULL * elements,
+        "gradients": FULL * elements,
+        "optimizer": _optimizer(setup, elements, tensors=len(held)),
+    }
+    return ModelState(**sizes, master=0, off_device=sizes if setup.recipe.dsgpt.fsdp.cpu_offload else {})
 
 
 def _zero0(setup: Setup, held: list[ParameterSize]) -> ModelState:
@@ -140,20 +138,20 @@ def _zero1_bf16(setup: Setup, held: list[ParameterSize], groups: list[FlatGroup]
 def _zero12(setup: Setup, groups: list[FlatGroup], rank: int) -> ModelState:
     """ZeRO-1 (fp32, fp16) and ZeRO-2: wP of parameters, 4mP/N of moments; 4P/N of master weights unless in fp32.
 
-    With offload there are master weights in fp32, too (``step_on_weights``).
+    With offload there are master weights in fp32, too (``step_on_weights``). In bf16 and fp16 only the copy of the
+    gradients that the host steps on is in the host.
     """
-    own, offloaded = parts(groups), setup.recipe.offload_optimizer != "none"
-    gradients = _offloaded_gradients(setup, groups, rank) if offloaded else _own_gradients(setup, groups, rank)
-    moved: tuple[str, ...] = ("optimizer", "master") if offloaded else ()
-    if offloaded and (setup.recipe.zero_stage == 2 or setup.precision == "fp32"):
-        moved += ("gradients",)
-    return ModelState(
-        parameters=setup.low * sum(group.padded for group in groups),
-        gradients=gradients,
-        optimizer=_optimizer(setup, own, tensors=len(groups)),
-        master=FULL * own if offloaded or setup.precision != "fp32" else 0,
-        off_device=moved,
-    )
+    own, mixed = parts(groups), setup.precision != "fp32"
+    parameters = setup.low * sum(group.padded for group in groups)
+    optimizer, master = _optimizer(setup, own, tensors=len(groups)), FULL * own
+    if setup.recipe.offload_optimizer == "none":
+        gradients = _own_gradients(setup, groups, rank)
+        return ModelState(
+            parameters=parameters, gradients=gradients, optimizer=optimizer, master=master if mixed else 0
+        )
+    gradients = _offloaded_gradients(setup, groups, rank)
+    moved = {"gradients": FULL * own if mixed else gradients, "optimizer": optimizer, "master": master}
+    return ModelState(parameters=parameters, gradients=gradients, optimizer=optimizer, master=master, off_device=moved)
 
 
 def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
@@ -179,8 +177,10 @@ def _own_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
 def _offloaded_gradients(setup: Setup, groups: list[FlatGroup], rank: int) -> int:
     """4P/N in host memory, and at stage 2 their sum: in fp32 with several micro batches, of whole parameters.
 
-    Stage 1 adds up whole gradients on the device: in fp32 those are freed before the step. In bf16 and fp16 nearly
-    all of them, except those of the last buckets, are freed only after it.
+    In bf16 and fp16 that sum is a flat buffer of the rank's part on the device (``_get_compact_grad_partition_buffer``
+    of ``DeepSpeedZeroOptimizer``); in fp32 it is in the host. Stage 1 adds up whole gradients on the device: in fp32
+    those are freed before the step. In bf16 and fp16 nearly all of them, except those of the last buckets, are freed
+    only after it.
     """
     own, mixed = parts(groups), setup.precision != "fp32"
     if setup.recipe.zero_stage == 1:
@@ -206,11 +206,12 @@ def _zero3(setup: Setup, held: list[ParameterSize]) -> ModelState:
         whole = sum(ranks * zero_piece(part, ranks) for part in persistent(setup.recipe.zero_optimization, held))
     offloaded = setup.recipe.offload_optimizer != "none"
     second = shards.own if offloaded else max(shards.sub_groups)
-    moved = ("gradients", "optimizer", "master") if offloaded else ()
-    return ModelState(
-        parameters=setup.low * (shards.own + whole),
-        gradients=FULL * (shards.own + second),
-        optimizer=_optimizer(setup, shards.own, tensors=len(shards.sub_groups)),
-        master=FULL * shards.own,
-        off_device=moved + (("parameters",) if setup.recipe.offload_param != "none" else ()),
-    )
+    sizes = {
+        "parameters": setup.low * (shards.own + whole),
+        "gradients": FULL * (shards.own + second),
+        "optimizer": _optimizer(setup, shards.own, tensors=len(shards.sub_groups)),
+        "master": FULL * shards.own,
+    }
+    stays = set() if offloaded else {"gradients", "optimizer", "master"}
+    stays |= {"parameters"} if setup.recipe.offload_param == "none" else set()
+    return ModelState(**sizes, off_device={name: size for name, size in sizes.items() if name not in stays})

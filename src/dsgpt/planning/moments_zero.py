@@ -64,7 +64,7 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     end = 2 * embedding if several else new + embedding
     base = _offload_buffers(setup, held, device)
     state = model_state(setup, rank=rank)
-    stepped = 0 if device == "cuda" and "gradients" in state.off_device else state.gradients
+    stepped = state.gradients - (state.off_device.get("gradients", 0) if device == "cuda" else 0)
     found = [
         *_before(setup, rank, earlier, bucket=bucket),
         Moment(name="reduction", parts=earlier | {"new_gradients": end, "buckets": bucket}),
@@ -76,11 +76,9 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
 
 def zero2(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     """A full bucket is reduced at once, from a flat copy, into the sums of this rank's part."""
-    held, embedding = setup.held(rank), _embedding(setup, setup.held(rank))
-    stepped = model_state(setup, rank=rank).gradients
-    if device == "cuda" and setup.recipe.offload_optimizer != "none":
-        stepped = 0
-    first, later = _sums(setup, rank, stepped)
+    held, embedding, state = setup.held(rank), _embedding(setup, setup.held(rank)), model_state(setup, rank=rank)
+    stepped = state.gradients - (state.off_device.get("gradients", 0) if device == "cuda" else 0)
+    first, later = _sums(setup, rank, stepped, device)
     several = setup.gradient_accumulation_steps > 1
     bucket, base = bucket_bytes(setup, setup.low), _offload_buffers(setup, held, device)
     found = [*_before(setup, rank, {"gradients": later if several else first}, bucket=bucket)]
@@ -139,16 +137,17 @@ def _unfused(setup: Setup, held: list[ParameterSize]) -> int:
     return 2 * FULL * max(group.part for group in flat_groups(held, setup.zero_ranks))
 
 
-def _sums(setup: Setup, rank: int, stepped: int) -> tuple[int, int]:
+def _sums(setup: Setup, rank: int, stepped: int, device: str) -> tuple[int, int]:
     """Bytes of reduced gradients that ZeRO-2 keeps, before and after a backward pass has reduced the first bucket.
 
     In fp32 they are of whole parameters that the rank's part touches, in bf16 and fp16 of the part alone, in fp32. With
-    offload the host has memory for them all the time: that of the step.
+    offload the host has memory for a copy of them all the time, which on a CPU is in the same memory; the sums are as
+    large as in the step.
     """
     groups = flat_groups(setup.held(rank), setup.zero_ranks)
     part = rank // setup.sizes.tensor % setup.zero_ranks
     if setup.recipe.offload_optimizer != "none":
-        return min(stepped, FULL * parts(groups)), stepped
+        return FULL * parts(groups) if device == "cpu" else 0, stepped
     if setup.precision != "fp32":
         return 0, FULL * parts(groups)
     return 0, FULL * sum(group.touched(part) for group in groups)
