@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "charts" / "dashboard.py"
 PORT = 8501
 """Streamlit's own default."""
+HOST_NAME = "[A-Za-z0-9._-]+"
+"""Of a machine, as browsers write it."""
 
 
 def build_parser(reader: Reader) -> Parser:
@@ -41,6 +44,10 @@ def build_parser(reader: Reader) -> Parser:
     add("--runs", type=Path, metavar="FOLDER", help=runs)
     port = reader.value("--port", int, accepts=lambda value: 1 <= value < 1 << 16, must_be="a port from 1 to 65,535")
     add("--port", type=port, default=PORT, metavar="N", help="on 127.0.0.1 (default: %(default)s)")
+    named = re.compile(HOST_NAME).fullmatch
+    name = reader.value("--allowed_host", str.lower, accepts=lambda word: bool(named(word)), must_be="a bare host name")
+    host = "a name, beside those of loopback, under which browsers reach the dashboard; may be repeated"
+    add("--allowed_host", type=name, action="append", default=[], metavar="NAME", help=host)
     return parser
 
 
@@ -85,4 +92,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     if importlib.util.find_spec("streamlit") is None:
         raise UserError("Streamlit is not installed: make dashboard, or pip install -e '.[dashboard]'")
     words = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(arguments.port)]
-    os.execv(sys.executable, [*words, "--", "--runs", str(arguments.runs.absolute())])
+    words += ["--", "--runs", str(arguments.runs.absolute())]
+    os.execv(sys.executable, [*words, *(f"--allowed_host={name}" for name in arguments.allowed_host)])
