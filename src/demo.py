@@ -24,7 +24,7 @@ from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import DifferentRunError, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.problems import Problems, did_you_mean
-from dsgpt.common.script import complain, run_script
+from dsgpt.common.script import Terminated, complain, run_script
 from dsgpt.runtime.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -253,7 +253,13 @@ def _refusal(words: Sequence[str]) -> UserError | OSError | None:
 
 
 def _run(command: list[str]) -> int:
-    return subprocess.run(command, check=False).returncode
+    """Run ``command`` and return its exit code. A training that runs when the demo is asked to end saves first."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except Terminated:
+            process.terminate()
+            raise
 
 
 def _device_flags(gpus: int) -> list[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_
 from small_run import REPOSITORY, command_line, write_inputs
 
 from dsgpt.benchmarks.harness.corpus import Corpus, prepare_corpus
+from dsgpt.common.script import raise_on_signals
 from dsgpt.main import train
 from dsgpt.runtime.launcher import starts_launcher
 
@@ -24,6 +26,16 @@ def no_event_loop_is_left() -> Iterator[None]:
     yield
     with pytest.raises(RuntimeError, match="no running event loop"):
         asyncio.get_running_loop()
+
+
+@pytest.fixture
+def signals_of_a_script() -> Iterator[None]:
+    """Signals are handled as in every script."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    raise_on_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

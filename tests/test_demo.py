@@ -15,6 +15,7 @@ from small_run import REPOSITORY
 
 from dsgpt.benchmarks.harness.corpus import Corpus
 from dsgpt.common.errors import UserError
+from dsgpt.common.script import Terminated
 from dsgpt.main import train
 from dsgpt.training import preparation
 
@@ -139,6 +140,13 @@ def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
     words = demo.Demo(into=Path(), steps=1, gpus=0).training("baseline", "baseline")
     with pytest.raises(KeyboardInterrupt):
         demo._resume_or_overwrite(words)
+
+
+def test_a_training_may_save_when_the_demo_is_terminated(demo, signals_of_a_script):
+    training = "trap 'echo saved > saved; exit 75' TERM; kill -TERM $PPID; sleep 60 & wait"
+    with pytest.raises(Terminated):
+        demo._run(["sh", "-c", training])
+    assert Path("saved").read_text() == "saved\n"
 
 
 def test_another_fault_in_addition_is_not_another_run(demo, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ LATIN = os.fsdecode(b"caf\xe9")
 SHOWN = r"caf\xe9"
 
 
-def start(script: str, *words: object, cwd: Path, unbuffered: bool = False, **streams: object):
+def start(script: str | Path, *words: object, cwd: Path, unbuffered: bool = False, **streams: object):
     """Run a script whose output refuses what it cannot encode, as most outputs do."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     environment |= {"PYTHONIOENCODING": "utf-8:strict", "DS_ACCELERATOR": "cpu"}
@@ -94,6 +95,40 @@ def test_generate_ends_when_its_output_is_closed(run_folder, no_reader, tmp_path
     words = ["--checkpoint", run_folder / "run", "--prompt", "a", "--max_new_tokens", 2, "--num_samples", 10**6]
     done = start("src/generate.py", *words, cwd=tmp_path, stdout=no_reader, unbuffered=unbuffered)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+SIGNALLED = """
+import os, runpy, time
+from dsgpt.exporting import export
+
+def signalled(*_args, **_named):
+    os.kill(os.getpid(), {number})
+    time.sleep(60)
+
+export.write_safetensors = signalled
+runpy.run_path("{path}", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "kept"),
+    [
+        ("src/serve.py", ["--checkpoint"], ""),
+        ("src/convert.py", ["--to", "hf", "out/model", "--from"], "; nothing was written"),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_partial_folder(run_folder, tmp_path, monkeypatch, script, words, kept, number):
+    """It arrives while the weights are written."""
+    for folder in ("out", "temporary"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    signalled = tmp_path / "signalled.py"
+    signalled.write_text(SIGNALLED.format(path=REPOSITORY / script, number=int(number)))
+    done = start(signalled, *words, run_folder / "run", cwd=tmp_path)
+    assert done.stderr.endswith(f"error: ended by {number.name}{kept}\n")
+    assert done.returncode == 128 + number
+    assert [*(tmp_path / "out").iterdir(), *(tmp_path / "temporary").iterdir()] == []
 
 
 def test_charts_are_written_although_the_output_is_closed(run_folder, no_reader, tmp_path):

@@ -11,10 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
 
+from dsgpt.common.errors import UserError
 from dsgpt.common.script import exit_code_of
 from dsgpt.exporting.export import export
+from dsgpt.inference.request import Request as WriterRequest
+from dsgpt.inference.sample import Writer
 from dsgpt.main import train
 from dsgpt.telemetry.console import Console
 
@@ -143,6 +148,20 @@ def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):
     assert "bits per byte   unknown: the model has no tokenizer" in out
     code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--text", REPOSITORY / "README.md")
     assert (code, err) == (2, f"error: {tmp_path}/hf: has no tokenizer: cannot read text\n")
+
+
+@pytest.mark.parametrize(("value", "why"), [(math.nan, "ln_f.weight holds"), (3e38, "though")])
+def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, value, why):
+    """Its weights, or what it computes with them."""
+    export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights |= {f"transformer.ln_f.{name}": torch.full((16,), value) for name in ("weight", "bias")}
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    assert (code, err.count("\n")) == (2, 1)
+    assert why in err
+    with pytest.raises(UserError, match=why):
+        list(Writer(WriterRequest(checkpoint=tmp_path / "hf", temperature=1, device="cpu")).texts(["a"]))
 
 
 def test_mistakes(folder, tmp_path, snapshot):

@@ -117,10 +117,16 @@ def test_other_weights_are_refused(model_and_folder, tmp_path, snapshot):
     assert refusal(weights | {name: torch.ones(7)}) == snapshot(name="shape")
     assert refusal(weights | {name: torch.ones(128, dtype=torch.int8)}) == snapshot(name="type")
     assert refusal(weights | {"lm_head.weight": torch.ones(VOCABULARY, 32)}) == snapshot(name="untied head")
+    assert refusal(weights | {"wpe.weight": torch.ones(64, 32)}) == snapshot(name="with and without the prefix")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     assert refused(tmp_path) == snapshot(name="unreadable")
     (tmp_path / "model.safetensors").unlink()
     assert refused(tmp_path) == snapshot(name="no file")
+    for part in ("one.safetensors", "two.safetensors"):
+        save_file(weights, tmp_path / part)
+    index = {"weight_map": {"wte.weight": "one.safetensors", "wpe.weight": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert refused(tmp_path) == snapshot(name="in two parts")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "../model.safetensors"}}')
     assert refused(tmp_path) == snapshot(name="outside")
 

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mangling import mangle_bytes, mangle_inside, mangle_json, mangle_lines, mangle_safetensors
+from mangling import (
+    mangle_bytes,
+    mangle_inside,
+    mangle_json,
+    mangle_lines,
+    mangle_old_torch,
+    mangle_safetensors,
+    mangle_torch,
+)
+from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line
 
 from dsgpt.benchmarks.sweep.description import read_description
@@ -158,12 +167,12 @@ def compare(folder: Path) -> None:
     console_summary(runs)
 
 
-def publish(folder: Path) -> None:
+def publish(folder: Path, *, name: str = "hf") -> None:
     """Open a Hugging Face folder as ``--init_from`` does."""
     problems = Problems()
-    shape = published_shape(read_json(folder / "hf" / "config.json"), place="config.json", problems=problems)
+    shape = published_shape(read_json(folder / name / "config.json"), place="config.json", problems=problems)
     problems.raise_if_any()
-    weights = PretrainedWeights(folder / "hf", GPT2Config(**shape))
+    weights = PretrainedWeights(folder / name, GPT2Config(**shape))
     for tensor in weights.tensors().values():
         tensor.read()
 
@@ -255,6 +264,12 @@ KINDS = {
     "best": Kind(file="run/best", read=resume, mangle=mangle_bytes, count=20),
     "published index": Kind(file="parts/pytorch_model.bin.index.json", read=open_parts, count=40),
     "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
+    **{
+        f"{name} weights": Kind(
+            file=f"{name}/pytorch_model.bin", read=functools.partial(publish, name=name), mangle=mangle, count=200
+        )
+        for name, mangle in (("pickled", mangle_torch), ("old pickled", mangle_old_torch))
+    },
     "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
     "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),
     "preparation": Kind(file="preparation.json", read=prepared, count=50),
@@ -300,3 +315,12 @@ def write_all(folder: Path, run: Path) -> None:
     comparisons = [{"name": "all", "kind": "weak scaling", "baseline": "one", "cells": ["one"]}]
     described = {"schema_version": "1.0", "flags": ["--seed", "1"], "cells": cells, "comparisons": comparisons}
     (folder / "described.json").write_text(json.dumps(described))
+
+
+def write_pickled(folder: Path) -> None:
+    """Write the weights of ``folder / "hf"`` as pickles, too: of a zip archive, and of torch before 1.6."""
+    for name, zipped in (("pickled", True), ("old pickled", False)):
+        (folder / name).mkdir()
+        shutil.copyfile(folder / "hf" / "config.json", folder / name / "config.json")
+        weights = load_file(folder / "hf" / "model.safetensors")
+        torch.save(weights, folder / name / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)

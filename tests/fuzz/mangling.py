@@ -1,8 +1,10 @@
 """Seeded damage to files: to their bytes, and to the values of JSON that stays JSON."""
 
 import copy
+import io
 import json
 import random
+import zipfile
 from typing import Any
 
 ODD_VALUES: list[Any] = [
@@ -125,3 +127,34 @@ def mangle_safetensors(data: bytes, chance: random.Random) -> bytes:
         return mangle_bytes(data, chance)
     header = mangle_json(data[8 : 8 + size], chance)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def flip_bits(data: bytes, chance: random.Random) -> bytes:
+    """``data`` with one to three bits flipped, mostly in its first half kilobyte, where opcodes of a pickle are."""
+    flipped = bytearray(data)
+    for _ in range(chance.randrange(1, 4)):
+        flipped[chance.randrange(len(data) if chance.random() < 0.1 else min(len(data), 512))] ^= 1 << chance.randrange(
+            8
+        )
+    return bytes(flipped)
+
+
+def mangle_torch(data: bytes, chance: random.Random) -> bytes:
+    """A file of ``torch.save``: a zip archive, whole, with a mangled pickle or an odd byte order in it."""
+    if chance.random() < 0.2:
+        return mangle_bytes(data, chance)
+    mangled = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as before, zipfile.ZipFile(mangled, "w") as after:
+        for name in before.namelist():
+            part = before.read(name)
+            if name.endswith("/data.pkl"):
+                part = chance.choice((flip_bits, flip_bits, flip_bits, mangle_bytes))(part, chance)
+            if name.endswith("/byteorder") and chance.random() < 0.1:
+                part = chance.choice((b"big", b"odd", b"", b"\xff"))
+            after.writestr(name, part)
+    return mangled.getvalue()
+
+
+def mangle_old_torch(data: bytes, chance: random.Random) -> bytes:
+    """A file as torch before 1.6 wrote it: pickles, then the tensors' bytes."""
+    return (mangle_bytes if chance.random() < 0.2 else flip_bits)(data, chance)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from file_kinds import KINDS, RUN, write_all
+from file_kinds import KINDS, RUN, write_all, write_pickled
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
 from dsgpt.common.errors import UserError
@@ -32,6 +32,7 @@ def whole(tmp_path_factory):
     write_all(folder, made)
     write_tokenizer(folder / "tokenizer")
     export(folder / "run", folder / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    write_pickled(folder)
     return folder
 
 

@@ -68,7 +68,17 @@ def test_a_missing_set_is_an_error_of_one_line(tmp_path: Path):
     with pytest.raises(UserError, match="cannot be read from the hub") as caught:
         download.keep_hub_set(tmp_path / "raw", missing, name="x", max_documents=None)
     assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "raw").glob("[!.]*"))
+    assert not list((tmp_path / "raw").iterdir())
+
+
+def test_an_interrupted_download_leaves_nothing(tmp_path: Path):
+    def rows():
+        yield {"text": STORIES[0]}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download.keep(tmp_path / "raw", {"train": rows()}, name="x", source="x", max_documents=None)
+    assert not list((tmp_path / "raw").iterdir())
 
 
 def test_wikitext_lines_become_articles():

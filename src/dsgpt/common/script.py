@@ -7,8 +7,10 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_READER_GONE, EXIT_USER_ERROR, UserError
@@ -16,23 +18,50 @@ from dsgpt.common.files import PRINTABLE, printable, undecodable
 
 _REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Errors of the file system that the user can correct."""
+_INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
 
 
 class OutputError(OSError):
     """Standard output or standard error refused what was written."""
 
 
+class Terminated(SystemExit):
+    """A signal asked this process to end; the exit code is 128 plus its number, as a shell reports it."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        self.status = 128 + number
+        super().__init__(self.status)
+
+
+def raise_on_signals() -> None:
+    """Let SIGTERM and SIGHUP raise ``Terminated``, so that partial files and folders are removed and children ended.
+
+    After the first of them, further ones do not disturb the unwinding. ``nohup`` keeps its effect.
+    """
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for handled in numbers:
+            signal.signal(handled, lambda *_: None)  # SIG_IGN would be inherited by a program started from now on
+        raise Terminated(number)
+
+    for number in numbers:
+        signal.signal(number, end)
+
+
 def run_script(main: Callable[[], int | None], *, kept: str = "") -> NoReturn:
     """Run ``main`` and end this process with its exit code (the table is in docs/exit-codes.md).
 
     If the reader of its output closed it (``| head -1``), the exit code is 141 and nothing is printed, as if SIGPIPE
-    had ended the process.
+    had ended the process. SIGTERM and SIGHUP end it as ``raise_on_signals`` says.
 
     Args:
         main: does the work; returns its exit code, or None for 0.
         kept: what is left if the script is interrupted or the disk is full; ends the error line.
     """
     prepare_output(lose=False)
+    raise_on_signals()
     code: int | str | None
     try:
         code = exit_code_of(main, kept=kept)
@@ -61,8 +90,9 @@ def exit_code_of(main: Callable[[], int | None], *, kept: str = "") -> int:
         if error.reason != "surrogates not allowed":  # not a path that a library refused
             raise
         return complain([undecodable(error.object)], EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        return complain([_with(kept, "interrupted")], EXIT_INTERRUPTED)
+    except (KeyboardInterrupt, Terminated) as end:
+        how, code = (f"ended by {end.name}", end.status) if isinstance(end, Terminated) else _INTERRUPTED
+        return complain([_with(kept, how)], code)
 
 
 def complain(lines: Sequence[str], code: int) -> int:

@@ -1,8 +1,10 @@
 """Evaluates a model as a request says; the record and the lines that show it."""
 
+import math
 import time
 from typing import Any
 
+from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.problems import Problems
 from dsgpt.evaluation.perplexity import predict, windows_of
@@ -78,6 +80,8 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
         model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
     )
     progress.close()
+    if not math.isfinite(found.loss):
+        raise UserError(f"{source}: the loss is {found.loss}, though the model's weights are finite: it is unusable")
     return {
         "data": str(source),
         "tokens": found.tokens,

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dsgpt.checkpointing.selection import is_hugging_face
 from dsgpt.common.errors import UserError
 from dsgpt.exporting.export import export
 from dsgpt.formats.tensor_files import DTYPES
+from dsgpt.inference.loading import load
 from dsgpt.telemetry.console import Console
 
 Metrics = dict[str, dict[str, float]]
@@ -70,6 +73,7 @@ def _exported(checkpoint: Path, *, which: str) -> Iterator[Path]:
     elif which == "best":
         raise UserError(f"--checkpoint {checkpoint}: is a Hugging Face folder; --which best needs a run folder")
     else:
+        load(checkpoint, which=which, device=torch.device("cpu"), precision="fp32")  # refuses what is unusable
         yield checkpoint
 
 

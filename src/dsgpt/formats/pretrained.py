@@ -44,7 +44,7 @@ class PretrainedWeights:
         config: the shape that the weights must have.
 
     Raises:
-        UserError: a file cannot be read, or tensors are missing, unknown or of another shape.
+        UserError: a file cannot be read, or tensors are missing, unknown, there twice or of another shape.
     """
 
     def __init__(self, folder: Path, config: GPT2Config) -> None:
@@ -53,7 +53,14 @@ class PretrainedWeights:
         reader = open_safetensors if self.files[0].suffix == ".safetensors" else open_pickled
         self._stored: dict[str, StoredTensor] = {}
         for file in self.files:
-            self._stored |= {name.removeprefix(PREFIX): tensor for name, tensor in reader(file).items()}
+            for name, tensor in reader(file).items():
+                bare = name.removeprefix(PREFIX)
+                if bare in self._stored:
+                    raise UserError(
+                        f"{file}: {clipped_text(bare)} is there twice, with and without the prefix {PREFIX!r} or in "
+                        "two files: which of them belongs to the model is unknown"
+                    )
+                self._stored[bare] = tensor
         self._shapes = parameter_shapes(config)
         _check(self._stored, self._shapes, config, place=self.files[0])
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,14 +96,17 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         # Files of torch before 1.6 are not zip archives. They cannot be mapped into memory, so they are read whole.
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path}: holds more than tensors, and loading it could run code: save the weights as safetensors"
-        ) from error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path}: is not a readable file of tensors ({str(error).partition(chr(10))[0]})") from error
-    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+        with warnings.catch_warnings(action="ignore"):  # advice to report to PyTorch
+            values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # the unpickler calls what the file says: any error may come from this one call
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            reason = "holds more than tensors, and loading it could run code: save the weights as safetensors"
+        else:
+            reason = f"is not a readable file of tensors ({_first_line(error)})"
+        raise UserError(f"{path}: {reason}") from error
+    if not isinstance(values, dict) or not all(
+        isinstance(name, str) and _is_plain(value) for name, value in values.items()
+    ):
         raise UserError(f"{path}: is not a file of named tensors")
     return {
         name: StoredTensor(
@@ -111,6 +115,18 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
             read=partial(_itself, value),
         )
         for name, value in values.items()
+    }
+
+
+def _first_line(error: Exception) -> str:
+    """The type of ``error`` and the first line of its message."""
+    return clipped_text(f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": "))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether ``value`` is a tensor whose numbers are in memory, one after the other or in strides."""
+    return isinstance(value, Tensor) and (type(value), value.layout, value.device.type, value.is_nested) in {
+        (kind, torch.strided, "cpu", False) for kind in (Tensor, torch.nn.Parameter)
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from dsgpt.common.errors import UserError
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.sampling import Chooser, Sampling
 
@@ -29,6 +30,7 @@ def generate_batch(
 
     Raises:
         ValueError: prompts and new ids do not fit the model's positions.
+        UserError: no id can be drawn, because logits are not finite.
     """
     sequences = decoder.begin(prompts, new_tokens=new_tokens)
     chooser = Chooser(
@@ -41,7 +43,10 @@ def generate_batch(
     logits = sequences.read_prompts()
     for left in reversed(range(new_tokens)):
         ids = chooser.choose(logits)
-        yield ids.tolist()  # waits for the device
+        found = ids.tolist()  # waits for the device
+        if max(found) >= decoder.config.vocab_size:  # a row of probabilities that are NaN has no id
+            raise UserError("the model's logits are NaN or infinite, though its weights are finite: it is unusable")
+        yield found
         if left:
             logits = sequences.append(ids)
 

@@ -54,7 +54,7 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
         precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Raises:
-        UserError: there is no usable model, or its tokenizer cannot be used.
+        UserError: there is no usable model, a weight is not finite, or its tokenizer cannot be used.
     """
     if is_hugging_face(path):
         if which == "best":
@@ -68,6 +68,11 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
         tokenizer = None if folder is None else open_tokenizer(folder, what=str(folder))
         model, trained_length = load_model(files, device), files.trained_length
     model = model.to(DTYPES[precision])
+    for name, value in model.named_parameters():
+        if not torch.isfinite(value).all():
+            raise UserError(
+                f"--checkpoint {path}: {name} holds values that are NaN or infinite in {precision}: it is unusable"
+            )
     return Loaded(model=model, tokenizer=tokenizer, lack=lack, trained_length=trained_length)
 
 

@@ -136,17 +136,20 @@ def keep(folder: Path, rows: dict[str, Rows], *, name: str, source: str, max_doc
     """
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, int]] = {}
-    for split, documents in rows.items():
-        with contextlib.closing(documents):  # closes progress bar and connection if the limit is reached first
-            filled = (row for row in documents if row["text"].strip())
-            kept = itertools.islice(filled, max_documents)
-            files[f"{split}.jsonl"] = _write(folder / f".{split}.jsonl.partial", kept)
-    empty = [file for file, size in files.items() if not size["documents"]]
-    if empty:
-        raise UserError(f"{name}: the set has no text for {', '.join(empty)}; nothing was kept")
-    (folder / RECORD_NAME).unlink(missing_ok=True)
-    for file in files:
-        (folder / f".{file}.partial").replace(folder / file)
+    with contextlib.ExitStack() as left:
+        for split, documents in rows.items():
+            partial = folder / f".{split}.jsonl.partial"
+            left.callback(partial.unlink, missing_ok=True)
+            with contextlib.closing(documents):  # closes progress bar and connection if the limit is reached first
+                filled = (row for row in documents if row["text"].strip())
+                kept = itertools.islice(filled, max_documents)
+                files[f"{split}.jsonl"] = _write(partial, kept)
+        empty = [file for file, size in files.items() if not size["documents"]]
+        if empty:
+            raise UserError(f"{name}: the set has no text for {', '.join(empty)}; nothing was kept")
+        (folder / RECORD_NAME).unlink(missing_ok=True)
+        for file in files:
+            (folder / f".{file}.partial").replace(folder / file)
     sync_directory(folder)
     record = {"name": name, "source": source, "max_documents": max_documents, "files": files}
     write_json_atomic(folder / RECORD_NAME, record)

@@ -113,21 +113,10 @@ def _own_group(command: Sequence[str], output: int, *, cwd: Path, device: str) -
         start_new_session=True,
     )
     try:
-        with _termination_interrupts():
-            yield process
+        yield process
     finally:
         if process.poll() is None:
             _end(process)
-
-
-@contextlib.contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM raises ``KeyboardInterrupt`` in the context, so that the training is ended before this process."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
