@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if config.getoption("--without-launchers") or config.getoption("--without-processes"):
         sys.addaudithook(partial(_skip_at_start, any_python=config.getoption("--without-processes")))
+        lost = "ignore:(?s).*Skipped. starts:pytest.PytestUnhandledThreadExceptionWarning"
+        config.addinivalue_line("filterwarnings", lost)  # ``pytest_runtest_makereport`` reports them
+
+
+_prevented: list[str] = []
+"""What the current test was about to start, in any of its threads."""
 
 
 def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> None:
@@ -87,11 +93,24 @@ def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> N
     """
     if event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in about[1]]
-        if starts_launcher(words) or RANKS in words or "streamlit" in words:
-            pytest.skip("starts a launcher or the dashboard")
         program = Path(words[0]).name
-        if any_python and (program.startswith("python") or program in {"bash", "sh", "make"}):
-            pytest.skip("starts another Python")
+        if starts_launcher(words) or RANKS in words or "streamlit" in words:
+            _prevented.append("starts a launcher or the dashboard")
+        elif any_python and (program.startswith("python") or program in {"bash", "sh", "make"}):
+            _prevented.append("starts another Python")
+        else:
+            return
+        pytest.skip(_prevented[-1])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report a test as skipped that lost the skip: it was raised in a thread, or something caught it."""
+    report = yield
+    if _prevented and report.outcome != "skipped":
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"Skipped: {_prevented[-1]}")
+    _prevented.clear()
+    return report
 
 
 RANKS = "dsgpt.benchmarks.harness.worker"

@@ -12,6 +12,7 @@ from dsgpt.config.flags import parse_arguments
 from dsgpt.config.recipe_zero import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.planning.parameters import model_parameters, total
+from dsgpt.runtime import device
 from dsgpt.runtime.topology import Topology
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.training.run_description import describe_run, setup_of
@@ -84,7 +85,13 @@ REFUSED = {
 }
 
 
-SUITABLE = {"compiler": ("g++",), "libaio_problem": "", "direct_io_problem": "", "may_lock": True}
+SUITABLE = {
+    "compiler": ("g++",),
+    "has_cuda_toolkit": True,
+    "libaio_problem": "",
+    "direct_io_problem": "",
+    "may_lock": True,
+}
 """What the probes of a machine answer if it can offload everywhere."""
 
 
@@ -100,6 +107,7 @@ def test_refused(tmp_path, monkeypatch, snapshot, case):
 
 NO_NVME = {
     "compiler": ((), "compiles DeepSpeed's asynchronous I/O and finds no C++ compiler: install one"),
+    "has_cuda_toolkit": (False, "needs the CUDA toolkit, and finds no nvcc: install the toolkit and set CUDA_HOME"),
     "libaio_problem": ("finds no libaio with its header: install it", "nvme finds no libaio with its header: install"),
     "direct_io_problem": ("no O_DIRECT", "no O_DIRECT; name a folder on a local drive, or take ds_configs/zero3_off"),
     "may_lock": (False, "MiB per rank in memory, more than this process may: raise the limit (ulimit -l unlimited)"),
@@ -109,12 +117,13 @@ NO_NVME = {
 
 @pytest.mark.parametrize("probe", NO_NVME)
 def test_offload_to_nvme_on_an_unsuitable_machine_is_refused(tmp_path, monkeypatch, probe):
-    """The probes are replaced; ``test_machine_probe.py`` tests them on this machine."""
+    """The probes are replaced; ``test_machine_probe.py`` tests them on this machine. It is asked as if it had GPUs."""
     answer, words = NO_NVME[probe]
+    monkeypatch.setattr(device, "cuda_devices", lambda: 2)
     for name, value in (SUITABLE | {probe: answer}).items():
         monkeypatch.setattr(compatibility, name, lambda *given, value=value: value)
     with pytest.raises(UserError) as caught:
-        asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME})
+        asked(tmp_path, ranks=2, recipe={"zero_optimization": NVME}, device="cuda", precision="fp32")
     (line,) = caught.value.problems
     assert words in line
     assert line.endswith(", or take ds_configs/zero3_offload.json, which offloads to memory")

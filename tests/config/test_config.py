@@ -11,6 +11,7 @@ from small_run import RECIPE, TOKENS, command_line, random_ids, write_recipe, wr
 
 from dsgpt.common.errors import UserError
 from dsgpt.main import train
+from dsgpt.runtime import cpu_kernels
 from dsgpt.runtime.topology import read_topology
 
 Refused = Callable[..., list[str]]
@@ -41,6 +42,12 @@ def test_a_flag_overrides_the_json_and_the_json_the_default(here):
 def test_length_of_a_run(here, flags, epochs, steps):
     config = resolved(here, **flags)
     assert (config.epochs, config.total_steps) == (epochs, steps)
+
+
+def test_a_precision_that_this_cpu_has_no_instructions_for_is_noted(here, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "multiplies", lambda dtype: False)
+    noted = {precision: resolved(here, precision=precision).notices for precision in ("fp32", "bf16")}
+    assert [len([line for line in lines if "is slow on this CPU" in line]) for lines in noted.values()] == [0, 1]
 
 
 def test_dropped_windows_are_noted(here):

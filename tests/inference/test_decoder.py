@@ -6,10 +6,12 @@ import pytest
 import torch
 from random_models import VOCABULARY, random_model, random_prompts, save_published
 
+from dsgpt.inference import linear
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate, generate_batch
-from dsgpt.inference.linear import Packed, Plain, Transposed, fast_linear
+from dsgpt.inference.linear import Packed, Plain, Transposed
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.cpu_kernels import packs
 from dsgpt.runtime.huge_pages import HugePages
 
 MODEL = random_model()
@@ -84,12 +86,19 @@ def test_greedy_ids_are_those_of_transformers(published):
     assert len({tuple(ids) for ids in found}) > 10
 
 
-def test_low_precision_is_that_of_transformers(published):
-    """In bf16 both round at other places: logits agree as far as they agree with fp32."""
+@pytest.mark.parametrize("instructions", ["of this CPU", "none"])
+def test_low_precision_is_that_of_transformers(published, monkeypatch, instructions):
+    """In bf16 both round at other places: logits agree as far as they agree with fp32.
+
+    Without instructions for bf16, the prompts are many rows, which are multiplied in fp32.
+    """
     from transformers import GPT2LMHeadModel
 
+    if instructions == "none":
+        for question in ("multiplies", "packs"):
+            monkeypatch.setattr(linear, question, lambda dtype: dtype == torch.float32)
     peer = GPT2LMHeadModel.from_pretrained(published, dtype=torch.bfloat16).eval()
-    ids = torch.tensor([PROMPT, [3, 1, 4, 1, 5]])
+    ids = torch.tensor([PROMPT * 2, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     sequences = Decoder(random_model(64).to(torch.bfloat16), batch_size=2).begin(ids.tolist(), new_tokens=1)
     with torch.inference_mode():
         ours, theirs, exact = sequences.read_prompts(), peer(ids).logits[:, -1].float(), random_model(64)(ids)[:, -1]
@@ -112,9 +121,24 @@ def test_more_tokens_than_positions_are_refused(prompt, new_tokens):
         list(generate(Decoder(MODEL), prompt, new_tokens=new_tokens))
 
 
-def test_layers_are_packed_where_that_is_faster():
-    weight = torch.randn(8, 4)
-    assert isinstance(fast_linear(weight, None, rows=1, memory=HugePages()), Transposed)
-    assert isinstance(fast_linear(weight, None, rows=2, memory=HugePages()), Packed)
-    assert isinstance(fast_linear(weight.bfloat16(), None, rows=1, memory=HugePages()), Packed)
-    assert isinstance(fast_linear(weight.double(), None, rows=2, memory=HugePages()), Plain)
+BF16 = Packed if packs(torch.bfloat16) else Plain
+
+
+@pytest.mark.parametrize(
+    ("mkl", "onednn", "kinds"),
+    [
+        (True, {torch.float32}, [Transposed, Packed, Plain, Plain]),  # x86 without AVX512
+        (True, {torch.float32, torch.bfloat16}, [Transposed, Packed, Packed, Plain]),
+        (False, set(), [Plain, Plain, Plain, Plain]),  # ARM
+        (None, None, [Transposed, Packed, BF16, Plain]),  # this CPU, with PyTorch as it is installed
+    ],
+)
+def test_layers_are_packed_where_that_works_and_is_faster(monkeypatch, mkl, onednn, kinds):
+    """Answers of other CPUs are pretended; layers are then chosen, but not arranged."""
+    if onednn is not None:
+        monkeypatch.setattr(torch._C, "has_mkl", mkl)
+        monkeypatch.setattr(linear, "packs", lambda dtype: dtype in onednn)
+        monkeypatch.setattr(Packed, "__init__", lambda self, *_, **__: None)
+    weight, memory = torch.randn(8, 4), HugePages()
+    cases = [(weight, 1), (weight, 2), (weight.bfloat16(), 1), (weight.double(), 2)]
+    assert [type(linear.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds

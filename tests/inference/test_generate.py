@@ -34,6 +34,7 @@ from dsgpt.inference.loading import load
 from dsgpt.inference.request import Request
 from dsgpt.inference.sample import Writer
 from dsgpt.main import train
+from dsgpt.runtime import cpu_kernels
 from dsgpt.telemetry.console import Console
 
 SCRIPT = REPOSITORY / "src" / "generate.py"
@@ -227,10 +228,13 @@ def test_a_folder_of_hugging_face_and_a_portable_folder_give_the_same_text(run_d
     assert refusal(tmp_path / "hf") == ["RUN: has no tokenizer: cannot read text"]
 
 
-def test_precision(run_dir):
+def test_precision(run_dir, monkeypatch, capsys):
+    """It is said once that bf16 is slow where the CPU has no instructions for it, as is pretended here."""
+    monkeypatch.setattr(cpu_kernels, "multiplies", lambda dtype: False)
     loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="bf16")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
     assert texts(run_dir, precision="bf16", temperature=0)[0].startswith("def ma")
+    assert capsys.readouterr().err.count("note: bf16 is slow on this CPU") == 1
     assert refusal(run_dir, precision="fp16") == ["--precision fp16 needs a GPU: use fp32 or bf16 on a CPU"]
 
 

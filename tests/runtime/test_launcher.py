@@ -1,12 +1,10 @@
 """Launcher commands are recognised, and a rank notices the end of every process of its launcher."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dsgpt.runtime.launcher import launcher_command, starts_launcher
@@ -49,8 +47,9 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
         words = [process.stdout.readline().split() for _ in range(3)]
         pids = {name: int(pid) for name, pid in words}
         assert process.stdout.readline() == "False\n"
-        os.kill(pids[killed], signal.SIGKILL)
-        time.sleep(0.2)
+        dying = psutil.Process(pids[killed])
+        dying.kill()
+        dying.wait(timeout=60)
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == f"{noticed}\n"

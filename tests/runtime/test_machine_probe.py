@@ -14,7 +14,7 @@ import pytest
 from messages import without_paths
 
 from dsgpt.runtime import machine_probe
-from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
+from dsgpt.runtime.machine_probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
 
 
 def a_compiler(path: Path, script: str) -> str:
@@ -38,6 +38,15 @@ def test_the_compiler_is_the_one_that_pytorch_would_call(tmp_path, monkeypatch):
     assert compiler() == (other, "g++", "-isystem /with blanks")
     monkeypatch.setenv("CXX", "nobodys g++")
     assert compiler() == ()
+
+
+def test_a_driver_alone_is_no_cuda_toolkit(tmp_path, monkeypatch):
+    """PyTorch's own answer, which is None without GPUs, stands for a machine with them."""
+    for home, found in ((None, False), (tmp_path, False), (tmp_path / "cuda", True)):
+        (tmp_path / "cuda" / "bin").mkdir(parents=True, exist_ok=True)
+        a_compiler(tmp_path / "cuda" / "bin" / "nvcc", "exit 0")
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+        assert has_cuda_toolkit() == found
 
 
 def real_compiler() -> str:

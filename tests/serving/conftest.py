@@ -27,6 +27,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with small limits."""
     log = tmp_path_factory.mktemp("server") / "stderr.txt"
-    words = ["--max_batch", BATCH, "--max_queue", PLACES - BATCH, "--stall_timeout", 1, "--max_body_bytes", 20_000]
+    words = ["--max_batch", BATCH, "--max_queue", PLACES - BATCH, "--stall_timeout", 10, "--max_body_bytes", 20_000]
     with running(run_dir, *words, log=log) as started:
         yield ready(started)

@@ -120,7 +120,7 @@ def connect(server: Server, data: bytes, *, length: int | None = None) -> socket
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", server.port))
-    client.settimeout(20)
+    client.settimeout(60)
     head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     client.sendall("\r\n".join([*head, f"Content-Length: {length or len(data)}", "", ""]).encode() + data)
     return client
@@ -136,7 +136,7 @@ def test_a_body_that_does_not_arrive(server: Server):
 def test_a_reader_that_does_not_read_is_cut_off(server: Server):
     before = server.ended(408)
     with connect(server, body(n=PLACES, max_tokens=100, stream=True, logprobs=5)) as client:
-        within(lambda: server.ended(408) == before + 1)
+        within(lambda: server.ended(408) == before + 1, seconds=60)
         read = _read_all(client)
     assert read.startswith(b"HTTP/1.1 200 ") and b"[DONE]" not in read
 

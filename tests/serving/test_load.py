@@ -143,7 +143,7 @@ def test_a_server_that_answers_with_errors_or_not_at_all_loses_requests():
             load.steady(2, clients=1)
         http.shutdown()
     assert sorted(one.answers for one in answered) == [0, 0, 1, 1]
-    assert answered[3].whole_sec < 5
+    assert answered[3].whole_sec < 60
     gone, _ = load.poisson([0.0])
     assert (gone[0].answers, gone[0].failure.split(":")[0]) == (0, "ConnectError")
 

@@ -28,7 +28,7 @@ from dsgpt.serving.scoring import Scorer
 from dsgpt.serving.server import http_config, serve
 
 KEY = "0123456789abcdef"
-LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=5, stall_sec=1)
+LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=10)
 
 
 def refusal(checkpoint: Path, **changes: Any) -> str:

@@ -57,17 +57,18 @@ def test_the_times_of_intervals_are_added():
 
 
 def test_a_thread_that_sleeps_does_not_compute():
-    clock = ThreadClock()
+    """It may wait for a core when it wakes, which counts as computing."""
+    clock, began = ThreadClock(), time.perf_counter()
     started = clock.seconds()
     time.sleep(0.2)
-    assert clock.seconds() - started < 0.1
+    assert time.perf_counter() - began - (clock.seconds() - started) > 0.1
 
 
 SPIN = "while True: pass"
 
 
 def test_a_thread_whose_core_is_shared_computes_all_the_time():
-    """Without the kernel's second counter, 0.3 s would be missing."""
+    """Without the kernel's second counter, 0.3 s would be missing; what is read between two clocks may take a while."""
     found: list[float] = []
 
     def compute() -> None:
@@ -84,7 +85,7 @@ def test_a_thread_whose_core_is_shared_computes_all_the_time():
     thread.start()
     thread.join()
     computed, passed = found
-    assert computed == pytest.approx(passed, abs=0.1)
+    assert computed == pytest.approx(passed, abs=0.2)
 
 
 RANKS = """

@@ -11,7 +11,7 @@ from dsgpt.common.problems import Problems
 from dsgpt.config.inputs import Inputs
 from dsgpt.config.recipe import Recipe
 from dsgpt.model.config import GPT2Config
-from dsgpt.runtime.machine_probe import compiler, direct_io_problem, libaio_problem, may_lock
+from dsgpt.runtime.machine_probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
 from dsgpt.runtime.topology import ParallelSizes, Topology
 
 MOST_PROFILED_STEPS = 20
@@ -212,6 +212,11 @@ def _check_nvme(request: Request, problems: Problems) -> None:
         )
     elif trouble := libaio_problem(found):
         problems.add(f"{path}: offload to nvme {trouble}, {way_out}")
+    if request.device == "cuda" and not has_cuda_toolkit():  # CPU Adam is compiled without it, on GPUs, too
+        problems.add(
+            f"{path}: offload to nvme compiles DeepSpeed's asynchronous I/O, which on GPUs needs the CUDA toolkit, and "
+            f"finds no nvcc: install the toolkit and set CUDA_HOME to its folder, {way_out}"
+        )
     for base in dict.fromkeys(nvme_paths(request.recipe, request.run_dir).values()):
         place = next(folder for folder in (base, *base.absolute().parents) if folder.is_dir())
         if trouble := direct_io_problem(place):

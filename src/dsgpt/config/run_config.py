@@ -133,6 +133,8 @@ def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices:
     Raises:
         UserError: the published weights cannot be fetched, or do not fit the model.
     """
+    from dsgpt.runtime.cpu_kernels import slow_precision  # noqa: PLC0415 - torch takes seconds; --help should not
+
     options, recipe, model, init_from = request.options, request.recipe, request.model, request.init_from
     assert model is not None
     assert request.train is not None
@@ -145,6 +147,7 @@ def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices:
         notices.append(
             f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}"
         )
+    notices += filter(None, [slow_precision(request.precision, device=request.device)])
     return RunConfig(
         options=options,
         topology=request.split_topology,

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgpt.inference.quantization import to_int8
+from dsgpt.runtime.cpu_kernels import multiplies, packs
 from dsgpt.runtime.huge_pages import HugePages
 
 _NO_SCALARS: list[float] = []
 _FEW_ROWS = 16
-"""The most rows for which PyTorch's product with int8 weights is faster than making bf16 weights of them first."""
+"""The most rows for which PyTorch's product with weights in 8 or 16 bits is faster than converting them first."""
 
 
 class Linear(Protocol):
@@ -34,6 +35,13 @@ class Linear(Protocol):
         ...
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; many rows in a precision that this CPU cannot multiply in, in fp32, rounded once."""
+    if x.device.type != "cpu" or len(x) <= _FEW_ROWS or multiplies(x.dtype):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
 class Plain:
     """A linear layer on the weight as it is: shares the model's memory."""
 
@@ -42,15 +50,15 @@ class Plain:
 
     def product(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
-        return F.linear(x, self._weight, self._bias)
+        return _product(x, self._weight, self._bias)
 
     def gelu(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
-        return F.gelu(F.linear(x, self._weight, self._bias), approximate="tanh")
+        return F.gelu(_product(x, self._weight, self._bias), approximate="tanh")
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """See ``Linear``."""
-        return residual + F.linear(x, self._weight, self._bias)
+        return residual + _product(x, self._weight, self._bias)
 
 
 class Transposed:
@@ -118,7 +126,7 @@ class Int8:
         if x.device.type == "cpu" and len(x) <= _FEW_ROWS:
             out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
         else:
-            out = F.linear(x, self._weight.to(x.dtype)) * self._scales
+            out = _product(x, self._weight.to(x.dtype)) * self._scales
         return out if self._bias is None else out.add_(self._bias)
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -131,7 +139,9 @@ class Int8:
 
 
 def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, memory: HugePages, quantize: str = "none") -> Linear:
-    """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits. GPUs need no other layouts.
+    """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits, of those that work here.
+
+    GPUs need no other layouts; what a CPU cannot do is left to ``Plain``.
 
     Args:
         weight: (out, in).
@@ -142,9 +152,9 @@ def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, memory: HugeP
     """
     if quantize == "int8":
         return Int8(weight, bias, memory=memory)
-    if weight.device.type == "cpu" and torch._C._has_mkldnn:
-        if weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and rows > 1):
-            return Packed(weight, bias, rows=rows)
-        if weight.dtype == torch.float32:
-            return Transposed(weight, bias, memory=memory)
+    on_cpu = weight.device.type == "cpu"
+    if on_cpu and weight.dtype == torch.float32 and rows == 1 and torch._C.has_mkl:
+        return Transposed(weight, bias, memory=memory)
+    if on_cpu and packs(weight.dtype):
+        return Packed(weight, bias, rows=rows)
     return Plain(weight, bias)

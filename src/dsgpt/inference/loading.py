@@ -1,5 +1,6 @@
 """A model for inference and its tokenizer, from a run, a checkpoint, a portable folder or a Hugging Face folder."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from dsgpt.formats.tokenizer_files import CONFIG, open_tokenizer, tokenizer_file
 from dsgpt.inference.trained_model import build_model, load_model
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.runtime.cpu_kernels import slow_precision
 from dsgpt.runtime.device import cuda_devices
 
 if TYPE_CHECKING:
@@ -77,12 +79,17 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
 
 
 def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:
-    """The device that ``--device`` names; what it cannot do is noted in ``problems``."""
+    """The device that ``--device`` names; what it cannot do is noted in ``problems``.
+
+    Prints a line to standard error if it computes slowly in ``precision``.
+    """
     if kind == "cuda" and not cuda_devices():
         problems.add("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
     device = torch.device("cuda" if kind != "cpu" and cuda_devices() else "cpu")
     if precision == "fp16" and device.type == "cpu":
         problems.add("--precision fp16 needs a GPU: use fp32 or bf16 on a CPU")
+    if line := slow_precision(precision, device=device.type):
+        print(f"note: {line}", file=sys.stderr)
     return device
 
 

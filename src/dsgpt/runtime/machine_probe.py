@@ -1,4 +1,4 @@
-"""What offload needs from a machine besides Python: a compiler, asynchronous I/O, direct I/O, locked memory.
+"""What offload needs from a machine besides Python: compilers, asynchronous I/O, direct I/O, locked memory.
 
 Each probe tries on a small scale what DeepSpeed would do later, and returns what is missing. DeepSpeed itself would
 fail during a compilation or a write, with messages that do not say what to do.
@@ -36,6 +36,13 @@ def compiler() -> tuple[str, ...]:
         found = shutil.which(words[0])
         return (found, *words[1:]) if found else ()
     return next(((found,) for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), ())
+
+
+def has_cuda_toolkit() -> bool:
+    """Whether CUDA's compiler is where PyTorch, and so DeepSpeed, looks for it; a driver alone does not bring it."""
+    from torch.utils.cpp_extension import CUDA_HOME  # noqa: PLC0415 - takes a second; needed only with GPUs
+
+    return CUDA_HOME is not None and shutil.which("nvcc", path=f"{CUDA_HOME}/bin") is not None
 
 
 def libaio_problem(compiler: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ def measure_inference(
 
     Returns:
         The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
-        stop, the model has a single position, or a GPU has no memory left for a second copy of the model.
+        stop, the model has a single position, or this machine cannot generate with it. Then a line says why.
     """
     weights = whole_weights(strategy, keep=config.topology.is_main)
     if not config.topology.is_main or interruption.reason:
@@ -43,6 +43,11 @@ def measure_inference(
         return None
     except torch.OutOfMemoryError:
         logger.info("inference   not measured: the GPU has no memory left for a second copy of the model")
+    # PyTorch raises no narrower type for what a CPU or a GPU lacks, mmap raises OSError without memory. The training is
+    # done and saved, and no other rank takes part in the measurement: only its figure is lost.
+    except (RuntimeError, MemoryError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning(f"inference   not measured: {reason}; the trained model is saved")
     if measured is not None:
         logger.info(
             f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, "
