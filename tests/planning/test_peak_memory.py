@@ -7,11 +7,14 @@ import pytest
 from small_run import command_line, write_inputs
 
 from dsgpt.benchmarks.plan.tensor_memory import TensorMemory
+from dsgpt.checkpointing.training_state import write_training_state
 from dsgpt.config.flags import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.model import linear_cross_entropy
 from dsgpt.model.config import PRESETS, GPT2Config
+from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.planning import activations
+from dsgpt.planning.moments import MOMENTS, STEP
 from dsgpt.planning.moments_zero import zero1
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.peak_memory import PARTS, largest_micro_batch, peak_memory, worst_peak
@@ -24,21 +27,32 @@ from dsgpt.training.run_description import setup_of
 MODEL = GPT2Config(n_layer=4, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 
 
-def measured_and_predicted(folder, **changes) -> tuple[int, int]:
-    """The peak of the third step of a baseline in this process."""
+def measured_and_predicted(folder, moment: str = "step", **changes) -> tuple[int, int]:
+    """The peak of the third step of a baseline in this process, or of another moment of its training."""
     shape = {"num_layers": 3, "num_heads": 4, "embedding_size": 64, "vocab_size": 4000, "max_train_steps": 5}
     options, problems = parse_arguments(command_line(write_inputs(folder), **shape | changes))
     config = resolve(options, topology=read_topology(), problems=problems)
     with contextlib.ExitStack() as held:
+
+        def measured(name: str) -> contextlib.AbstractContextManager[None]:
+            return memory.step() if name == moment else contextlib.nullcontext()
+
         device = bring_up(config.device, local_rank=0, threads=1)
         memory = held.enter_context(TensorMemory())
-        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
+        with measured("start"):
+            strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
         batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
         for step in (1, 2):
             strategy.train_step(batches, step)
-        with memory.step():
+        with measured("step"):
             strategy.train_step(batches, 3)
-    return memory.peak(), peak_memory(setup_of(config)).total
+        with measured("evaluation"):
+            strategy.eval_step(batches)
+        with measured("save"):
+            write_training_state(
+                folder, strategy.iter_state(), strategy.counters(), shapes=parameter_shapes(config.model), writes=True
+            )
+    return memory.peak(), peak_memory(setup_of(config), among=STEP if moment == "step" else {moment}).total
 
 
 @pytest.mark.parametrize(
@@ -57,6 +71,23 @@ def test_a_measured_peak_is_predicted(tmp_path, changes):
     """Never under, and at most 6% over. Without a LayerNorm's output in every block it would be under."""
     measured, predicted = measured_and_predicted(tmp_path, **changes)
     assert 0.999 <= predicted / measured <= 1.06
+
+
+@pytest.mark.parametrize("moment", ["evaluation", "save"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_training_needs_beside_its_steps_is_predicted(tmp_path, moment, precision):
+    measured, predicted = measured_and_predicted(tmp_path, moment, precision=precision)
+    assert 0.99 <= predicted / measured <= 1.06
+
+
+def test_a_gpu_casts_a_chunk_of_bf16_logits_before_its_softmax(setup):
+    """PyTorch fuses the cast for fp16 alone: 2 + 4 + 4 bytes a logit. From 5,341 tokens on a chunk has 2^28 logits."""
+    fields = {"run_type": "baseline", "world_size": 1, "model": PRESETS["small"], "seq_length": 1024}
+    for precision, bytes_each in (("fp32", 4 + 4), ("bf16", 2 + 4 + 4)):
+        training = setup(precision=precision, micro_batch_size=1, **fields)
+        assert activations.logits_bytes(training, device="cuda") == bytes_each * 1024 * 50257
+    large = setup(precision="bf16", micro_batch_size=8, **fields)
+    assert activations.logits_bytes(large, device="cuda") == pytest.approx(10 * 2**28, rel=1e-3)
 
 
 def test_the_loss_has_the_chunks_that_are_predicted():
@@ -107,3 +138,27 @@ def test_the_largest_micro_batch_is_the_last_that_fits(setup):
         assert worst_peak(fits, device="cuda")[1].total <= limit < worst_peak(too_large, device="cuda")[1].total
     more = replace(training, activation_checkpointing=True)
     assert largest_micro_batch(more, limit_bytes=16e9, device="cuda") > found[2]
+
+
+def test_offload_starts_with_one_copy_of_its_part_and_saves_whole_parameters(setup):
+    """3.9e9 parameters on 8 GPUs: fp32 weights at the start would take 15.6 GB."""
+    large = GPT2Config(n_layer=48, n_head=32, n_embd=2560, block_size=1024, vocab_size=50257)
+    fields = {"model": large, "world_size": 8, "precision": "fp16", "seq_length": 1024, "micro_batch_size": 1}
+    training = setup("zero2_offload", activation_checkpointing=True, **fields)
+    elements, embedding = total(model_parameters(large)), 50304 * 2560
+    found = {name: peak_memory(training, device="cuda", among={name}).total for name in MOMENTS if name != "forward"}
+    assert found["start"] == pytest.approx((2 + 2 / 8) * elements, rel=1e-3)
+    assert found["save"] == pytest.approx(2 * elements + (2 + 12 + 7) * embedding, rel=1e-3)
+    assert peak_memory(training, device="cuda").total == max(found.values()) < 14.4e9
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_training_needs_at_least_what_a_step_needs(setup, recipe, precision):
+    training = setup(recipe, model=MODEL, world_size=8, precision=precision, seq_length=64)
+    for device in ("cpu", "cuda"):
+        step = peak_memory(training, device=device, among=STEP)
+        every = peak_memory(training, device=device)
+        assert step.moment in STEP
+        assert every.total >= step.total
+        assert every == step or every.moment not in STEP

@@ -1,6 +1,7 @@
 """The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS
 from dsgpt.planning.communication import step_traffic
 from dsgpt.planning.gathering import gathered, gathered_forward
+from dsgpt.planning.host_link import copied
 from dsgpt.planning.setup import Setup
 from dsgpt.planning.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD, passes, placed_traffic
 
@@ -70,6 +72,46 @@ def test_zero_3_gathers_every_large_parameter_before_its_first_use():
     forward = {part.name for part in gathered_forward(setup)}
     assert forward == {part.name for part in gathered(setup)}
     assert len(gathered_forward(setup)) < len(gathered(setup))
+
+
+def megabytes(setup: Setup, what: str) -> tuple[int, int]:
+    """What a rank copies to its host in a step, and back."""
+    found = [each for each in copied(setup) if each.what == what]
+    out, back = (sum(each.size for each in found if each.to_device == way) for way in (False, True))
+    return round(out / 1e6), round(back / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision", "batches", "gradients"),
+    [
+        # A rank's part has 15.6 million elements, 62 MB in fp32. ZeRO-3 copies it to the host and back each time.
+        ("zero3_offload", "bf16", 1, (62 + 62, 62)),
+        ("zero3_offload", "bf16", 8, (9 * 62.24, 8 * 62.24)),
+        ("zero2_offload", "bf16", 1, (62, 0)),
+        ("zero2_offload", "fp16", 8, (62, 0)),
+        ("zero2_offload", "fp32", 1, (62, 0)),
+        # The part lies in the embedding, of 50,304 x 768 elements: 155 MB, which go out each time and come back from
+        # the second time on.
+        ("zero2_offload", "fp32", 8, (8 * 154.53 + 62.24, 7 * 154.53)),
+    ],
+)
+def test_offload_copies_gradients_as_deepspeed_does(recipe, precision, batches, gradients):
+    setup = replace(setup_of(recipe, batches=batches), precision=precision)
+    assert megabytes(setup, "gradients") == pytest.approx(gradients, abs=1)
+    own = 62 if precision == "fp32" else 31
+    if recipe == "zero2_offload":
+        assert megabytes(setup, "weights") == (0, own)
+    else:  # the weights stay in the host, and reach the device in the passes alone
+        assert {each.moment for each in copied(setup) if each.what == "weights"} == {FORWARD, BACKWARD}
+
+
+def test_fsdp_copies_what_stays_gathered_once():
+    """Blocks have 85.1 million elements, embeddings and last LayerNorm 39.4 million, of which a rank has an eighth."""
+    setup = setup_of("zero0", run_type="fsdp", batches=8)
+    offload = replace(setup.recipe.dsgpt.fsdp, cpu_offload=True)
+    setup = replace(setup, recipe=replace(setup.recipe, dsgpt=replace(setup.recipe.dsgpt, fsdp=offload)))
+    assert megabytes(setup, "weights") == (0, round((16 * 85.05 + 39.42) * 4 / 8))
+    assert megabytes(setup, "gradients") == (62, 0)
 
 
 def test_a_stage_sends_to_its_neighbours_alone():

@@ -32,7 +32,7 @@ from dsgpt.runtime.process_group import barrier, joined
 from dsgpt.runtime.topology import read_topology
 from dsgpt.strategies.base import Strategy
 from dsgpt.strategies.build import build_strategy
-from dsgpt.strategies.pytorch.master_weights import DTYPES
+from dsgpt.strategies.initial_weights import DTYPES
 from dsgpt.telemetry.model_state import state_bytes
 from dsgpt.training.batches import training_batches
 from dsgpt.training.run import dropout_seed

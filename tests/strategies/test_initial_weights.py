@@ -1,7 +1,15 @@
 """Initial weights follow from seed and name alone on every rank; no rank ever holds the whole of a split model."""
 
 import pytest
+import torch
+from small_run import command_line, write_inputs
 from strategy_cells import DEEP, LAYERS, NO_LIBAIO, NVME, START_BF16, START_FP32, THREE_D, Asked
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsgpt.config.flags import parse_arguments
+from dsgpt.config.run_config import resolve
+from dsgpt.runtime.topology import read_topology
+from dsgpt.strategies.deepspeed.zero import _build_whole
 
 BUILT_IN_PARTS = [
     *((Asked(2, f"start {name} {LAYERS[-1]}"), 2) for name in DEEP),
@@ -47,3 +55,26 @@ def test_a_rank_trains_only_its_part(seen, cell, parts):
     for facts in seen(cell).ranks:
         shared = facts["largest"] if "pipeline" in cell.name else 0
         assert facts["whole"] / parts <= facts["held"] <= 1.1 * facts["whole"] / parts + shared
+
+
+class OnMeta(TorchDispatchMode):
+    """Notes the precision of every weight that is made on the device ``meta``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "meta":
+            self.seen.add(made.dtype)
+        return made
+
+
+def test_no_fp32_copy_of_the_model_is_made_on_the_device(tmp_path):
+    """``meta`` stands for a GPU. An fp32 copy there would be twice what ZeRO with offload needs of it later."""
+    options, problems = parse_arguments(command_line(write_inputs(tmp_path), precision="bf16"))
+    config = resolve(options, topology=read_topology(), problems=problems)
+    with OnMeta() as made:
+        _build_whole(config, torch.device("meta"))
+    assert made.seen == {torch.bfloat16}

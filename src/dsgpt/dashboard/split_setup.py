@@ -114,12 +114,12 @@ def copied_rows(setup: Setup) -> list[dict[str, Any]]:
     """What offload copies in a step, a row for each kind at each place."""
     rows: dict[tuple[Any, ...], list[Copied]] = {}
     for each in copied(setup):
-        rows.setdefault((each.moment, each.what, each.link, each.size), []).append(each)
+        rows.setdefault((each.moment, each.what, each.link, each.to_device, each.size), []).append(each)
     return [
         {
             "when": same[0].moment if same[0].micro_batch is None else f"in the {same[0].moment} pass",
             "what": same[0].what,
-            "between": LINKS[same[0].link],
+            "between": LINKS[same[0].link, same[0].to_device],
             "times": len(same),
             "bytes": same[0].size,
             "bytes per step": sum(each.size for each in same),

@@ -31,7 +31,12 @@ LANES = ("computes", "weights", "gradients", "activations", "host", "files")
 """From top to bottom."""
 MOST_IN_PIPELINE = 64
 """Micro batches of a pipeline that can be drawn."""
-LINKS = {"host": "between device and host", "files": "between host and files"}
+LINKS = {
+    ("host", True): "from host to device",
+    ("host", False): "from device to host",
+    ("files", True): "from files to host",
+    ("files", False): "from host to files",
+}
 _NAMES = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -204,7 +209,7 @@ class _Drawing:
             width = (end - start) / max(1, len(here))
             for index, each in enumerate(here):
                 label = f"copies {each.what} {memory(each.size)}"
-                title = f"copies {each.what}, {memory(each.size)}, {LINKS[link]}"
+                title = f"copies {each.what}, {memory(each.size)}, {LINKS[link, each.to_device]}"
                 yield Bar(
                     lane=link, label=label, title=title, start=start + index * width, end=start + (index + 1) * width
                 )

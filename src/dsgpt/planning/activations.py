@@ -61,24 +61,25 @@ def head_gradient_bytes(setup: Setup, *, device: str) -> int:
     return width * model.padded_vocab_size * model.n_embd
 
 
-def logits_bytes(setup: Setup, *, device: str) -> int:
-    """The logits of a chunk and the steps of its softmax.
+def logits_bytes(setup: Setup, *, device: str, gradients: bool = True) -> int:
+    """The logits of a chunk and the steps of its softmax, with their ``gradients`` or without.
 
     Without chunks: the softmax of all tokens, its gradient and that of the loss, in fp32; and in a pipeline, which
-    keeps what its last stage put out, the logits of two micro batches.
+    keeps what its last stage put out, the logits of two micro batches. A GPU casts a chunk in bf16 to fp32 before its
+    softmax, of which it makes a second one; only for fp16 has PyTorch one operation (``log_softmax`` in ATen).
     """
     vocabulary = setup.model.vocab_size
     if _plain_loss(setup):
-        return 3 * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
+        return (3 if gradients else 2) * FULL * setup.tokens * vocabulary + kept_logits_bytes(setup)
     rows = _rows(setup, device)
     chunk = setup.low * rows * vocabulary
     if device == "cuda":
-        softmax = FULL * rows * vocabulary
+        softmax = FULL * (1 + (setup.low != FULL)) * rows * vocabulary
     else:
         step = max(1, CACHED // vocabulary)
         copies = 1 + (rows > step) + (setup.low != FULL)  # of this step, the one before, and the cast to fp32
         softmax = FULL * copies * min(rows, step) * vocabulary
-    return max(chunk + softmax, _product_bytes(setup, device))
+    return max(chunk + softmax, _product_bytes(setup, device) if gradients else 0)
 
 
 def kept_logits_bytes(setup: Setup) -> int:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dsgpt.planning.flat_groups import flat_groups
 from dsgpt.planning.gathering import gathered, gathered_forward
 from dsgpt.planning.parameters import ParameterSize
 from dsgpt.planning.passes import stepped_elements
 from dsgpt.planning.setup import FULL, Setup
 from dsgpt.planning.sharded import zero_piece
-from dsgpt.planning.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD
+from dsgpt.planning.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, fsdp_gathers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class Copied:
     """``gradients``, ``weights`` or ``optimizer state``."""
     link: str
     """``host``, or ``files`` of the host."""
+    to_device: bool
+    """Whether it goes towards the device; otherwise away from it."""
     size: int
 
 
@@ -31,33 +34,65 @@ def copied(setup: Setup, *, rank: int = 0) -> list[Copied]:
         return list(_fsdp(setup, rank)) if setup.recipe.dsgpt.fsdp.cpu_offload else []
     if setup.run_type != "optimized" or setup.recipe.offload_optimizer == setup.recipe.offload_param == "none":
         return []
-    return [*_optimizer(setup, rank), *_parameters(setup)]
+    return [each for each in (*_optimizer(setup, rank), *_parameters(setup)) if each.size]
 
 
 def _fsdp(setup: Setup, rank: int) -> Iterator[Copied]:
-    """Weights to the device for every pass, gradients to the host once."""
+    """The rank's shards to the device whenever weights are gathered, in fp32; gradients to the host once."""
+    for (moment, number), elements in fsdp_gathers(setup).items():
+        yield Copied(
+            moment=moment, micro_batch=number, what="weights", link="host", to_device=True, size=FULL * elements
+        )
     size, last = FULL * stepped_elements(setup, rank), setup.gradient_accumulation_steps - 1
-    for number in range(setup.gradient_accumulation_steps):
-        for moment in (FORWARD, BACKWARD):
-            yield Copied(moment=moment, micro_batch=number, what="weights", link="host", size=size)
-    yield Copied(moment=BACKWARD, micro_batch=last, what="gradients", link="host", size=size)
+    yield Copied(moment=BACKWARD, micro_batch=last, what="gradients", link="host", to_device=False, size=size)
 
 
 def _optimizer(setup: Setup, rank: int) -> Iterator[Copied]:
-    """Gradients to the host, at stage 1 once; new weights back; moments and master weights from files and back."""
+    """Gradients to the host; new weights back; moments and master weights from files and back."""
     recipe, own = setup.recipe, stepped_elements(setup, rank)
     if recipe.offload_optimizer == "none":
         return
-    size, kind = setup.low * own, {"what": "gradients", "link": "host"}
+    last = setup.gradient_accumulation_steps - 1
     if recipe.zero_stage > 1:
-        for number in range(setup.gradient_accumulation_steps):
-            yield Copied(moment=BACKWARD, micro_batch=number, size=size, **kind)
+        for number, out, back in _summed(setup, rank):
+            for size, comes in ((back, True), (out, False)):
+                yield Copied(
+                    moment=BACKWARD, micro_batch=number, what="gradients", link="host", to_device=comes, size=size
+                )
+        yield Copied(moment=BACKWARD, micro_batch=last, what="gradients", link="host", to_device=False, size=FULL * own)
     else:
-        yield Copied(moment=BEFORE_STEP, micro_batch=None, size=size, **kind)
+        yield Copied(
+            moment=BEFORE_STEP, micro_batch=None, what="gradients", link="host", to_device=False, size=FULL * own
+        )
     if recipe.offload_optimizer == "nvme":
-        state = 2 * FULL * (1 + setup.moments) * own
-        yield Copied(moment=DURING_STEP, micro_batch=None, what="optimizer state", link="files", size=state)
-    yield Copied(moment=AFTER_STEP, micro_batch=None, what="weights", link="host", size=size)
+        state = FULL * (1 + setup.moments) * own
+        for comes in (True, False):
+            yield Copied(
+                moment=DURING_STEP, micro_batch=None, what="optimizer state", link="files", to_device=comes, size=state
+            )
+    if recipe.offload_param == "none":  # else they stay in the host until they are gathered
+        size = setup.low * own
+        yield Copied(moment=AFTER_STEP, micro_batch=None, what="weights", link="host", to_device=True, size=size)
+
+
+def _summed(setup: Setup, rank: int) -> Iterator[tuple[int, int, int]]:
+    """What adding up costs in each micro batch: its number, bytes to the host, and bytes back. Sums are in the host.
+
+    * ZeRO-3: fp32 sums of the rank's part, which go to the device and back. Even the first one, which only replaces the
+      sum, comes back (``partition_grads``).
+    * ZeRO-2 in fp32 with several micro batches: whole parameters of which the rank has a part
+      (``async_accumulate_grad_in_cpu_via_gpu``). In bf16 and fp16 it adds up on the device.
+    """
+    several = setup.gradient_accumulation_steps > 1
+    if setup.recipe.zero_stage == 3:
+        whole = FULL * stepped_elements(setup, rank)
+    elif setup.precision == "fp32" and several:
+        part = rank // setup.sizes.tensor % setup.zero_ranks
+        whole = FULL * sum(group.touched(part) for group in flat_groups(setup.held(rank), setup.zero_ranks))
+    else:
+        return
+    for number in range(setup.gradient_accumulation_steps):
+        yield number, whole, whole if number or setup.recipe.zero_stage == 3 else 0
 
 
 def _parameters(setup: Setup) -> Iterator[Copied]:
@@ -71,7 +106,7 @@ def _parameters(setup: Setup) -> Iterator[Copied]:
         for moment, elements in zip((FORWARD, BACKWARD), pieces, strict=True):
             for link in links:
                 size = setup.low * elements
-                yield Copied(moment=moment, micro_batch=number, what="weights", link=link, size=size)
+                yield Copied(moment=moment, micro_batch=number, what="weights", link=link, to_device=True, size=size)
 
 
 def _of_passes(setup: Setup) -> tuple[list[ParameterSize], list[ParameterSize]]:

@@ -24,6 +24,7 @@ def baseline(setup: Setup, *, device: str) -> list[Moment]:
         Moment(name="backward", blocks=layers, parts={"gradients": earlier, "new_gradients": embedding}),
         Moment(name="reduction", parts={"gradients": earlier, "new_gradients": backward}),
         Moment(name="step", parts={"gradients": sums, "new_gradients": new if separate else 0, "other": cast}),
+        Moment(name="evaluation", parts={"gradients": sums}),  # they are freed when the next step begins
     ]
 
 
@@ -47,6 +48,7 @@ def ddp(setup: Setup, *, device: str) -> list[Moment]:  # noqa: ARG001 - of all 
         Moment(name="backward", blocks=layers, parts=earlier | {"new_gradients": embedding}),
         Moment(name="reduction", parts=last),
         Moment(name="step", parts=stepped),
+        Moment(name="evaluation", parts=stepped),
     ]
 
 
@@ -73,7 +75,8 @@ def fsdp(setup: Setup, *, device: str) -> list[Moment]:
     several, copies = setup.gradient_accumulation_steps > 1, 1 if device == "cpu" else 0
     width = FULL if recipe.reduce_dtype == "fp32" else setup.low
     embedding = embedding_bytes(setup)
-    shards = FULL * layers * block // ranks
+    away = recipe.cpu_offload and device == "cuda"
+    shards, root_shard = (0, 0) if away else (FULL * layers * block // ranks, FULL * root // ranks)
     kept = layers if not recipe.reshard_after_forward else 1
     earlier = width * (layers * block + root) if several else 0
     flight = 0 if not recipe.reshard_after_forward else (1 + copies) * block
@@ -102,7 +105,11 @@ def fsdp(setup: Setup, *, device: str) -> list[Moment]:
         ),
         Moment(
             name="step",
-            parts={"gradients": shards + FULL * root // ranks, "buckets": (1 + copies) * width * root},
+            parts={"gradients": shards + root_shard, "buckets": (1 + copies) * width * root},
+        ),
+        Moment(
+            name="evaluation",
+            parts={"gradients": shards + root_shard, "gathered": setup.low * (root + kept * block)},
         ),
     ]
 

@@ -29,6 +29,7 @@ def zero0(setup: Setup, rank: int, *, device: str) -> list[Moment]:
         Moment(name="step", parts={"gradients": earlier, "new_gradients": new, "other": cast}),
         Moment(name="step", parts={"gradients": new, "buckets": flat}),
         Moment(name="step", parts={"gradients": state.gradients, "other": _unfused(setup, held)}),
+        Moment(name="evaluation", parts={}),
     ]
 
 
@@ -52,6 +53,7 @@ def bf16_optimizer(setup: Setup, rank: int, *, device: str) -> list[Moment]:  # 
         Moment(name="reduction", parts={"gradients": sums, "new_gradients": end}),
         Moment(name="step", parts={"gradients": sums, "new_gradients": new, "buckets": width * flat}),
         Moment(name="step", parts={"gradients": sums, "new_gradients": new, "other": _unfused(setup, held)}),
+        Moment(name="evaluation", parts={"gradients": sums}),
     ]
 
 
@@ -70,6 +72,7 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
         Moment(name="reduction", parts=earlier | {"new_gradients": end, "buckets": bucket}),
         Moment(name="step", parts={"gradients": _flattened(setup, rank, stepped)}),
         Moment(name="step", parts={"gradients": stepped, "other": _unfused(setup, held)}),
+        Moment(name="evaluation", parts={}),
     ]
     return [_with(moment, base) for moment in found]
 
@@ -88,7 +91,7 @@ def zero2(setup: Setup, rank: int, *, device: str) -> list[Moment]:
         moved = bucket + setup.low * fill.elements
         now = {"gradients": begun, "new_gradients": waits, "buckets": moved}
         found.append(Moment(name="reduction", blocks=fill.blocks, parts=now))
-    found.append(Moment(name="step", parts={"gradients": stepped}))
+    found += [Moment(name="step", parts={"gradients": stepped}), Moment(name="evaluation", parts={})]
     return [_with(moment, base) for moment in found]
 
 

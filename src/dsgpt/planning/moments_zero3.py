@@ -32,6 +32,7 @@ def zero3(setup: Setup, rank: int, *, device: str) -> list[Moment]:
         Moment(name="loss", blocks=layers, parts=base | {"gathered": whole}),
         Moment(name="backward", blocks=layers, parts=base | {"gathered": whole, "new_gradients": embedding}),
         Moment(name="step", parts=base | {"gradients": stepped}),
+        Moment(name="evaluation", parts=base | {"gathered": whole}),
     ]
     for fill in bucket_fills(setup, held):
         buckets = base["buckets"] + copies * setup.low * fill.elements

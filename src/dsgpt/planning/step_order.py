@@ -123,7 +123,7 @@ def _activations(setup: Setup, traffic: Traffic, rank: int) -> tuple[int, int]:
 def _gathers(setup: Setup) -> dict[Place, int]:
     """Elements of weights that are gathered at each place."""
     if setup.run_type == "fsdp":
-        return _fsdp_gathers(setup)
+        return fsdp_gathers(setup)
     if setup.recipe.zero_stage < 3:
         return {(AFTER_STEP, None): 1}
 
@@ -135,7 +135,7 @@ def _gathers(setup: Setup) -> dict[Place, int]:
     return each | {(AFTER_STEP, None): pieces(persistent(setup.recipe.zero_optimization, setup.held(0)))}
 
 
-def _fsdp_gathers(setup: Setup) -> dict[Place, int]:
+def fsdp_gathers(setup: Setup) -> dict[Place, int]:
     """Blocks in every pass if they are resharded after the forward pass, else once; the rest in the first pass."""
     whole = model_parameters(setup.model)
     blocks = [part for part in whole if part.name.startswith("blocks.")]

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.initialization import initial_value
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precision by the name that a configuration gives it."""
 InitialValues = Callable[[str, torch.Size], Tensor]
 """(canonical name, whole shape) to the whole initial value, fp32 on the CPU; the same on every rank."""
 

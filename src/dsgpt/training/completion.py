@@ -13,7 +13,7 @@ from dsgpt.inference.latency import measure_latency
 from dsgpt.inference.trained_model import build_model
 from dsgpt.runtime.interruption import Interruption
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.pytorch.master_weights import DTYPES
+from dsgpt.strategies.initial_weights import DTYPES
 from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.record import COMPLETE_FILE, RECORD_FILE
 

@@ -12,6 +12,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile
 from dsgpt.planning.communication import most_sent_bytes
 from dsgpt.planning.model_state import largest_model_state
+from dsgpt.planning.moments import STEP
 from dsgpt.planning.peak_memory import peak_memory, worst_peak
 from dsgpt.planning.setup import Setup
 from dsgpt.runtime.device import describe_hardware
@@ -85,7 +86,8 @@ def predicted_peak_memory(config: RunConfig) -> dict[str, Any] | None:
     if _has_no_formula(config):
         return None
     setup = setup_of(config)
-    first, (rank, worst) = peak_memory(setup, device=config.device), worst_peak(setup, device=config.device)
+    first = peak_memory(setup, device=config.device, among=STEP)
+    rank, worst = worst_peak(setup, device=config.device, among=STEP)
     return {"rank0": first.as_dict(), "worst": {"rank": rank, **worst.as_dict()}}
 
 
@@ -99,7 +101,7 @@ def _state_line(config: RunConfig) -> str:
         return "not known for Zero++"
     setup = setup_of(config)
     state, sent = largest_model_state(setup), most_sent_bytes(setup)
-    _, peak = worst_peak(setup, device=config.device)
+    _, peak = worst_peak(setup, device=config.device, among=STEP)
     elsewhere = f", {state.on_device / 1e6:,.1f} MB of it on the device" if state.off_device else ""
     return (
         f"{state.total / 1e6:,.1f} MB of weights, gradients and optimizer per rank{elsewhere}; "

@@ -15,6 +15,7 @@ from dsgpt.planning.calibrations import Calibration
 from dsgpt.planning.communication import sent_bytes
 from dsgpt.planning.fitting import Factors
 from dsgpt.planning.model_state import model_state
+from dsgpt.planning.moments import STEP
 from dsgpt.planning.parameters import model_parameters, total
 from dsgpt.planning.peak_memory import peak_memory
 from dsgpt.planning.setup import Setup
@@ -130,7 +131,7 @@ def _middle(rounds: Sequence[Sequence[float]]) -> float:
 
 
 def _of_rank(setup: Setup, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
-    predicted = peak_memory(setup, rank=rank, device="cpu")
+    predicted = peak_memory(setup, rank=rank, device="cpu", among=STEP)
     return {
         "rank": rank,
         "measured": facts["peak_bytes"],

@@ -22,7 +22,7 @@ from dsgpt.strategies.deepspeed.zero import Zero
 class TensorParallel(Zero):
     """One DeepSpeed engine per rank, each with its part of every layer.
 
-    The model is made whole in host memory, in fp32, and only what a rank keeps is copied to its device: AutoTP
+    The model is made whole in host memory, and only what a rank keeps is copied to its device: AutoTP
     (``TensorParallel_Layer.move``) copies a rank's part of each matrix there and frees the whole one, and the engine
     moves the rest after that (``_configure_distributed_model``). So a model may be larger than one device, but each
     rank needs host memory for all of it while it starts. For a larger model use ``ds_configs/3d.json``, with which

@@ -23,7 +23,7 @@ from dsgpt.strategies.deepspeed.protocols import UnfusedOptimizer
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.strategies.deepspeed.sharded_model import build_sharded
 from dsgpt.strategies.deepspeed.swap_space import SwapSpace
-from dsgpt.strategies.initial_weights import initialize_whole
+from dsgpt.strategies.initial_weights import DTYPES, initialize_whole
 
 
 class Zero(DeepSpeedStrategy):
@@ -142,9 +142,14 @@ class Zero(DeepSpeedStrategy):
 
 
 def _build_whole(config: RunConfig, device: torch.device) -> GPT2:
-    """GPT-2 with its initial weights on ``device``; for tensor ranks in host memory, see ``TensorParallel``."""
+    """GPT-2 with its initial weights on ``device``; for tensor ranks in host memory, see ``TensorParallel``.
+
+    They are rounded to the run's precision in host memory, so that no fp32 copy needs room on the device. DeepSpeed
+    makes its master weights from the rounded ones in any case.
+    """
     model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
     initialize_whole(model, config)
+    model.to(DTYPES[config.precision])
     return model if config.topology.sizes.tensor > 1 else model.to(device)
 
 

@@ -4,8 +4,8 @@ import torch
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.strategies.initial_weights import initialize_whole
-from dsgpt.strategies.pytorch.master_weights import DTYPES, MasterWeights
+from dsgpt.strategies.initial_weights import DTYPES, initialize_whole
+from dsgpt.strategies.pytorch.master_weights import MasterWeights
 from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy
 
 

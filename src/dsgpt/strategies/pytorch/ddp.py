@@ -19,8 +19,9 @@ from dsgpt.checkpointing.training_state import StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.strategies.base import StateTensors
+from dsgpt.strategies.initial_weights import DTYPES
 from dsgpt.strategies.pytorch.baseline import whole_model
-from dsgpt.strategies.pytorch.master_weights import DTYPES, MasterWeights
+from dsgpt.strategies.pytorch.master_weights import MasterWeights
 from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy, compile_blocks
 
 

@@ -20,8 +20,7 @@ from dsgpt.data.loader import Batch
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.optimization.optimizer import square_sum
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
-from dsgpt.strategies.initial_weights import initial_values
-from dsgpt.strategies.pytorch.master_weights import DTYPES
+from dsgpt.strategies.initial_weights import DTYPES, initial_values
 from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy, compile_blocks
 
 

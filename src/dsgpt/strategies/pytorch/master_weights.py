@@ -9,9 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The precision by the name that a configuration gives it."""
-
 
 class TrainedWeights(Protocol):
     """The fp32 weights that an optimizer changes, and their link to the weights that the model computes with."""
