@@ -58,7 +58,7 @@ class Server:
         return self.metric(f'dsgpt_requests_total{{status="{status}"}}')
 
 
-def within(condition: Any, *, seconds: float = 20) -> None:
+def within(condition: Any, *, seconds: float = 60) -> None:
     """Wait until ``condition()`` holds."""
     end = time.monotonic() + seconds
     while not condition():
