@@ -28,7 +28,7 @@ def answered(
     sequence = Sequence("0", asyncio.Event(), 0.0)
     prompt = Prompt(ids=tokenizer.encode("ab"), text="ab")
     choice = Choice(
-        index=0, prompt=prompt, sequence=sequence, text=TextStream(tokenizer, stops), end_of_text=END_OF_TEXT
+        index=0, prompt=prompt, sequence=sequence, text=TextStream(tokenizer, stops), ends=frozenset({END_OF_TEXT})
     )
     pieces = []
     for end in range(at_a_time, len(ids) + at_a_time, at_a_time):
@@ -82,7 +82,10 @@ def test_log_probabilities_stand_beside_their_tokens(tokenizer, at_a_time):
     assert choice.logprobs == {
         "tokens": ["a", "b", "x", *half],
         "token_logprobs": [None, -1, -2, -3, -4],
-        "top_logprobs": [None, *[{"v": -0.5, "w": -1.5}] * 4],
+        "top_logprobs": [
+            None,
+            *({"v": -0.5, "w": -1.5, name: -1.0 - place} for place, name in enumerate(["b", "x", *half])),
+        ],
         "text_offset": [0, 1, 2, 3, 3],
     }
     add_logprobs(choice, top=0, echo=False, scorer=scorer, tokenizer=tokenizer)

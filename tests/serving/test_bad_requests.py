@@ -60,7 +60,21 @@ BAD: dict[str, tuple[bytes, int, str, str | None]] = {
     "an empty stop": (body(stop=""), 400, "invalid_value", "stop"),
     "five stops": (body(stop=list("abcde")), 400, "invalid_value", "stop"),
     "unsupported": (body(suffix="x"), 400, "unsupported_parameter", "suffix"),
-    "a seed that would not repeat": (body(seed=1), 400, "unsupported_parameter", "seed"),
+    "a seed beyond 64 bits": (body(seed=2**63), 400, "invalid_value", "seed"),
+    "a token to stop at that is none": (body(stop_token_ids=[257]), 400, "invalid_value", "stop_token_ids"),
+    "an unknown option of streams": (
+        body(stream=True, stream_options={"x": 1}),
+        400,
+        "unknown_parameter",
+        "stream_options",
+    ),
+    "a number with 4,300 digits": (body(max_tokens=10**4299), 400, "invalid_value", "max_tokens"),
+    "a number with 4,301 digits": (body()[:-1] + b', "n": ' + b"9" * 4301 + b"}", 400, "invalid_json", None),
+    "an id with 4,300 digits": (body(prompt=[10**4299]), 400, "invalid_value", "prompt"),
+    "UTF-16": (body().decode().encode("utf-16"), 400, "invalid_json", None),
+    "more prompts than places": (body(prompt=["x"] * (PLACES + 1)), 400, "invalid_value", "prompt"),
+    "more choices of prompts than places": (body(prompt=["x", "y"], n=PLACES), 400, "invalid_value", "prompt"),
+    "more than any limit": (body(n=129), 400, "invalid_value", "n"),
     "does not fit": (body(prompt="x" * POSITIONS, max_tokens=1), 400, "context_length_exceeded", "prompt"),
     "completion does not fit": (body(max_tokens=POSITIONS), 400, "context_length_exceeded", "prompt"),
     "more than all places": (body(n=PLACES + 1), 400, "invalid_value", "n"),
@@ -187,3 +201,30 @@ def test_many_clients_hang_up_at_random_instants(server: Server):
         time.sleep(0.001 * (number % 12))
         client.close()
     assert server.http.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (body(stream=True, stream_options={"include_usage": True, "usage": 1}), "stream_options.usage is not a known"),
+        (body(stream_options={"include_usages": True}), "(did you mean include_usage?)"),
+        (body(stop=1), "stop must be a text of 1 to 256 characters, or a list of at most 4 of them"),
+        (body().decode().encode("utf-16"), "the body is not JSON: it is UTF-16 text, not UTF-8: encode it as UTF-8"),
+        (body(max_tokens=9**4000), "max_tokens: Input should be less than 9223372036854775808, not "),
+        (body(prompt=[9**4000]), "prompt has the token id "),
+        (body()[:-1] + b', "n": ' + b"9" * 4301 + b"}", "a whole number in it has more than 4,300 digits"),
+        (body(n=10**18), "the request asks for 1000000000000000000 completions, and the server takes 32 at a time"),
+        (body(prompt=["x", "y"], n=20), "asks for 40 completions (2 prompts, 20 of each), and the server takes 32"),
+    ],
+)
+def test_messages_say_what_to_send_instead(server: Server, data: bytes, message: str):
+    answer = server.http.post(
+        f"{server.url}/v1/completions", content=data, headers={"content-type": "application/json"}
+    )
+    assert message in answer.json()["error"]["message"] and len(answer.content) < 300
+
+
+def test_a_byte_order_mark_is_no_part_of_the_body(server: Server):
+    headers = {"content-type": "application/json"}
+    answer = server.http.post(f"{server.url}/v1/completions", content=b"\xef\xbb\xbf" + body(), headers=headers)
+    assert answer.json()["usage"]["completion_tokens"] == 4

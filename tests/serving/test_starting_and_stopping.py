@@ -3,18 +3,21 @@
 import asyncio
 import json
 import signal
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from harmful_tokenizers import bring_code, seal
-from running_server import BATCH, MODEL, PLACES, Server, ready, running
+from running_server import BATCH, MODEL, PLACES, Server, ready, running, within
 
 from dsgpt.common.errors import UserError
 from dsgpt.serving.app import make_app
@@ -80,7 +83,7 @@ def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
 def test_an_answer_that_takes_too_long_and_an_engine_that_fails(run_dir, monkeypatch):
     """In this process: no machine is too fast for a limit of a millisecond."""
     served = open_served(run_dir, which="latest", name=MODEL, device_kind="cpu")
-    engine, metrics = Engine(served.model, batch=2, end_of_text=served.end_of_text), Metrics()
+    engine, metrics = Engine(served.model, batch=2), Metrics()
     limits = replace(LIMITS, request_sec=0.001)
     completions = Completions(
         served=served,
@@ -146,6 +149,34 @@ def test_only_requests_with_the_key_are_answered(two):
     assert server.http.get(f"{server.url}/metrics").status_code == 401
     assert server.http.get(f"{server.url}/health").status_code == 200
     assert server.http.get(f"{server.url}/health", headers={"host": "example.org"}).status_code == 200
+
+
+def test_clients_that_send_malformed_prompts_leave_the_others_their_answers(two, capsys):
+    """Four clients, 256 KB each. The bound is for busy machines; ``-s`` shows the time."""
+    server, _ = two
+    items, statuses, done = (b"{}", b"[]", b"[null]", b"1.5"), Counter(), threading.Event()
+
+    def flood(item: bytes) -> None:
+        body = b'{"model": "tiny", "prompt": [' + b",".join([item] * (260_000 // (len(item) + 1))) + b"]}"
+        with httpx2.Client(headers={"content-type": "application/json"}, timeout=60) as client:
+            while not done.is_set():
+                statuses[client.post(f"{server.url}/v1/completions", content=body).status_code] += 1
+
+    with ThreadPoolExecutor(len(items)) as pool:
+        floods, seconds = [pool.submit(flood, item) for item in items], []
+        try:
+            within(lambda: statuses.total() >= len(items), seconds=60)
+            for _ in range(10):
+                began = time.perf_counter()
+                assert server.complete().usage.completion_tokens == 8
+                seconds.append(time.perf_counter() - began)
+        finally:
+            done.set()
+    assert [flood.exception() for flood in floods] == [None] * len(items)
+    assert set(statuses) == {400}
+    with capsys.disabled():
+        print(f"\nhonest client: median {median(seconds):.3f} s, slowest {max(seconds):.3f} s; flood: {statuses[400]}")
+    assert max(seconds) < 10
 
 
 def many(server: Server) -> Any:

@@ -9,6 +9,8 @@ import codecs
 import json
 import math
 import re
+import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -28,9 +30,10 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """As lower-case hex. pydantic matches the pattern in Rust, where ``$`` is only the end of the text: a final line break
 does not match."""
 
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""Strings, and brackets outside of them. The closing quote is optional: otherwise an unclosed string would make the
-search quadratic."""
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""The closing quote is optional: otherwise an unclosed string would make the search quadratic."""
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 3
 """How many faults of one file the error message shows."""
@@ -49,6 +52,10 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     Raises:
         JsonError: it is not such JSON, or is nested deeper than ``max_depth``.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)
+    encoding = json.detect_encoding(data)
+    if encoding != "utf-8":
+        raise JsonError(f"it is {encoding.upper()} text, not UTF-8: encode it as UTF-8")
     check_depth(data, max_depth)
     try:
         value = json.loads(
@@ -63,8 +70,10 @@ def parse_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise JsonError("a text in it is not valid Unicode (half of a surrogate pair)") from error
     except UnicodeDecodeError as error:
         raise JsonError(f"it is not UTF-8 text (byte {error.start:,})") from error
-    except ValueError as error:  # a syntax error, or an integer with thousands of digits
+    except json.JSONDecodeError as error:
         raise JsonError(str(error)) from error
+    except ValueError as error:  # Python's message names a setting of Python
+        raise JsonError(f"a whole number in it has more than {sys.get_int_max_str_digits():,} digits") from error
 
 
 def check_depth(data: bytes, limit: int = MAX_DEPTH) -> None:
@@ -75,12 +84,9 @@ def check_depth(data: bytes, limit: int = MAX_DEPTH) -> None:
     """
     if data.count(b"[") + data.count(b"{") <= limit:
         return
-    depth = 0
-    for token in _BRACKETS.finditer(data):
-        character = token[0]
-        depth += (character in b"[{") - (character in b"]}")
-        if depth > limit:
-            raise JsonError(f"its objects and arrays are nested more than {limit} deep")
+    steps = _STRINGS.sub(b"", data).translate(_STEPS, _NO_BRACKETS)  # 1 and -1, as signed bytes
+    if max(accumulate(memoryview(steps).cast("b")), default=0) > limit:
+        raise JsonError(f"its objects and arrays are nested more than {limit} deep")
 
 
 def _refuse_constant(word: str) -> None:

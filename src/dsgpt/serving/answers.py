@@ -24,24 +24,25 @@ class Choice:
     sequence: "Sequence | None"
     """What decodes it; None if no token is asked for."""
     text: TextStream
-    end_of_text: int | None
+    ends: frozenset[int]
+    """Tokens that end it and are no text."""
     taken: int = 0
     """Tokens whose text was taken."""
     written: int = 0
-    """Tokens that count: those, and an end-of-text."""
+    """Tokens that count: those, and one of ``ends``."""
     whole: str = ""
     """The text so far."""
     finish_reason: str | None = None
     logprobs: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)
-    """Its tokens so far, at its end without end-of-text."""
+    """Its tokens so far, at its end without one of ``ends``."""
 
     def take(self) -> str:
         """The text that became certain since the last call; sets ``finish_reason`` at the end."""
         sequence = self.sequence
         finished = sequence is None or sequence.finished
         known = [] if sequence is None else sequence.ids
-        ended = finished and bool(known) and known[-1] == self.end_of_text
+        ended = finished and bool(known) and known[-1] in self.ends
         text, new = known[: len(known) - ended], ""
         for token in text[self.taken :]:
             new += self.text.add([token])
@@ -111,6 +112,7 @@ def add_logprobs(
     """Give a finished choice its ``logprobs``: of its tokens, and with ``echo`` those of the prompt.
 
     The log probabilities are the model's own, before temperature and ``top_p``. The first token of a sequence has none.
+    ``top_logprobs`` have the token itself beside the ``top`` likeliest ones, as OpenAI's and vLLM's.
     """
     before = choice.prompt.ids
     first = 0 if echo and choice.prompt.text else len(before)  # an empty prompt is an end-of-text that has no text
@@ -125,7 +127,11 @@ def add_logprobs(
         "tokens": [names.of(ids[first + place]) for place in shown],
         "token_logprobs": [None if scores[place] is None else scores[place][0] for place in shown],
         "top_logprobs": [
-            None if scores[place] is None else {names.of(token): value for token, value in scores[place][1]}
+            None
+            if scores[place] is None
+            else {
+                names.of(token): value for token, value in [*scores[place][1], (ids[first + place], scores[place][0])]
+            }
             for place in shown
         ]
         if top

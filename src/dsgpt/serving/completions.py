@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
@@ -24,6 +25,7 @@ from dsgpt.serving.requests import CompletionRequest, Prompt, new_tokens_of, rea
 from dsgpt.serving.scoring import Scorer
 from dsgpt.serving.text import TextStream
 
+T = TypeVar("T")
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -37,6 +39,8 @@ class Completions:
     limits: Limits
     metrics: Metrics
     gate: Gate
+    reader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "reads"))
+    """Where requests are read: one at a time, because each keeps a core and the interpreter's lock busy."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
@@ -64,11 +68,13 @@ class Completions:
             self.metrics.seconds.observe(time.perf_counter() - exchange.began)
 
     async def _answer(self, http: Request, exchange: "_Exchange") -> None:
-        request = read_request(await read_body(http, limits=self.limits))
+        body = await read_body(http, limits=self.limits)
+        with self.gate.places(1):
+            request = await self._read(partial(read_request, body))
         if request.model != self.served.name:
             message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        with self.gate.places(request.choices):
+        with self.gate.places(request.prompts * (request.n or 1), prompts=request.prompts):
             work = asyncio.create_task(self._complete(request, exchange))
             gone = asyncio.create_task(_hung_up(http.receive))
             try:
@@ -83,7 +89,8 @@ class Completions:
 
     async def _complete(self, request: CompletionRequest, exchange: "_Exchange") -> None:
         served = self.served
-        prompts = await asyncio.to_thread(read_prompts, request, served.tokenizer, vocabulary=served.vocabulary)
+        encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
+        prompts = await self._read(partial(encode, request, served.tokenizer))
         new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
         with self._decoded(request, prompts, new_tokens) as (choices, changed):
             answer = Answer(served.name, choices, prompts)
@@ -100,6 +107,9 @@ class Completions:
                 self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
                 self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
 
+    async def _read(self, read: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.reader, read)
+
     @contextlib.contextmanager
     def _decoded(
         self, request: CompletionRequest, prompts: list[Prompt], new_tokens: int
@@ -110,8 +120,7 @@ class Completions:
         submit = partial(
             self.engine.submit,
             new_tokens=new_tokens,
-            temperature=None if request.greedy else 1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
+            ends=(ends := request.ends(self.served.end_of_text)),
             changed=changed,
         )
         try:
@@ -120,9 +129,9 @@ class Completions:
                     choice = Choice(
                         index=len(choices),
                         prompt=prompt,
-                        sequence=submit(prompt.ids) if new_tokens else None,
+                        sequence=submit(prompt.ids, sampling=request.sampling(len(choices))) if new_tokens else None,
                         text=TextStream(self.served.tokenizer, request.stops),
-                        end_of_text=self.served.end_of_text,
+                        ends=ends,
                     )
                     choices.append(choice)
             yield choices, changed
@@ -143,7 +152,8 @@ class Completions:
                 changed.clear()
             for choice in list(left):
                 if choice.sequence is not None and choice.sequence.error:
-                    raise ApiError(500, "the model failed to answer", code="engine_failed")
+                    message = f"the model failed to answer ({choice.sequence.error})"
+                    raise ApiError(500, message, code="engine_failed")
                 text = choice.take()
                 if choice.index in waiting and choice.taken:
                     waiting.discard(choice.index)

@@ -1,7 +1,6 @@
 """Decodes many sequences together, with transformers' continuous batching.
 
-Two of its managers share the weights: a greedy one, which takes the largest logit as ``dsgpt.inference`` does and sorts
-nothing, and one that samples. Each has a thread that computes. Another thread hands its results to the event loop.
+Its manager has a thread that computes. Another thread hands the results to the event loop.
 """
 
 import asyncio
@@ -10,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.serving.errors import ApiError
+from dsgpt.serving.errors import NOT_FINITE, ApiError
+from dsgpt.serving.sampling import Sampler, Sampling
 from dsgpt.serving.twins import twin_of
 
 if TYPE_CHECKING:
@@ -47,16 +48,14 @@ class Engine:
 
     Args:
         model: in evaluation mode, with the attention ``sdpa``.
-        batch: sequences that are decoded together, greedily and by sampling each.
-        end_of_text: the id that ends a sequence; None if there is none.
+        batch: sequences that are decoded together.
     """
 
-    def __init__(self, model: "GPT2LMHeadModel", *, batch: int, end_of_text: int | None) -> None:
-        self._end = -1 if end_of_text is None else end_of_text
-        self._managers = {sampled: _manager(twin_of(model), batch=batch, sampled=sampled) for sampled in (False, True)}
+    def __init__(self, model: "GPT2LMHeadModel", *, batch: int) -> None:
+        self._manager = _manager(twin_of(model), batch=batch)
+        self._manager.logit_processor = Sampler(partial(self._in_loop, self._not_finite))  # type: ignore[assignment]
         self._names = itertools.count()
-        self._open: dict[str, tuple[Sequence, ContinuousBatchingManager]] = {}
-        self._routers: list[threading.Thread] = []
+        self._open: dict[str, Sequence] = {}
         self._loop: asyncio.AbstractEventLoop
         self.failed = False
         """Whether a thread ended by an error; then no request can be answered."""
@@ -64,40 +63,35 @@ class Engine:
     def start(self) -> None:
         """Start the threads. Called in the event loop."""
         self._loop = asyncio.get_running_loop()
-        for manager in self._managers.values():
-            manager.start()
-            router = threading.Thread(target=self._route, args=(manager,), name="results", daemon=True)
-            router.start()
-            self._routers.append(router)
+        self._manager.start()
+        threading.Thread(target=self._route, name="results", daemon=True).start()
 
     def submit(
-        self, ids: list[int], *, new_tokens: int, temperature: float | None, top_p: float, changed: asyncio.Event
+        self, ids: list[int], *, new_tokens: int, sampling: Sampling, ends: frozenset[int], changed: asyncio.Event
     ) -> Sequence:
         """Begin a sequence.
 
         Args:
             ids: the prompt; with ``new_tokens`` it fits the model's positions.
             new_tokens: the most to generate.
-            temperature: above 0; None for greedy decoding.
-            top_p: share of the probability to sample from, above 0.
+            sampling: how to choose them.
+            ends: ids that end the sequence.
             changed: is set when the sequence changes.
 
         Raises:
             ApiError: the engine failed or was closed.
         """
-        manager = self._managers[temperature is not None]
         sequence = Sequence(str(next(self._names)), changed, time.perf_counter())
-        settings: dict[str, Any] = {} if temperature is None else {"temperature": float(temperature), "top_p": top_p}
-        self._open[sequence.name] = (sequence, manager)
+        self._open[sequence.name] = sequence
         name = None
         if not self.failed:
-            name = manager.add_request(
+            name = self._manager.add_request(
                 ids,
                 request_id=sequence.name,
                 max_new_tokens=new_tokens,
                 streaming=True,
-                eos_token_id=self._end,
-                **settings,
+                eos_token_id=sorted(ends) or -1,
+                sampling=sampling,
             )
         if name is None:
             del self._open[sequence.name]
@@ -106,19 +100,17 @@ class Engine:
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop decoding a sequence, unless it has finished."""
-        _, manager = self._open.pop(sequence.name, (None, None))
-        if manager is not None:
-            manager.cancel_request(sequence.name)
+        if self._open.pop(sequence.name, None) is not None:
+            self._manager.cancel_request(sequence.name)
 
     def close(self) -> None:
         """End the threads; sequences that are left fail."""
-        for manager in self._managers.values():
-            manager.stop(block=True, timeout=STOP_SEC, hard_stop=True)
+        self._manager.stop(block=True, timeout=STOP_SEC, hard_stop=True)
 
-    def _route(self, manager: "ContinuousBatchingManager") -> None:
-        for output in manager:
+    def _route(self) -> None:
+        for output in self._manager:
             self._in_loop(self._receive, output)
-        while (output := manager.get_result(timeout=0)) is not None:
+        while (output := self._manager.get_result(timeout=0)) is not None:
             self._in_loop(self._receive, output)
         self._in_loop(self._ended)
 
@@ -130,7 +122,7 @@ class Engine:
                 raise
 
     def _receive(self, output: Any) -> None:
-        sequence, _ = self._open.get(output.request_id, (None, None))
+        sequence = self._open.get(output.request_id)
         if sequence is None:
             return  # cancelled
         sequence.ids, sequence.finished, sequence.error = output.generated_tokens, output.is_finished(), output.error
@@ -139,23 +131,28 @@ class Engine:
             del self._open[sequence.name]
         sequence.changed.set()
 
+    def _not_finite(self, name: str) -> None:
+        sequence = self._open.get(name)
+        if sequence is not None:
+            self.cancel(sequence)
+            sequence.finished, sequence.error = True, NOT_FINITE
+            sequence.changed.set()
+
     def _ended(self) -> None:
         self.failed = True
-        for sequence, _ in self._open.values():
+        for sequence in self._open.values():
             sequence.finished, sequence.error = True, "the engine ended"
             sequence.changed.set()
         self._open.clear()
 
 
-def _manager(model: "GPT2LMHeadModel", *, batch: int, sampled: bool) -> "ContinuousBatchingManager":
+def _manager(model: "GPT2LMHeadModel", *, batch: int) -> "ContinuousBatchingManager":
     from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
 
     positions = model.config.n_positions
     generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=sampled, eos_token_id=-1, max_new_tokens=positions
+        do_sample=False, eos_token_id=-1, max_new_tokens=positions
     )
-    if sampled:  # values other than the defaults, because transformers makes no processors for defaults
-        generation.temperature, generation.top_p, generation.top_k = 0.5, 0.5, None
     config = ContinuousBatchingConfig(
         page_size=PAGE,
         num_blocks=batch * -(-positions // PAGE) + 1,
@@ -167,6 +164,5 @@ def _manager(model: "GPT2LMHeadModel", *, batch: int, sampled: bool) -> "Continu
         use_async_batching=False,
         use_cuda_graph=False,
         auto_switch_to_flash=False,
-        per_request_processors=True,
     )
     return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)

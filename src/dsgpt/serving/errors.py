@@ -2,6 +2,8 @@
 
 from typing import Any
 
+NOT_FINITE = "its logits are not finite"
+
 
 class ApiError(Exception):
     """A request that is refused or failed.

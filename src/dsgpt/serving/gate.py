@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 
+from dsgpt.common.json_files import clipped
 from dsgpt.serving.errors import ApiError
 from dsgpt.serving.metrics import Metrics
 from dsgpt.serving.options import Limits
@@ -27,15 +28,17 @@ class Gate:
         self._mean_sec = 1.0
 
     @contextlib.contextmanager
-    def places(self, count: int) -> Iterator[None]:
-        """A context that holds ``count`` places.
+    def places(self, count: int, *, prompts: int = 1) -> Iterator[None]:
+        """A context that holds ``count`` places, for as many completions of ``prompts`` prompts.
 
         Raises:
             ApiError: there are never so many places, or not now.
         """
         if count > self._places:
-            message = f"the request asks for {count} completions, and the server takes {self._places} at a time"
-            raise ApiError(400, message, param="n", code="invalid_value")
+            several = f" ({prompts:,} prompts, {count // prompts} of each)" if prompts > 1 else ""
+            message = f"the request asks for {clipped(count)} completions{several}, and the server takes {self._places}"
+            param = "n" if prompts == 1 else "prompt"
+            raise ApiError(400, f"{message} at a time: ask for fewer", param=param, code="invalid_value")
         if self._taken + count > self._places:
             wait = math.ceil(self._mean_sec * max(1.0, self._taken / self._batch))
             raise ApiError(

@@ -10,6 +10,7 @@ from dsgpt.common.problems import did_you_mean
 from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.serving.errors import ApiError
 from dsgpt.serving.options import Limits
+from dsgpt.serving.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 16
 """OpenAI's default of ``max_tokens``."""
 MOST_STOPS, LONGEST_STOP = 4, 256
-MOST_CHOICES = 128
+MOST_STOP_IDS = 64
 COLDEST = 1e-4
 """A lower temperature counts as 0: dividing the logits by it could overflow."""
 
-Ids = list[int]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""One fault of a list is reported: 256 KB have room for 100,000, which take seconds in which no other thread runs."""
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class StreamOptions(BaseModel):
@@ -40,39 +43,66 @@ class CompletionRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
-    prompt: str | list[str] | Ids | list[Ids] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None
+    ) = None
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Whole | None = None
+    n: Annotated[Whole, Field(ge=1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    best_of: int | None = None
-    seed: int | None = None
+    best_of: Whole | None = None
     suffix: str | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
     @property
-    def choices(self) -> int:
-        """Sequences that it asks for."""
+    def prompts(self) -> int:
+        """How many prompts it has."""
         several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return (len(self.prompt) if several and self.prompt is not None else 1) * (self.n or 1)
+        return len(self.prompt) if several and self.prompt is not None else 1
 
-    @property
-    def greedy(self) -> bool:
-        """Whether it asks for the likeliest token at every position."""
-        return (1.0 if self.temperature is None else self.temperature) < COLDEST or self.top_p == 0
+    def sampling(self, index: int) -> Sampling:
+        """How the choice ``index`` draws its tokens."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if temperature < COLDEST or self.top_p == 0:
+            return Sampling()
+        return Sampling(
+            temperature=temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else f"{self.seed}/{index}",
+        )
 
     @property
     def stops(self) -> list[str]:
         """Texts before which a completion ends."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def ends(self, end_of_text: int | None) -> frozenset[int]:
+        """Tokens that end a completion and are no part of its text."""
+        return frozenset(
+            [*(self.stop_token_ids or []), *([] if self.ignore_eos or end_of_text is None else [end_of_text])]
+        )
+
+
+SHAPES = {
+    "prompt": "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "stop": f"stop must be a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
+}
+"""What fields may be that have several types; pydantic says it for each type by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +126,9 @@ def read_request(data: bytes) -> CompletionRequest:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    _refuse_unknown(values, CompletionRequest)
+    if isinstance(values.get("stream_options"), dict):
+        _refuse_unknown(values["stream_options"], StreamOptions, within="stream_options")
     try:
         request = CompletionRequest.model_validate(values)
     except ValidationError as error:
@@ -104,28 +137,30 @@ def read_request(data: bytes) -> CompletionRequest:
     return request
 
 
+def _refuse_unknown(values: dict[str, Any], kind: type[BaseModel], *, within: str | None = None) -> None:
+    """Name the first unknown key: pydantic would collect all of them, of which a body has room for thousands."""
+    unknown = next((key for key in values if key not in kind.model_fields), None)
+    if unknown is not None:
+        name = f"{within}.{unknown[:80]}" if within else unknown[:80]
+        message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
+        raise ApiError(400, message, param=within or name, code="unknown_parameter")
+
+
 def _fault(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
     first = min(found, key=lambda fault: fault["type"].endswith("_type"))  # a wrong value of the right type says more
-    param = str(first["loc"][0])[:80]
-    if first["type"] == "extra_forbidden":
-        hint = did_you_mean(param, CompletionRequest.model_fields)
-        return ApiError(400, f"{param} is not a known field{hint}", param=param, code="unknown_parameter")
+    param = str(first["loc"][0])
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    wrong_type = first["type"].endswith("_type")
-    if param == "prompt":
-        message = "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
-    else:
-        message = f"{param}: {first['msg']}, not {clipped(first['input'])}"
-    return ApiError(400, message, param=param, code="invalid_type" if wrong_type else "invalid_value")
+    message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return ApiError(400, message, param=param, code=code)
 
 
 def _refuse_unsupported(request: CompletionRequest) -> None:
     """Refuse what would silently be ignored otherwise."""
     unsupported = {
         "best_of": request.best_of not in (None, request.n or 1),
-        "seed": request.seed is not None and not request.greedy,
         "suffix": bool(request.suffix),
         "frequency_penalty": bool(request.frequency_penalty),
         "presence_penalty": bool(request.presence_penalty),
@@ -139,26 +174,30 @@ def _refuse_unsupported(request: CompletionRequest) -> None:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
 
 
-def read_prompts(request: CompletionRequest, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int) -> list[Prompt]:
+def read_prompts(
+    request: CompletionRequest, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int, positions: int
+) -> list[Prompt]:
     """The prompts of a request, encoded.
 
     Args:
         request: names them.
         tokenizer: of the model.
         vocabulary: ids that the model knows.
+        positions: the model's context length in tokens; a longer prompt of ids is not decoded.
 
     Raises:
-        ApiError: one is empty where it must not be, or has ids that the model does not know.
+        ApiError: one is empty where it must not be, or it or ``stop_token_ids`` has ids that the model does not know.
     """
+    _check_ids(request.stop_token_ids or [], "stop_token_ids", vocabulary)
     given: Any = request.prompt if request.prompt is not None else ""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
         raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
-    return [_read_prompt(prompt, tokenizer, vocabulary) for prompt in given]
+    return [_read_prompt(prompt, tokenizer, vocabulary=vocabulary, positions=positions) for prompt in given]
 
 
-def _read_prompt(prompt: str | Ids, tokenizer: "PreTrainedTokenizerBase", vocabulary: int) -> Prompt:
+def _read_prompt(prompt: str | Ids, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int, positions: int) -> Prompt:
     if isinstance(prompt, str):
         try:
             ids: Ids = tokenizer.encode(prompt, add_special_tokens=False)
@@ -168,16 +207,21 @@ def _read_prompt(prompt: str | Ids, tokenizer: "PreTrainedTokenizerBase", vocabu
         text = prompt
     else:
         ids = prompt
-        text = str(tokenizer.decode(ids)) if all(0 <= token < vocabulary for token in ids) else ""
+        _check_ids(ids, "prompt", vocabulary)
+        text = str(tokenizer.decode(ids)) if len(ids) <= positions else ""
     if not ids and tokenizer.eos_token_id is None:
         message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
         raise ApiError(400, message, param="prompt", code="invalid_value")
     ids = ids or [tokenizer.eos_token_id]
-    if min(ids) < 0 or max(ids) >= vocabulary:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        message = f"prompt has the token id {wrong}, and the model knows 0 to {vocabulary - 1}"
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+    _check_ids(ids, "prompt", vocabulary)
     return Prompt(ids=ids, text=text)
+
+
+def _check_ids(ids: Ids, param: str, vocabulary: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        wrong = clipped(min(ids) if min(ids) < 0 else max(ids))
+        message = f"{param} has the token id {wrong}, and the model knows 0 to {vocabulary - 1}"
+        raise ApiError(400, message, param=param, code="invalid_value")
 
 
 def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, positions: int, limits: Limits) -> int:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsgpt.serving.errors import NOT_FINITE, ApiError
 from dsgpt.serving.twins import twin_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Scorer:
 
         Returns:
             For each token, its log probability, and pairs of id and log probability, the likeliest first.
+
+        Raises:
+            ApiError: the model's logits are not finite.
         """
         scores: list[tuple[float, list[tuple[int, float]]]] = []
         if first >= len(ids):
@@ -48,6 +52,8 @@ class Scorer:
             for start in range(0, len(hidden), CHUNK):
                 logs = self._model.lm_head(hidden[start : start + CHUNK]).float().log_softmax(dim=-1)  # (chunk, V)
                 chosen = tokens[0, first + start : first + start + len(logs), None]
+                if not logs.gather(1, chosen).isfinite().all():  # JSON has no such numbers
+                    raise ApiError(500, f"the model failed to answer ({NOT_FINITE})", code="engine_failed")
                 best = logs.topk(max(top, 1), dim=-1)
                 for own, values, indices in zip(
                     logs.gather(1, chosen)[:, 0].tolist(), best.values.tolist(), best.indices.tolist(), strict=True

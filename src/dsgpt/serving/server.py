@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -53,7 +54,7 @@ def serve(options: ServeOptions) -> int:
         metrics, limits = Metrics(), options.limits
         completions = Completions(
             served=served,
-            engine=Engine(served.model, batch=limits.batch, end_of_text=served.end_of_text),
+            engine=Engine(served.model, batch=limits.batch),
             scorer=Scorer(served.model),
             limits=limits,
             metrics=metrics,
@@ -65,6 +66,7 @@ def serve(options: ServeOptions) -> int:
 
 
 async def _serve(app: object, engine: Engine, listener: socket.socket, *, about: str) -> None:
+    gc.freeze()  # a body of many small lists starts collections, which would look at all modules and weights
     engine.start()
     print_line(about)
     try:
