@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import shutil
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ from dsgpt.exporting.export import export
 from dsgpt.inference.request import Request as WriterRequest
 from dsgpt.inference.sample import Writer
 from dsgpt.main import train
+from dsgpt.telemetry import console
 from dsgpt.telemetry.console import Console
 
 SCRIPT = REPOSITORY / "src" / "evaluate.py"
@@ -75,6 +77,14 @@ def test_as_many_windows_as_the_training_validated_on_have_its_loss(tmp_path):
         f"validation      {own:.4f} by the training itself, in fp32, on the first 8 windows of 16: the same with "
         "--windows 8"
     )
+
+
+@pytest.mark.parametrize(("every", "lines"), [(0, 2), (3600, 0)])
+def test_without_a_terminal_lines_tell_the_progress(folder, monkeypatch, every, lines):
+    monkeypatch.setattr(console, "LINE_SEC", every)
+    code, _, err = evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin", "--batch_size", 5)
+    assert code == 0
+    assert re.findall(r"^evaluating: (50|100)%, .* left$", err, flags=re.MULTILINE) == ["50", "100"][:lines]
 
 
 def test_data_of_another_tokenizer_is_refused(folder, tmp_path):

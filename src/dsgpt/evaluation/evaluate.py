@@ -80,7 +80,7 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
         source, text = request.data, read_data(request.data, loaded, most=most)
     _check_ids(source, text, model.config)
     count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
-    progress = console.progress(total=count, what="evaluating", unit="window")
+    progress = console.progress(total=count, what="evaluating", unit="window", lines=True)
     found = predict(
         model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
     )
