@@ -54,6 +54,7 @@ def _build_parser(reader: Reader) -> Parser:
         ("--seq_length", None, "tokens of a window (default: as in training; of Hugging Face's models the context)"),
         ("--stride", None, "tokens from one window to the next; a shorter stride gives each token more before it, and "
          "takes longer (default: those of a window)"),
+        ("--windows", None, "predict the first N windows of --data, as a validation of training does (default: all)"),
         ("--batch_size", Request.batch_size, f"windows or examples at a time (default: {Request.batch_size})"),
     ):  # fmt: skip
         parser.add_argument(flag, type=reader.whole(flag, low=1), default=default, metavar="N", help=text)

@@ -5,6 +5,8 @@ import importlib.util
 import io
 import json
 import math
+import re
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,11 +18,13 @@ from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import sha256_of
 from dsgpt.common.script import exit_code_of
 from dsgpt.exporting.export import export
 from dsgpt.inference.request import Request as WriterRequest
 from dsgpt.inference.sample import Writer
 from dsgpt.main import train
+from dsgpt.telemetry import console
 from dsgpt.telemetry.console import Console
 
 SCRIPT = REPOSITORY / "src" / "evaluate.py"
@@ -58,6 +62,47 @@ def test_the_loss_is_that_of_the_runs_validation(folder, tmp_path):
     assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert (found["tokens"], found["windows"], found["seq_length"]) == (160, 10, SEQUENCE)
+
+
+def test_as_many_windows_as_the_training_validated_on_have_its_loss(tmp_path):
+    folder = write_inputs(tmp_path)
+    assert train(command_line(folder, max_val_steps=1, save_every=2)) == 0
+    asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
+    found = figures(tmp_path, *asked, "--windows", 8)
+    own = json.loads((folder / "run" / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
+    assert (found["tokens"], found["windows"]) == (8 * SEQUENCE, 8)
+    assert found["loss"] == pytest.approx(own, rel=1e-6)
+    assert abs(figures(tmp_path, *asked)["loss"] - own) > 1e-4
+    assert evaluate(*asked)[1].splitlines()[-1] == (
+        f"validation      {own:.4f} by the training itself, in fp32, on the first 8 windows of 16: the same with "
+        "--windows 8"
+    )
+
+
+@pytest.mark.parametrize(("every", "lines"), [(0, 2), (3600, 0)])
+def test_without_a_terminal_lines_tell_the_progress(folder, monkeypatch, every, lines):
+    monkeypatch.setattr(console, "LINE_SEC", every)
+    code, _, err = evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin", "--batch_size", 5)
+    assert code == 0
+    assert re.findall(r"^evaluating: (50|100)%, .* left$", err, flags=re.MULTILINE) == ["50", "100"][:lines]
+
+
+def test_data_of_another_tokenizer_is_refused(folder, tmp_path):
+    """A tokenizer whose file differs is another one only if an id means something else."""
+    ours = shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer") / "tokenizer.json"
+    values = json.loads(ours.read_text())
+    vocabulary = values["model"]["vocab"]
+    for known, said in ((vocabulary, None), (vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}, "is 'a'")):
+        ours.write_text(json.dumps(values | {"model": values["model"] | {"vocab": known}}))
+        facts = {"name": "tokenizer", "sha256": sha256_of(ours)}
+        data = write_tokens(tmp_path / "val.bin", np.arange(40), tokenizer=facts)
+        code, out, err = evaluate("--checkpoint", folder / "run", "--data", data)
+        assert (code, err.count("\n"), "not compared" in out) == ((2, 1, False) if said else (0, 0, False))
+        assert said is None or said in err
+    shutil.rmtree(tmp_path / "tokenizer")
+    code, _, err = evaluate("--checkpoint", folder / "run", "--data", data)
+    assert (code, "is not beside it" in err) == (2, True)
+    assert "not compared" in evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin")[1]
 
 
 def test_windows_are_as_long_as_in_training(tmp_path):
@@ -110,10 +155,6 @@ def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is
 
 
 def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
-    import shutil
-
-    import torch
-
     from dsgpt.inference.loading import load
 
     run = tmp_path / "run"
@@ -181,6 +222,7 @@ def test_mistakes(folder, tmp_path, snapshot):
         ["--text", tmp_path / "none.txt"],
         ["--text", tmp_path / "empty.txt"],
         ["--text", tmp_path / "latin.txt"],
+        ["--text", tmp_path / "empty.txt", "--windows", 3],
     ):
         code, out, err = evaluate("--checkpoint", run, *words)
         assert (code, out) == (2, "")

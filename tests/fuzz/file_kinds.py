@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mangling import (
-    mangle_bytes,
-    mangle_inside,
-    mangle_json,
-    mangle_lines,
-    mangle_old_torch,
-    mangle_safetensors,
-    mangle_torch,
-)
+from mangling import mangle_bytes, mangle_inside, mangle_json, mangle_lines, mangle_safetensors, mangle_torch
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line
 
@@ -266,9 +258,9 @@ KINDS = {
     "published weights": Kind(file="hf/model.safetensors", read=publish, mangle=mangle_safetensors, count=40),
     **{
         f"{name} weights": Kind(
-            file=f"{name}/pytorch_model.bin", read=functools.partial(publish, name=name), mangle=mangle, count=200
+            file=f"{name}/pytorch_model.bin", read=functools.partial(publish, name=name), mangle=mangle_torch, count=200
         )
-        for name, mangle in (("pickled", mangle_torch), ("old pickled", mangle_old_torch))
+        for name in ("pickled", "old pickled")
     },
     "vocabulary": Kind(file="tokenizer/tokenizer.json", read=read_vocabulary, count=60),
     "settings of a tokenizer": Kind(file="tokenizer/tokenizer_config.json", read=read_vocabulary, count=40),

@@ -140,9 +140,11 @@ def flip_bits(data: bytes, chance: random.Random) -> bytes:
 
 
 def mangle_torch(data: bytes, chance: random.Random) -> bytes:
-    """A file of ``torch.save``: a zip archive, whole, with a mangled pickle or an odd byte order in it."""
+    """A file of ``torch.save``: a zip archive with a mangled pickle or byte order; before torch 1.6, only pickles."""
     if chance.random() < 0.2:
         return mangle_bytes(data, chance)
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return flip_bits(data, chance)
     mangled = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as before, zipfile.ZipFile(mangled, "w") as after:
         for name in before.namelist():
@@ -153,8 +155,3 @@ def mangle_torch(data: bytes, chance: random.Random) -> bytes:
                 part = chance.choice((b"big", b"odd", b"", b"\xff"))
             after.writestr(name, part)
     return mangled.getvalue()
-
-
-def mangle_old_torch(data: bytes, chance: random.Random) -> bytes:
-    """A file as torch before 1.6 wrote it: pickles, then the tensors' bytes."""
-    return (mangle_bytes if chance.random() < 0.2 else flip_bits)(data, chance)

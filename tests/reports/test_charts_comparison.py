@@ -3,8 +3,10 @@
 import pytest
 from chart_records import flat_record, record, step_lines, write_run
 
+from dsgpt.dashboard.summaries import read_recorded
 from dsgpt.reports.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
 from dsgpt.reports.runs import read_run
+from dsgpt.training.preparation import _earlier_record
 
 
 @pytest.fixture
@@ -23,6 +25,22 @@ def compared(tmp_path):
         return text, {row[0]: row[1:] for row in cells}
 
     return compare
+
+
+@pytest.mark.parametrize(
+    ("version", "later"), [(None, False), ("1.9", False), ("2.1", False), ("2.10", True), (9, True)]
+)
+def test_every_reader_says_that_a_record_is_of_a_later_schema(tmp_path, version, later):
+    write_run(tmp_path / "run", record(schema_version=version, saves=[]))
+    folder, line = tmp_path / "run", f"has schema {version}, and this program knows 2.1: "
+    run = read_run(folder, name="a")
+    for said in (
+        console_summary([run]),
+        comparison_markdown([run]).replace("\\_", "_"),
+        read_recorded(folder, name="a").problem,
+        _earlier_record(folder)[1],
+    ):
+        assert (line in said) == later
 
 
 @pytest.mark.parametrize(

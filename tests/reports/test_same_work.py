@@ -125,7 +125,7 @@ def test_ids_of_another_width_are_other_data(tmp_path):
     wide = write_tokens(tmp_path / "wide" / "train.bin", ids[:-1], dtype="uint32", tokens=TOKENS - 1)
     asked = [Asked(flags={"train_data_path": path}) for path in (narrow, wide)]
     verdict = judge([run_of(tmp_path / side, each, name=side) for side, each in zip("ab", asked, strict=True)])
-    assert verdict.line() == f"same work: no (train tokens {2 * TOKENS - 2:,} vs {TOKENS - 1:,})"
+    assert verdict.line() == f"same work: no (tokens in the train file {2 * TOKENS - 2:,} vs {TOKENS - 1:,})"
 
 
 def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
@@ -143,8 +143,8 @@ def test_a_decay_to_the_end_of_the_run_is_as_long_as_the_run(tmp_path):
 def test_a_fact_that_one_record_lacks_is_unknown(tmp_path, fact):
     """Records of an earlier version lack it. If both lack it, it is not compared, except between resumed runs."""
     places: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "train tokens": lambda record: record["data"].pop("train_tokens"),
-        "validation tokens": lambda record: record["data"].pop("val_tokens"),
+        "tokens in the train file": lambda record: record["data"].pop("train_tokens"),
+        "tokens in the validation file": lambda record: record["data"].pop("val_tokens"),
         "validation windows": lambda record: record["training_config"].pop("val_windows"),
         "optimizer settings": lambda record: record["training_config"].pop("optimizer_params"),
         "initial weights": lambda record: record["training_config"].pop("init_from"),

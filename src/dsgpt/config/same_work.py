@@ -12,9 +12,9 @@ WORK_FACTS = (
     "global batch",
     "sequence length",
     "train data",
-    "train tokens",
+    "tokens in the train file",
     "validation data",
-    "validation tokens",
+    "tokens in the validation file",
     "validation windows",
     "model n_layer",
     "model n_head",
@@ -44,8 +44,8 @@ TRAINING_FACTS = (
 
 LATER_FACTS = frozenset(
     {
-        "train tokens",
-        "validation tokens",
+        "tokens in the train file",
+        "tokens in the validation file",
         "validation windows",
         "optimizer settings",
         "initial weights",
@@ -66,8 +66,8 @@ _SCALING = ("loss scaling",)
 _QUANTIZED = ("quantized communication",)
 
 COUNTED: dict[str, tuple[str, ...]] = {
-    "--train_data_path": ("train data", "train tokens"),
-    "--val_data_path": ("validation data", "validation tokens"),
+    "--train_data_path": ("train data", "tokens in the train file"),
+    "--val_data_path": ("validation data", "tokens in the validation file"),
     "--model_size": ("model n_layer", "model n_head", "model n_embd", "model block_size"),
     "--init_from": ("initial weights",),
     "--num_layers": ("model n_layer",),

@@ -28,7 +28,7 @@ class Recorded:
     run: Run | None = None
     """Without the losses of steps."""
     problem: str = ""
-    """Why there is no ``run``; one line."""
+    """Why there is no ``run``, or why its figures are in doubt; one line."""
     status: str | None = "running"
     """As recorded."""
     host: str | None = None
@@ -47,7 +47,7 @@ class Summary:
     reason: str
     """Why ``status`` is believed."""
     problem: str
-    """What is damaged; empty if nothing is."""
+    """What is damaged or in doubt; empty if nothing is."""
     recorded: Recorded
     signs: Signs
     step: float | None
@@ -77,6 +77,7 @@ def read_recorded(folder: Path, *, name: str) -> Recorded:
     run = run_of(record, name=name, log=None, notes=notes)
     return Recorded(
         run=run,
+        problem=run.later_schema and f"{path}: {run.later_schema}",
         status=record.text("status"),
         host=record.text("host"),
         model=model_name(config),

@@ -2,8 +2,11 @@
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
+from dsgpt.checkpointing.manifest import Manifest
+from dsgpt.checkpointing.store import VALIDATED_ON
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.problems import Problems
@@ -67,15 +70,17 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
     model = loaded.model
     if request.quantize == "int8":
         round_to_int8(model)
+    length = _length(request, model.config, trained=loaded.trained_length)
+    stride = request.stride or length
     if request.text is not None:
         source, text = request.text, read_text(request.text, loaded.needed_tokenizer())
     else:
         assert request.data is not None  # as the request was checked
-        source, text = request.data, read_data(request.data, loaded.tokenizer)
-    length = _length(request, text, model.config, trained=loaded.trained_length)
-    stride = request.stride or length
+        most = length + (request.windows - 1) * stride if request.windows else None
+        source, text = request.data, read_data(request.data, loaded, most=most)
+    _check_ids(source, text, model.config)
     count = len(windows_of(len(text.ids) - 1, length=length, stride=stride))
-    progress = console.progress(total=count, what="evaluating", unit="window")
+    progress = console.progress(total=count, what="evaluating", unit="window", lines=True)
     found = predict(
         model, text.ids, length=length, stride=stride, batch_size=request.batch_size, progress=progress.advance
     )
@@ -92,14 +97,27 @@ def _predicted(request: Request, *, device_kind: str, console: Console) -> Recor
         "loss": found.loss,
         "perplexity": found.perplexity,
         "bits_per_byte": found.bits_per_byte(text.bytes) if text.bytes else None,
+        "same_tokenizer": text.same_tokenizer,
+        "validation": _validation(text, loaded.manifest),
     }
 
 
-def _length(request: Request, text: Evaluated, config: GPT2Config, *, trained: int | None) -> int:
+def _validation(text: Evaluated, manifest: Manifest | None) -> Record | None:
+    """How the training validated exactly these weights, if it did so on the same file."""
+    if manifest is None or manifest.val_loss is None or text.sha256 is None:
+        return None
+    data, windows, length = (manifest.fixed.get(name) for name in VALIDATED_ON)
+    if data != text.sha256 or not isinstance(windows, int) or not isinstance(length, int):
+        return None
+    precision = manifest.fixed.get("precision")
+    return {"loss": manifest.val_loss, "windows": windows, "seq_length": length, "precision": precision}
+
+
+def _length(request: Request, config: GPT2Config, *, trained: int | None) -> int:
     """Tokens of a window: as asked for, or else as in training (``trained``), or else the whole context.
 
     Raises:
-        UserError: the model cannot read such windows, or not these ids.
+        UserError: the model cannot read such windows.
     """
     problems = Problems()
     length = request.seq_length or trained or config.block_size
@@ -107,13 +125,17 @@ def _length(request: Request, text: Evaluated, config: GPT2Config, *, trained: i
         problems.add(f"--seq_length {length}: the model reads at most {config.block_size} tokens")
     if request.stride and request.stride > length:
         problems.add(f"--stride {request.stride} is longer than the windows of {length} tokens")
-    if (largest := int(text.ids.max())) >= config.vocab_size:
-        problems.add(
-            f"{request.data or request.text}: its largest id is {largest}, but the model was trained with a "
-            f"vocabulary of {config.vocab_size}: use data of the model's own tokenizer"
-        )
     problems.raise_if_any()
     return length
+
+
+def _check_ids(source: Path, text: Evaluated, config: GPT2Config) -> None:
+    """Refuse ids that the model does not know."""
+    if (largest := int(text.ids.max())) >= config.vocab_size:
+        raise UserError(
+            f"{source}: its largest id is {largest}, but the model was trained with a "
+            f"vocabulary of {config.vocab_size}: use data of the model's own tokenizer"
+        )
 
 
 def lines_of(record: Record) -> list[str]:
@@ -134,6 +156,13 @@ def lines_of(record: Record) -> list[str]:
         lines.append(f"bits per byte   {record['bits_per_byte']:.4f} ({record['bytes']:,} bytes)")
     else:
         lines.append("bits per byte   unknown: the model has no tokenizer")
+    if not record["same_tokenizer"]:
+        lines.append("tokenizer       not compared with that of the data: one of them is not named")
+    if own := record["validation"]:
+        lines.append(
+            f"validation      {own['loss']:.4f} by the training itself, in {own['precision']}, on the first "
+            f"{own['windows']:,} windows of {own['seq_length']:,}: the same with --windows {own['windows']}"
+        )
     return lines
 
 

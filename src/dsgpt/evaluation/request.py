@@ -26,6 +26,8 @@ class Request:
     """Tokens of a window; None for those of a sequence in training, or if that is unknown, the model's context."""
     stride: int | None = None
     """Tokens from one window to the next; None for those of a window, so that windows do not overlap."""
+    windows: int | None = None
+    """Windows of ``data`` to predict, from its start; None for all."""
     batch_size: int = 8
     """Windows, or examples, at a time."""
     precision: str = "fp32"
@@ -55,6 +57,8 @@ class Request:
             problems.add("--quantize is for --data and --text: the harness reads the model unquantized")
         if self.tasks and (self.seq_length or self.stride):
             problems.add("--seq_length and --stride are for --data and --text: tasks have their own windows")
+        if self.windows and not self.data:
+            problems.add("--windows is for --data: a text is predicted as a whole")
         if self.seq_length and self.stride and self.stride > self.seq_length:
             problems.add(
                 f"--stride {self.stride} is longer than the windows of --seq_length {self.seq_length}: tokens between "

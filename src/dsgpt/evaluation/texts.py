@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from dsgpt.common.errors import UserError
-from dsgpt.data.token_file import open_token_file
-from dsgpt.formats.tokenizer_files import reason_of
+from dsgpt.common.files import sha256_of
+from dsgpt.data.token_file import TokenFile, open_token_file
+from dsgpt.formats.tokenizer_files import TOKENIZER, reason_of
+from dsgpt.formats.vocabulary_files import other_meaning, token_ids
+from dsgpt.inference.loading import Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +27,10 @@ class Evaluated:
     """(n,)."""
     bytes: int | None
     """Size of the predicted text in UTF-8, without ends of documents; None if the model has no tokenizer."""
+    sha256: str | None = None
+    """Of a token file, as its sidecar says."""
+    same_tokenizer: bool | None = True
+    """Whether an id means the same to the model; None if that is unknown."""
 
 
 def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
@@ -53,18 +60,55 @@ def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
     return Evaluated(ids=torch.tensor(ids), bytes=size)
 
 
-def read_data(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Evaluated:
+def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
     """A token file.
 
+    Args:
+        path: the .bin.
+        loaded: the model that reads it.
+        most: predicted ids, from the start of the file; None for all.
+
     Raises:
-        UserError: it is not a token file, or has too few tokens.
+        UserError: it is not a token file, was made with another tokenizer, or has too few tokens.
     """
     file = open_token_file(path)
     if file.tokens < 2:
         raise UserError(f"--data {path}: has {file.tokens} token: there is nothing to predict")
-    ids = torch.from_numpy(file.memmap().astype(np.int64))
-    size = None if tokenizer is None else _bytes_of(ids[1:], tokenizer)
-    return Evaluated(ids=ids, bytes=size or None)
+    same = _check_tokenizer(file, loaded.folder)
+    ids = torch.from_numpy(file.memmap()[: None if most is None else most + 1].astype(np.int64))
+    size = None if loaded.tokenizer is None else _bytes_of(ids[1:], loaded.tokenizer)
+    return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
+
+
+def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
+    """Compare the tokenizer that made ``file`` with the model's in ``folder``: by hash, or else id by id.
+
+    Returns:
+        True; None where the file or the model names no tokenizer.
+
+    Raises:
+        UserError: an id means something else to the model, or that cannot be found out.
+    """
+    facts, beside = file.sidecar.tokenizer, file.path.parent / "tokenizer"
+    if folder is None or facts is None or facts.sha256 is None:
+        return None
+    if _hash_of(folder) == facts.sha256:
+        return True
+    ours, theirs = token_ids(beside) if _hash_of(beside) == facts.sha256 else None, token_ids(folder)
+    if ours is None or theirs is None:
+        found = "and that tokenizer is not beside it, to compare their ids"
+    elif (text := other_meaning(ours, theirs)) is not None:
+        found = f"in which id {ours[text]} is {text!r}"
+    else:
+        return True
+    raise UserError(
+        f"--data {file.path}: was made with another tokenizer than that of the model, {found}: prepare the text with "
+        f"the model's (data_prep/preprocess.py --tokenizer {folder})"
+    )
+
+
+def _hash_of(folder: Path) -> str | None:
+    return sha256_of(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
 
 
 def _bytes_of(ids: Tensor, tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -100,7 +100,7 @@ def export(source: Path, out: Path, *, form: str, dtype: str, which: str, consol
         write = partial(_write_deepspeed, moments=moments, optimizer_steps=optimizer_steps)
     check_room(out, needed)
     console.say(f"from        {model.name}: {model.config.parameter_count():,} parameters")
-    progress = console.progress(total=size, what="writing", unit="B")
+    progress = console.progress(total=size, what="writing", unit="B", lines=True)
     with new_folder(out) as folder:
         write(folder, model, progress=progress.advance)
     progress.close()
@@ -130,7 +130,7 @@ def open_model(source: Path, *, which: str, console: Console, flag: str = "--fro
     checkpoint = find_checkpoint(source, which=which, flag=flag)
     named = parse_manifest(checkpoint).files
     size = sum(facts.size for name, facts in named.items() if is_model_file(name))
-    progress = console.progress(total=size, what="verifying", unit="B")
+    progress = console.progress(total=size, what="verifying", unit="B", lines=True)
     files = open_model_files(checkpoint, progress=progress.advance)
     progress.close()
     tensors = open_weights(files)

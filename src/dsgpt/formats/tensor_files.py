@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
+from dsgpt.formats.tokenizer_files import reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By their names in flags."""
@@ -102,7 +103,7 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             reason = "holds more than tensors, and loading it could run code: save the weights as safetensors"
         else:
-            reason = f"is not a readable file of tensors ({_first_line(error)})"
+            reason = f"is not a readable file of tensors ({reason_of(error)})"
         raise UserError(f"{path}: {reason}") from error
     if not isinstance(values, dict) or not all(
         isinstance(name, str) and _is_plain(value) for name, value in values.items()
@@ -118,16 +119,11 @@ def open_pickled(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _first_line(error: Exception) -> str:
-    """The type of ``error`` and the first line of its message."""
-    return clipped_text(f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": "))
-
-
 def _is_plain(value: object) -> bool:
     """Whether ``value`` is a tensor whose numbers are in memory, one after the other or in strides."""
-    return isinstance(value, Tensor) and (type(value), value.layout, value.device.type, value.is_nested) in {
-        (kind, torch.strided, "cpu", False) for kind in (Tensor, torch.nn.Parameter)
-    }
+    if not isinstance(value, Tensor) or type(value) not in {Tensor, torch.nn.Parameter}:
+        return False
+    return (value.layout, value.device.type, value.is_nested) == (torch.strided, "cpu", False)
 
 
 def _itself(value: Tensor) -> Tensor:

@@ -28,6 +28,11 @@ def token_ids(folder: Path) -> dict[str, int] | None:
     return None
 
 
+def other_meaning(ours: dict[str, int], theirs: dict[str, int]) -> str | None:
+    """The first token of ``ours`` that has another id in ``theirs``; None if each id of ours means the same there."""
+    return next((text for text, number in ours.items() if theirs.get(text) != number), None)
+
+
 def end_of_text_id(folder: Path) -> int | None:
     """The id of the tokenizer's ``eos_token``; None if the files do not name one.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsgpt.checkpointing.manifest import Manifest
 from dsgpt.checkpointing.selection import find_checkpoint, is_hugging_face, open_model_files
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
@@ -30,10 +31,14 @@ class Loaded:
 
     model: GPT2
     tokenizer: "PreTrainedTokenizerBase | None"
+    folder: Path | None = None
+    """Of the tokenizer."""
     lack: str = ""
     """Why there is no tokenizer."""
     trained_length: int | None = None
     """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
+    manifest: Manifest | None = None
+    """Of its checkpoint; None for a Hugging Face folder."""
 
     def needed_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer.
@@ -58,24 +63,28 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
     Raises:
         UserError: there is no usable model, a weight is not finite, or its tokenizer cannot be used.
     """
+    folder: Path | None
     if is_hugging_face(path):
         if which == "best":
             raise UserError(f"--checkpoint {path}: is a Hugging Face folder; --which best needs a run folder")
-        tokenizer, lack, trained_length = _published_tokenizer(path), f"{path}: has no tokenizer", None
-        model = _published_model(path, device)
+        tokenizer, folder, lack = _published_tokenizer(path), path, f"{path}: has no tokenizer"
+        model, trained_length, manifest = _published_model(path, device), None, None
     else:
         checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
         files = open_model_files(checkpoint)
         folder, lack = files.tokenizer, f"{checkpoint}: has no tokenizer, because its training data had none"
         tokenizer = None if folder is None else open_tokenizer(folder, what=str(folder))
-        model, trained_length = load_model(files, device), files.trained_length
+        model, trained_length, manifest = load_model(files, device), files.trained_length, files.manifest
     model = model.to(DTYPES[precision])
     for name, value in model.named_parameters():
         if not torch.isfinite(value).all():
             raise UserError(
                 f"--checkpoint {path}: {name} holds values that are NaN or infinite in {precision}: it is unusable"
             )
-    return Loaded(model=model, tokenizer=tokenizer, lack=lack, trained_length=trained_length)
+    folder = folder if tokenizer else None
+    return Loaded(
+        model=model, tokenizer=tokenizer, folder=folder, lack=lack, trained_length=trained_length, manifest=manifest
+    )
 
 
 def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:

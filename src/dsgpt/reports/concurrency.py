@@ -10,6 +10,7 @@ from typing import Any
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, parse_as, read_bytes
 from dsgpt.reports.sweeps import Spread
+from dsgpt.telemetry.record import later_schema
 
 SCHEMA_VERSION = "1.0"
 MAX_BYTES = 64 << 20
@@ -129,6 +130,6 @@ def read_concurrency(file: Path) -> Concurrency:
         record = parse_as(read_bytes(file, max_bytes=MAX_BYTES), Concurrency, unknown_keys=True)
     except JsonError as error:
         raise UserError(f"{file}: cannot be read as a record of benchmark.py inference: {error}") from error
-    if record.schema_version.split(".")[0] != SCHEMA_VERSION.split(".", maxsplit=1)[0]:
-        raise UserError(f"{file}: has schema {record.schema_version}, but this program reads {SCHEMA_VERSION}")
+    if said := later_schema(record.schema_version, SCHEMA_VERSION):
+        raise UserError(f"{file}: {said}")
     return record

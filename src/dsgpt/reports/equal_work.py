@@ -158,9 +158,10 @@ def work_stamps(verdict: Verdict) -> list[str]:
 
 
 def partial_stamps(runs: Sequence[Run]) -> list[str]:
-    """The warning that a run did not reach its end."""
+    """The warnings that a run did not reach its end, and that its record is of a later version than this program."""
     partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
-    return ["PARTIAL RUN: " + ", ".join(partial)] if partial else []
+    later = [f"LATER SCHEMA: {run.name} {run.later_schema}" for run in runs if run.later_schema]
+    return [*(["PARTIAL RUN: " + ", ".join(partial)] if partial else []), *later]
 
 
 def inference_stamps(runs: Sequence[Run]) -> list[str]:

@@ -21,6 +21,7 @@ from dsgpt.reports.segments import (
     setup_over_time,
 )
 from dsgpt.reports.work_facts import EXECUTED_BY, read_work
+from dsgpt.telemetry.record import later_schema
 
 RECORD_NAME, LOG_NAME = "training_metrics.json", "metrics.jsonl"
 FLAT_SCHEMA = "flat keys"
@@ -83,6 +84,11 @@ class Run:
     val_curve: Curve
     notes: tuple[str, ...]
     """Remarks on this record, for comparison.md."""
+
+    @property
+    def later_schema(self) -> str:
+        """A remark on a record of a later version; empty for others."""
+        return later_schema(None if self.schema == FLAT_SCHEMA else self.schema)
 
     @property
     def too_short_to_time(self) -> bool:

@@ -14,6 +14,7 @@ from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read
 from dsgpt.common.problems import is_number
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.reports.footprint import Footprint
+from dsgpt.telemetry.record import later_schema
 
 SCHEMA_VERSION = "1.0"
 SWEEP_FILE = "sweep.json"
@@ -207,8 +208,8 @@ def read_sweep(path: Path) -> Sweep:
         sweep = parse_sweep(read_bytes(file, max_bytes=MAX_BYTES))
     except JsonError as error:
         raise UserError(f"{file}: cannot be read as the record of a sweep: {error}") from error
-    if sweep.schema_version.split(".")[0] != SCHEMA_VERSION.split(".", maxsplit=1)[0]:
-        raise UserError(f"{file}: has schema {sweep.schema_version}, but this program reads {SCHEMA_VERSION}")
+    if said := later_schema(sweep.schema_version, SCHEMA_VERSION):
+        raise UserError(f"{file}: {said}")
     return sweep
 
 

@@ -23,6 +23,8 @@ from dsgpt.telemetry.live_line import LiveBar, make_room
 _PACKAGE = logging.getLogger("dsgpt")
 _PACKAGE.addHandler(logging.NullHandler())
 _SILENT = logging.CRITICAL + 1
+LINE_SEC = 30.0
+"""Seconds between two lines about progress where there is no terminal."""
 _LIVE = "live"
 """The attribute of log records that the console does not print."""
 
@@ -132,6 +134,7 @@ class Progress:
         unit: the name of a unit.
         shown: whether there is a bar; by default where this rank logs and standard error is a terminal.
         text: if given, there is a live line instead of a bar: returns its text for a number of columns, from this.
+        lines: print a line on standard error every ``LINE_SEC`` seconds.
     """
 
     def __init__(
@@ -143,11 +146,13 @@ class Progress:
         done: int = 0,
         shown: bool | None = None,
         text: Callable[["Progress", int], str] | None = None,
+        lines: bool = False,
     ) -> None:
         if shown is None:
             shown = _PACKAGE.isEnabledFor(logging.INFO) and sys.stderr.isatty()
         self._total, self._first, self._done = total, done, done
-        self._started = time.perf_counter()
+        self._started = self._said = time.perf_counter()
+        self._line = what if lines else ""
         named: dict[str, Any] = {"total": total, "initial": done, "disable": not shown}
         if text is None:
             position = make_room() if shown else None
@@ -165,6 +170,9 @@ class Progress:
         """Note that ``count`` more are done."""
         self._done += count
         self._bar.update(count)
+        if self._line and time.perf_counter() - self._said >= LINE_SEC:
+            self._said = time.perf_counter()
+            print(f"{self._line}: {self._done / self._total:.0%}, {self.time_left()} left", file=sys.stderr, flush=True)
 
     def time_left(self) -> str:
         """The time to completion at the speed so far, validation and saving included."""
@@ -193,6 +201,8 @@ class Console:
         if self._speaks:
             print_line(line)
 
-    def progress(self, *, total: int, what: str, unit: str) -> Progress:
-        """A progress bar; shown only on a terminal."""
-        return Progress(total=total, what=what, unit=unit, shown=self._speaks and sys.stderr.isatty())
+    def progress(self, *, total: int, what: str, unit: str, lines: bool = False) -> Progress:
+        """A progress bar on a terminal; elsewhere nothing, or with ``lines`` a line now and then."""
+        terminal = sys.stderr.isatty()
+        shown = self._speaks and terminal
+        return Progress(total=total, what=what, unit=unit, shown=shown, lines=lines and self._speaks and not terminal)

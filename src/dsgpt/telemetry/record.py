@@ -6,13 +6,14 @@ Unknown values are null, never 0. Numbers that are not finite are not JSON and a
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsgpt.common.files import append_to, write_atomic
-from dsgpt.common.json_files import JsonError, parse_json
+from dsgpt.common.json_files import JsonError, clipped_text, parse_json
 from dsgpt.common.problems import is_number
 
 SCHEMA_VERSION = "2.1"
@@ -30,6 +31,16 @@ _NUMBERS = {
     *("dataload_time_sec", "train_time_sec", "wall_time_sec"),
 }
 """Keys whose values are numbers or null; the values of ``_FLAGS`` are true or false."""
+
+
+def later_schema(version: object, known: str = SCHEMA_VERSION) -> str:
+    """What is wrong with a record of schema ``version``; empty for ``known``, an earlier one and None."""
+    numbers = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", str(version))
+    if version is None or (numbers and [int(part) for part in numbers.groups()] <= [*map(int, known.split("."))]):
+        return ""
+    return (
+        f"has schema {clipped_text(str(version))}, and this program knows {known}: its figures may mean something else"
+    )
 
 
 def read_steps(path: Path, *, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dsgpt.data.sidecar import TokenFileError, sidecar_path
 from dsgpt.data.token_file import TokenFile
 from dsgpt.formats.hub_models import model_folder
 from dsgpt.formats.tokenizer_files import fault_of
-from dsgpt.formats.vocabulary_files import token_ids
+from dsgpt.formats.vocabulary_files import other_meaning, token_ids
 from dsgpt.telemetry.console import Progress
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def check_tokenizer(config: RunConfig, problems: Problems) -> str:
     if theirs is None or ours is None:
         lacking = source.given if theirs is None else config.train.path
         return f"--init_from: {lacking} has no tokenizer: not checked whether an id means the same to weights and data"
-    different = next((text for text, number in ours.items() if theirs.get(text) != number), None)
+    different = other_meaning(ours, theirs)
     if different is not None:
         problems.add(
             f"--init_from {source.given}: its tokenizer did not make {config.train.path}, where id {ours[different]} "

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dsgpt.checkpointing import store
 from dsgpt.common.errors import UserError
@@ -35,6 +36,7 @@ class EarlierSummary:
 class EarlierRecord:
     """The keys of ``training_metrics.json`` that a resume needs; all others are computed again."""
 
+    schema_version: Any = None
     saves: list[Save] | None = None
     """None in records of older versions, which lack the key."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)

@@ -13,7 +13,7 @@ from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.process_group import from_main
 from dsgpt.telemetry.console import LogFile
-from dsgpt.telemetry.record import RECORD_FILE
+from dsgpt.telemetry.record import RECORD_FILE, later_schema
 from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
 from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
 from dsgpt.training.resume import Start, plan_resume
@@ -95,9 +95,11 @@ def _lock_existing(config: RunConfig, lock: RunLock) -> None:
 
 
 def _earlier_record(run_dir: Path) -> tuple[EarlierRecord, str]:
-    """The record of the run to resume, and a message if it cannot be read."""
+    """The record of the run to resume, and a message if it cannot be read or is of a later version."""
     try:
-        return read_earlier_record(run_dir) or EarlierRecord(), ""
+        earlier = read_earlier_record(run_dir) or EarlierRecord()
+        said = later_schema(earlier.schema_version)
+        return earlier, f"{run_dir / RECORD_FILE} {said}" if said else ""
     except JsonError as error:
         return EarlierRecord(), f"{run_dir / RECORD_FILE} is damaged ({error}): its list of earlier saves is lost"
 

@@ -298,7 +298,7 @@ def test_a_record_of_another_schema_is_refused(three, tmp_path, monkeypatch):
     file = tmp_path / "out" / "sweep.json"
     sweep = read_sweep(file)
     file.write_text(json.dumps(asdict(replace(sweep, schema_version="2.0"))))
-    with pytest.raises(UserError, match=rf"has schema 2.0, but this program reads {SCHEMA_VERSION}"):
+    with pytest.raises(UserError, match=rf"has schema 2.0, and this program knows {SCHEMA_VERSION}"):
         read_sweep(file)
     file.write_text(json.dumps(asdict(sweep) | {"seed": "x"}))
     with pytest.raises(UserError, match=r"cannot be read as the record of a sweep: seed"):
