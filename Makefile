@@ -1,6 +1,6 @@
 # make demo    text to two trained models to charts, on this machine
 # make check   style, types, and every test that starts no other process: under two minutes
-# make test    style, types and the whole test suite
+# make test    style, types and the whole test suite; as root on Debian, installs g++, libaio and Chromium for it
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
 # make vllm    vLLM in an environment of its own, .venv-vllm, for src/benchmark.py inference
@@ -74,6 +74,7 @@ check: style
 	$(pytest) --without-processes --snapshot-warn-unused --quiet
 
 test: style
+	@$(BIN)/python tests/system_packages.py
 	$(pytest)
 
 # Each version has its own environment; `make --jobs 2 test-pythons` tests them side by side.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from small_run import REPOSITORY, command_line, write_inputs
+from system_packages import command, lacking
 
 from dsgpt.benchmarks.harness.corpus import Corpus, prepare_corpus
 from dsgpt.common.script import raise_on_signals
@@ -105,12 +106,22 @@ def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> N
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Report a test as skipped that lost the skip: it was raised in a thread, or something caught it."""
+    """Report a test as skipped that lost the skip, in a thread or because something caught it, or lacks a package."""
     report = yield
-    if _prevented and report.outcome != "skipped":
-        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"Skipped: {_prevented[-1]}")
+    reason = _prevented[-1] if _prevented else ""
+    if report.failed and os.environ.get("CI") != "true" and (package := lacking(report.longreprtext)):
+        reason = f"needs {package}"
+    if reason and report.outcome != "skipped":
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"Skipped: {reason}")
     _prevented.clear()
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End with the packages that this machine lacks; the lines above name the tests that were left out for them."""
+    left_out = [report for report in terminalreporter.getreports("skipped") if lacking(report.longreprtext)]
+    if left_out:
+        terminalreporter.write_line(f"{len(left_out)} tests left out; they need, as root: {command()}", yellow=True)
 
 
 RANKS = "dsgpt.benchmarks.harness.worker"
@@ -119,6 +130,7 @@ RANKS = "dsgpt.benchmarks.harness.worker"
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """With one of the options, skip tests that share launches, before their fixture prepares anything."""
+    _prevented.clear()
     skips = item.config.getoption("--without-launchers") or item.config.getoption("--without-processes")
     if skips and _shares_launches(item):
         pytest.skip("starts a launcher")

@@ -57,7 +57,7 @@ def compilation(tmp_path, monkeypatch):
             return []
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    compilation = Compilation(compiled_ops._folder())
+    compilation = Compilation(compiled_ops.ops_folder())
     monkeypatch.setattr(OpBuilder, "jit_load", compilation)
     accelerator = SimpleNamespace(create_op_builder=lambda name: PartBuilder())
     monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
@@ -128,10 +128,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(compilation, monkeypatch, tmp_
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with pytest.raises(UserError) as caught:
         load_ops("PartBuilder")
-    assert without_paths("\n".join(caught.value.problems), compiled_ops._folder()) == snapshot
+    assert without_paths("\n".join(caught.value.problems), compiled_ops.ops_folder()) == snapshot
 
 
-@pytest.mark.skipif(NO_LIBAIO or not shutil.which("ninja"), reason="compiling needs a C++ compiler, ninja and libaio")
+@pytest.mark.skipif(NO_LIBAIO or not shutil.which("ninja"), reason="needs g++, ninja and libaio-dev")
 def test_the_real_ones_are_linked_with_each_other():
     """The first process compiles them, unless an earlier run with nvme did; the second only loads them."""
     command, variables = [sys.executable, "-c", LOAD_AND_LOOK], {**os.environ, "DS_ACCELERATOR": "cpu"}

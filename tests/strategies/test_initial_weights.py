@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(NO_LIBAIO, reason="this machine has no libaio with its header (Debian: apt-get install libaio-dev)")
+@pytest.mark.skipif(NO_LIBAIO, reason="needs libaio-dev")
 def test_offload_to_nvme_is_tested_here():
     assert NVME
 

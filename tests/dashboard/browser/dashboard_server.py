@@ -1,6 +1,5 @@
 """The dashboard in its own process, as users start it, and the browser that looks at it."""
 
-import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, Playwright
+from system_packages import browser
 
 from dsgpt.common.errors import UserError
 from dsgpt.runtime.topology import free_port
@@ -32,7 +32,7 @@ HOSTILE = (
 )
 """The name of a run, in HTML, in Markdown, and in what Streamlit adds to it."""
 SECOND = "second-of-two-equal-runs-whose-name-is-so-long-that-it-takes-two-lines"
-START_SEC = 60
+START_SEC = 300
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def launch_browser(playwright: Playwright) -> Browser:
     Raises:
         UserError: it is not installed.
     """
-    path = shutil.which("chromium") or shutil.which("google-chrome")
+    path = browser()
     if path is None:
         raise UserError("Chromium is missing: apt-get install chromium")
     return playwright.chromium.launch(executable_path=path)

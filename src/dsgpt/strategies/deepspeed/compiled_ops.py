@@ -19,6 +19,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ def load_ops(*builders: str) -> None:
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - only DeepSpeed's strategies import it
 
-    folder = _folder()
+    folder = ops_folder()
     try:
         with _extensions_in(folder), _only_missing_compiled(folder):
             for name in builders:
@@ -105,13 +106,11 @@ def _loaded(builder: Any, library: Path) -> ModuleType:
     return module
 
 
-def _folder() -> Path:
+def ops_folder() -> Path:
     """The folder for this machine, below the one that PyTorch or the user chose, which different machines may share."""
-    import deepspeed  # noqa: PLC0415
-
     root = Path(os.environ.get(_ROOT) or get_default_build_root())
     python = f"py{sys.version_info.major}{sys.version_info.minor}-{_processor()}"
-    return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{deepspeed.__version__}"
+    return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{version('deepspeed')}"
 
 
 def _processor() -> str:

@@ -1,0 +1,83 @@
+"""What tests need besides Python packages. ``make test`` calls it first; see ``main``."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from dsgpt.runtime.machine_probe import compiler, libaio_problem
+
+WITHOUT = {
+    "g++": re.compile(r"(no|needs a|No working) C\+\+ compiler|InvalidCxxCompiler|needs g\+\+"),
+    "libaio-dev": re.compile(r"no libaio|needs libaio-dev"),
+    "chromium": re.compile(r"Chromium is missing"),
+}
+"""Debian package to what a test says that fails without it, or that is skipped."""
+
+
+def browser() -> str | None:
+    """The command of Chromium or Chrome, installed by the system or by Playwright."""
+    own = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache" / "ms-playwright")
+    found = sorted(own.glob("chromium-*/chrome-linux*/chrome"))
+    return shutil.which("chromium") or shutil.which("google-chrome") or (str(found[-1]) if found else None)
+
+
+@cache
+def missing() -> list[str]:
+    """The packages that this machine lacks."""
+    found = compiler()
+    lacks = {"g++": not found, "libaio-dev": not found or libaio_problem(found), "chromium": not browser()}
+    return [package for package in WITHOUT if lacks[package]]
+
+
+def command() -> str:
+    """What installs the missing packages."""
+    return f"apt-get install {' '.join(missing())}"
+
+
+def lacking(text: str) -> str | None:
+    """The missing package for which a test failed or was skipped that says ``text``."""
+    named = (package for package, words in WITHOUT.items() if words.search(text))
+    return next((package for package in named if package in missing()), None)
+
+
+def main() -> int:
+    """Install what is missing, as root on Debian or Ubuntu. Under ``CI=true`` it is an error if something still is.
+
+    Elsewhere the tests that need it are left out (``conftest.py``). Also says that the first tests compile for long.
+    """
+    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        print(f"The tests need packages of the system that are not installed: {command()}", flush=True)
+        _install([*missing()])
+        missing.cache_clear()
+    if missing():
+        print(f"not installed: {', '.join(missing())}; as root: {command()}", file=sys.stderr, flush=True)
+        if os.environ.get("CI") == "true":
+            print("error: under CI=true no test may be left out", file=sys.stderr)
+            return 1
+    if compiler() and not _compiled():
+        print("The first tests compile DeepSpeed's CPU Adam (45 s on two cores) and its asynchronous I/O (15 s), once.")
+    return 0
+
+
+def _install(packages: list[str]) -> None:
+    """Errors are apt's own, and what is still missing is found afterwards."""
+    if "chromium" in packages and "ID=debian" not in Path("/etc/os-release").read_text().splitlines():
+        packages.remove("chromium")  # Ubuntu's is a snap, which needs more than apt
+        subprocess.run([sys.executable, "-m", "playwright", "install", "--with-deps", "chromium"], check=False)
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for words in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
+        subprocess.run(["apt-get", "-qq", *words], env=environment, check=False)
+
+
+def _compiled() -> bool:
+    from dsgpt.strategies.deepspeed.compiled_ops import ops_folder
+
+    return all((ops_folder() / name / f"{name}.so").exists() for name in ("cpu_adam", "async_io"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
