@@ -49,7 +49,6 @@ def test_offload_keeps_parameters_and_sums_of_low_precision_on_the_device(setup)
     assert (found.on_device, found.parameters) == (2 * P + 4 * P // 2, 2 * P)
     peaks = {kind: peak_memory(setup("zero2_offload", precision=kind), device="cuda") for kind in ("fp16", "fp32")}
     assert [peak.parts["gradients"] for peak in peaks.values()] == [4 * P // 2, 0]
-    assert model_state(setup("zero2_offload")).on_device == 4 * P
     assert (found.gradients, found.optimizer, found.master) == (4 * P, 4 * P, 2 * P)
     assert model_state(setup("zero2_offload", precision="bf16", gradient_accumulation_steps=1)).gradients == 4 * P
     assert model_state(setup("zero2_offload", gradient_accumulation_steps=1)).gradients == 2 * P

@@ -80,8 +80,22 @@ def test_the_hooks_of_zero3_take_time_for_each_parameter_and_pass_on_a_cpu(setup
     assert hooks == pytest.approx(micro_batches * 2 * parameters * 100 * 1e-3)
     again = predict_step(setup("zero3", activation_checkpointing=True), machine(kernel_sec=1e-3)).parts["hooks"]
     assert again == pytest.approx(1.5 * hooks)
-    assert "hooks" not in predict_step(setup("zero3"), machine("cuda", kernel_sec=1e-3)).parts
     assert "hooks" not in predict_step(setup("zero2"), machine(kernel_sec=1e-3)).parts
+
+
+def test_the_hooks_of_zero3_are_a_range_on_gpus(setup):
+    """GPT-2 small at micro batch 4: 148 parameters, 2 passes, 100 operations of 4 us, which nobody measured."""
+    fields = {"model": PRESETS["small"], "world_size": 8, "precision": "bf16", "seq_length": 1024}
+    fields |= {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
+    gpu, host = datasheet_machine(find_gpu("a100-80gb")), 29_600 * 4e-6
+    step = predict_step(setup("zero3", **fields), gpu)
+    assert step.seconds > step.parts["hooks"] > 0
+    passes = sum(step.parts[name] for name in ("forward", "backward", "head and loss", "communication", "hooks"))
+    assert passes == pytest.approx(host)
+    assert step.least < 0.04 < host < step.seconds < step.most
+    assert "0.12 s for ZeRO-3's hooks (assumed)" in step.overlap
+    busy = predict_step(setup("zero3", **fields | {"micro_batch_size": 32}), gpu)
+    assert "hooks" not in busy.parts  # the GPU is the slower one
 
 
 def test_matrices_that_are_read_longer_than_multiplied(setup):
@@ -142,7 +156,8 @@ def test_what_a_gpu_hides(setup):
 def test_offload_moves_gradients_and_weights_over_the_hosts_link(setup):
     p = total(model_parameters(setup().model))
     parts = predict_step(setup("zero2_offload"), machine()).parts
-    assert parts["offload"] == pytest.approx(4 * p / 2 * (3 + 1) / 1e4, rel=0.01)
+    touched = (512 + 128 + 192 + 64 + 256) + (4 * 8 + 24 + 8 + 32 + 8 + 8)  # whole parameters in a rank's half
+    assert parts["offload"] == pytest.approx(4 * (3 * touched + 2 * touched + p / 2 + p / 2) / 1e4, rel=0.01)
     assert parts["optimizer"] == pytest.approx(28 * p / 2 / 1e3, rel=0.01)
 
 

@@ -66,13 +66,14 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     end = 2 * embedding if several else new + embedding
     base = _offload_buffers(setup, held, device)
     state = model_state(setup, rank=rank)
-    stepped = state.gradients - (state.off_device.get("gradients", 0) if device == "cuda" else 0)
+    away = state.off_device.get("gradients", 0)  # in the host, which keeps the memory
+    stepped = state.gradients - (away if device == "cuda" else 0)
     found = [
         *_before(setup, rank, earlier, bucket=bucket),
         Moment(name="reduction", parts=earlier | {"new_gradients": end, "buckets": bucket}),
         Moment(name="step", parts={"gradients": _flattened(setup, rank, stepped)}),
         Moment(name="step", parts={"gradients": stepped, "other": _unfused(setup, held)}),
-        Moment(name="evaluation", parts={}),
+        Moment(name="evaluation", parts={"gradients": away if device == "cpu" else 0}),
     ]
     return [_with(moment, base) for moment in found]
 
@@ -80,7 +81,8 @@ def zero1(setup: Setup, rank: int, *, device: str) -> list[Moment]:
 def zero2(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     """A full bucket is reduced at once, from a flat copy, into the sums of this rank's part."""
     held, embedding, state = setup.held(rank), _embedding(setup, setup.held(rank)), model_state(setup, rank=rank)
-    stepped = state.gradients - (state.off_device.get("gradients", 0) if device == "cuda" else 0)
+    away = state.off_device.get("gradients", 0)  # in the host, which keeps the memory
+    stepped = state.gradients - (away if device == "cuda" else 0)
     first, later = _sums(setup, rank, stepped, device)
     several = setup.gradient_accumulation_steps > 1
     bucket, base = bucket_bytes(setup, setup.low), _offload_buffers(setup, held, device)
@@ -91,7 +93,8 @@ def zero2(setup: Setup, rank: int, *, device: str) -> list[Moment]:
         moved = bucket + setup.low * fill.elements
         now = {"gradients": begun, "new_gradients": waits, "buckets": moved}
         found.append(Moment(name="reduction", blocks=fill.blocks, parts=now))
-    found += [Moment(name="step", parts={"gradients": stepped}), Moment(name="evaluation", parts={})]
+    found.append(Moment(name="step", parts={"gradients": stepped}))
+    found.append(Moment(name="evaluation", parts={"gradients": away if device == "cpu" else 0}))
     return [_with(moment, base) for moment in found]
 
 

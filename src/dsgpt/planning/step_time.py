@@ -8,6 +8,7 @@ section 2.2). ``--compile`` is not modelled.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 from dsgpt.planning.host_link import copied
 from dsgpt.planning.passes import gradient_bytes, low_arithmetic_bytes, norm_bytes, optimizer_bytes
@@ -20,7 +21,17 @@ _PER_TENSOR = {"baseline": 1, "ddp": 2, "fsdp": 4, "optimized": 8}
 """Operations for each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
 _ZERO3_OPERATIONS = 100
 """Operations for each parameter in each pass over the blocks under ZeRO-3: its hooks look up, gather, wait for and
-release parameters in Python. On a GPU they run ahead of it; on a CPU nothing else runs."""
+release parameters in Python. On a CPU nothing else runs."""
+_ASSUMED_OPERATION_SEC = 4e-6
+"""Seconds of each of them on the host of a GPU: as on a CPU. Nobody measured it; see ``Hooks``."""
+
+
+class Hooks(Enum):
+    """How much of the time of ZeRO-3's hooks a step on GPUs takes, which nobody measured."""
+
+    HIDDEN = "the GPU always has enough to do"
+    BESIDE = "the host runs ahead of the GPU until it is the slower one: a step takes the longer time of the two"
+    ADDED = "the GPU waits for every hook"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +72,17 @@ class StepTime:
 def predict_step(setup: Setup, machine: Machine) -> StepTime:
     """The time of a step on ``machine``, whose rates must have the setup's precision."""
     overlaps = machine.kind != "cpu"
-    likely = _slowest_stage(setup, machine.rates, machine)
+    likely = _slowest_stage(setup, machine.rates, machine, Hooks.BESIDE)
+    overlap, host = overlap_in_words(setup, overlaps=overlaps), _host_seconds(setup, machine)
+    if host:
+        overlap += f"; the host needs {host:.2g} s for ZeRO-3's hooks (assumed) beside the GPU, and may delay it"
     return StepTime(
         parts=likely.parts,
-        least=sum(_slowest_stage(setup, machine.fastest, machine).parts.values()),
-        most=sum(_slowest_stage(setup, machine.slowest, machine).parts.values()),
+        least=sum(_slowest_stage(setup, machine.fastest, machine, Hooks.HIDDEN).parts.values()),
+        most=sum(_slowest_stage(setup, machine.slowest, machine, Hooks.ADDED).parts.values()),
         hidden=likely.hidden,
         validation_micro_batch=likely.validation,
-        overlap=overlap_in_words(setup, overlaps=overlaps),
+        overlap=overlap,
         assumed=machine.assumed,
     )
 
@@ -87,12 +101,12 @@ class _Rank:
     validation: float
 
 
-def _slowest_stage(setup: Setup, rates: Rates, machine: Machine) -> _Rank:
-    ranks = [_rank(setup, rates, machine, rank) for rank in setup.first_ranks]
+def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, hooks: Hooks) -> _Rank:
+    ranks = [_rank(setup, rates, machine, rank, hooks) for rank in setup.first_ranks]
     return max(ranks, key=lambda rank: sum(rank.parts.values()))
 
 
-def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
+def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks) -> _Rank:
     """The step of ``rank``, as if the other stages of its pipeline were not slower."""
     micro_batches, stages = setup.gradient_accumulation_steps, setup.sizes.pipeline
     work = _micro_batch(setup, rank, kind=machine.kind)
@@ -115,6 +129,9 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int) -> _Rank:
     found["offload"] = _offload(setup, rates, machine, rank)
     found["communication"] = sent.once + micro_batches * sent.per_micro_batch
     found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
+    if host := _host_seconds(setup, machine):
+        passes = sum(found[name] for name in (*seconds, "communication"))
+        found["hooks"] = {Hooks.HIDDEN: 0.0, Hooks.BESIDE: max(0.0, host - passes), Hooks.ADDED: host}[hooks]
     validation = validation_forward(setup, setup.blocks(rank), kind=machine.kind).seconds(rates, setup)
     return _Rank(
         parts={name: each for name, each in found.items() if each},
@@ -128,8 +145,7 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, Work]:
     blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
     held = len(setup.held(rank))
     per_tensor = _PER_TENSOR[setup.run_type] * held
-    passes = 3 if setup.activation_checkpointing else 2
-    hooks = _ZERO3_OPERATIONS * passes * held if _has_zero3_hooks(setup) and kind == "cpu" else 0
+    hooks = _zero3_operations(setup) if kind == "cpu" else 0
     ends = (stage == 0) + (stage == last)
     return {
         "forward": block_forward(setup).times(blocks) + embedding(setup).times(ends / 4),
@@ -140,8 +156,18 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, Work]:
     }
 
 
-def _has_zero3_hooks(setup: Setup) -> bool:
-    return setup.run_type == "optimized" and setup.recipe.zero_stage == 3
+def _zero3_operations(setup: Setup) -> int:
+    """Of the hooks of ZeRO-3 in a micro batch; else 0."""
+    if setup.run_type != "optimized" or setup.recipe.zero_stage != 3:
+        return 0
+    return _ZERO3_OPERATIONS * (3 if setup.activation_checkpointing else 2) * len(setup.held(0))
+
+
+def _host_seconds(setup: Setup, machine: Machine) -> float:
+    """Of ZeRO-3's hooks in a step, on the host of a GPU."""
+    if machine.kind == "cpu":
+        return 0.0
+    return _zero3_operations(setup) * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
 
 
 def _optimizer(setup: Setup, rates: Rates, rank: int) -> float:
