@@ -56,12 +56,14 @@ def show() -> None:
 
 def _show_runs(folder: Path, names: Sequence[str]) -> None:
     chosen = _choose(folder, names)
-    runs, steps = _read(folder, chosen)
-    if not runs:
+    recorded, above = _read(folder, chosen), st.container()
+    if not recorded:
         st.info("Choose two or more runs. The first is the baseline.")
         return
-    _show_verdict(runs)
-    price = _show_bars(runs)
+    price = _show_bars([*recorded.values()])
+    with above:
+        runs, steps = _with_steps(folder, recorded)
+        _show_verdict(runs)
     if steps:
         _show_losses(runs, steps, price)
         _show_difference(runs, steps)
@@ -97,25 +99,33 @@ def _default(folder: Path) -> list[str]:
     return [found[0].baseline.name, *others[:2]]
 
 
-def _read(folder: Path, names: Sequence[str]) -> tuple[list[Run], dict[str, Steps]]:
-    """The runs under short names, and their steps by these names. What cannot be read is named."""
-    short = curves.labels(names)
-    runs, found = [], {}
+def _read(folder: Path, names: Sequence[str]) -> dict[str, Run]:
+    """By the name of each run, the run under its short name. What cannot be read is named."""
+    short, found = curves.labels(names), {}
     for name in names:
         recorded = recorded_of(folder, name)
         if recorded.run is None:
             st.warning(f"**{plain(name)}** {plain(recorded.problem or 'has no record yet')}")
-            continue
-        run = replace(recorded.run, name=short[name])
+        else:
+            found[name] = replace(recorded.run, name=short[name])
+    return found
+
+
+def _with_steps(folder: Path, named: Mapping[str, Run]) -> tuple[list[Run], dict[str, Steps]]:
+    """The runs with the losses of their steps, and these steps by the runs' short names."""
+    runs, found = [], {}
+    for name, run in named.items():
         try:
-            steps = steps_of(folder, name)
+            with st.spinner(f"Reading the steps of {plain(name)}", show_time=True):
+                steps = steps_of(folder, name)
         except UserError as error:
             st.warning(f"**{plain(name)}** {plain(str(error))}")
             steps = None
         if steps is not None and len(steps.train["step"]):
             found[run.name] = steps
-            run = with_steps(run, steps)
-        runs.append(run)
+            runs.append(with_steps(run, steps))
+        else:
+            runs.append(run)
     return runs, found
 
 
@@ -175,7 +185,7 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Steps], price: float |
     known = curves.axes(price)
     axis = known[middle.segmented_control("Against", list(known), default="steps", key="axis", required=True)]
     validation = kind == "validation"
-    usual = max((window_of(run.train_curve) for run in runs if run.name in steps), default=1)
+    usual = max(window_of(len(each.train["step"])) for each in steps.values())
     window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
     series = []
     for run in runs:

@@ -164,11 +164,11 @@ def _columns(summaries: Sequence[Summary]) -> pa.Table:
             "state": [f"{SYMBOLS[each.status]} {each.status.value}" for each in summaries],
             "strategy": [run.strategy if run else None for run in runs],
             "model": [each.recorded.model for each in summaries],
-            "devices": pa.array([_whole(run.device_count) if run else None for run in runs], pa.int64()),
+            "devices": pa.array([_whole(run.device_count) if run else None for run in runs], pa.float64()),
             "progress": pa.array([each.progress for each in summaries], pa.float64()),
             "train loss": pa.array([each.train_loss for each in summaries], pa.float64()),
             "val loss": pa.array([each.val_loss for each in summaries], pa.float64()),
-            "tokens/s": pa.array([_whole(each.tokens_per_sec) for each in summaries], pa.int64()),
+            "tokens/s": pa.array([_whole(each.tokens_per_sec) for each in summaries], pa.float64()),
             "when": pa.array(
                 [None if moment is None else moment.strftime("%Y-%m-%d %H:%M") for moment in started], pa.string()
             ),
@@ -177,8 +177,8 @@ def _columns(summaries: Sequence[Summary]) -> pa.Table:
     )
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _whole(value: float | None) -> float | None:
+    return None if value is None else float(round(value))
 
 
 def _formats() -> dict[str, ColumnConfig]:
