@@ -302,3 +302,15 @@ def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
     assert [warning.value for warning in frame.warning] == [
         r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
     ]
+
+
+def test_my_runs_are_compared_and_the_references_only_when_asked(runs, open_page):
+    fast = record(training_config__strategy="zero1", summary__train_time_sec=1.0, timestamp_utc="2027-01-01T00:00:00")
+    write_run(runs / "reference" / "theirs", fast, lines=step_lines(seconds=0.1))
+    test = open_page("overview")
+    assert metrics(test)["Fastest of equal work"] == "zero1"
+    assert column(test, "run") == ["baseline", "zero1", "theirs (another machine)"]
+    assert open_page("compare").multiselect("runs").value == ["baseline", "zero1"]
+    asked = open_page("compare", query={"runs": ["baseline", "reference/theirs"]})
+    assert "theirs (another machine) against baseline" in texts(asked).replace("\\", "")
+    assert "zero1" not in texts(open_page("live")) and "theirs" not in texts(open_page("live"))

@@ -40,6 +40,11 @@ class _Found:
     concurrency: list[str] = field(default_factory=list)
 
 
+def is_reference(name: str) -> bool:
+    """Whether a run is one that the repository brings, measured on another machine."""
+    return name.startswith("reference/")
+
+
 def current_folder() -> Path:
     """The folder of runs that the command line names.
 

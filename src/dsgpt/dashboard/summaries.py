@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.folders import own_file
+from dsgpt.dashboard.folders import is_reference, own_file
 from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.steps import Steps, Values
 from dsgpt.reports.curves import Curve
@@ -176,8 +176,17 @@ def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
 
 
 def in_order(summaries: Sequence[Summary]) -> list[Summary]:
-    """Running first, then the newest."""
-    return sorted(summaries, key=lambda each: (each.status != Status.RUNNING, -_when(each), each.name))
+    """Those of this machine first; of these, running first, then the newest."""
+    return sorted(
+        summaries,
+        key=lambda each: (is_reference(each.name), each.status != Status.RUNNING, -_when(each), each.name),
+    )
+
+
+def own(summaries: Sequence[Summary]) -> list[Summary]:
+    """Those of this machine, in order; all if none is."""
+    ordered = in_order(summaries)
+    return [each for each in ordered if not is_reference(each.name)] or ordered
 
 
 def _when(summary: Summary) -> float:

@@ -8,15 +8,15 @@ import streamlit as st
 
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard import curves, measures
-from dsgpt.dashboard.answers import answers
+from dsgpt.dashboard.answers import answers, newest
 from dsgpt.dashboard.figures import figure, show_table
-from dsgpt.dashboard.folders import current_folder, inside
+from dsgpt.dashboard.folders import current_folder, inside, is_reference
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.pages.overview import FAVOURITES, PRICE
 from dsgpt.dashboard.readers import contents_of, recorded_of, runs_with_records, steps_of, summaries_of
 from dsgpt.dashboard.specifications import bars, lines
 from dsgpt.dashboard.steps import Steps
-from dsgpt.dashboard.summaries import with_steps
+from dsgpt.dashboard.summaries import own, with_steps
 from dsgpt.reports.comparison import result_rows, work_rows
 from dsgpt.reports.concurrency import read_concurrency
 from dsgpt.reports.curves import window_of
@@ -49,7 +49,7 @@ def show() -> None:
     elif kind == "Many requests":
         _show_concurrency(folder, found.concurrency)
     elif found.runs:
-        _show_runs(folder, found.runs)
+        _show_runs(folder, sorted(found.runs, key=is_reference))
     else:
         st.info("There is no run to compare yet: Overview says how to make one.")
 
@@ -92,11 +92,12 @@ def _choose(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def _default(folder: Path) -> list[str]:
-    found = answers(runs_with_records(summaries_of(folder)))
+    summaries = own(summaries_of(folder))
+    found = answers(runs_with_records(summaries))
     if not found:
-        return list(contents_of(folder).runs[:2])
-    others = [run.name for run in found[0].runs if run is not found[0].baseline]
-    return [found[0].baseline.name, *others[:2]]
+        return [each.name for each in summaries[:2]]
+    answer = newest(found)
+    return [answer.baseline.name, *[run.name for run in answer.runs if run is not answer.baseline][:2]]
 
 
 def _read(folder: Path, names: Sequence[str]) -> dict[str, Run]:

@@ -8,13 +8,13 @@ import streamlit as st
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from dsgpt.dashboard import formats
-from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds
+from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds, newest
 from dsgpt.dashboard.curves import labels
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import go_to
 from dsgpt.dashboard.readers import runs_with_records, summaries_of
-from dsgpt.dashboard.summaries import Summary, in_order
+from dsgpt.dashboard.summaries import Summary, in_order, own
 from dsgpt.reports.runs import Run
 from dsgpt.training.status import Status
 
@@ -57,10 +57,10 @@ def _show_first_steps() -> None:
 
 
 def _show_answer(summaries: Sequence[Summary]) -> None:
-    found = answers(runs_with_records(list(summaries)))
+    found = answers(runs_with_records(own(summaries)))
     columns = st.columns([3, 3, 2, 2], vertical_alignment="top")
     if found:
-        answer = max(found, key=lambda each: max(run.date or "" for run in each.runs))
+        answer = newest(found)
         _show_fastest(answer, columns)
         if len(found) > 1:
             st.caption(
@@ -99,7 +99,7 @@ def _show_fastest(answer: Answer, columns: Sequence["st.delta_generator.DeltaGen
 
 def _name(run: Run) -> str:
     """Of a run without its folders, for a metric, which reads Markdown."""
-    return plain(run.name.rpartition("/")[2])
+    return plain(labels([run.name])[run.name])
 
 
 def _search(summaries: Sequence[Summary]) -> list[Summary]:
