@@ -40,7 +40,7 @@ def open_page(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AppT
 
     def opened(page: str, query: dict[str, list[str]] | None = None, **state: object) -> AppTest:
         text = f"from dsgpt.dashboard.pages import {page}\n{page}.show()\n"
-        test = AppTest.from_string(text, default_timeout=30)
+        test = AppTest.from_string(text, default_timeout=60)
         for key, value in state.items():
             test.session_state[key] = value
         for key, values in (query or {}).items():

@@ -15,7 +15,7 @@ from dsgpt.dashboard.folders import contents, inside, own_file
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.sampling import kept, smoothed
-from dsgpt.dashboard.steps import StepReader, last_entries
+from dsgpt.dashboard.steps import StepReader, _parsed, last_entries
 from dsgpt.model.config import PRESETS
 from dsgpt.reports.curves import read_step_curves
 from dsgpt.reports.fields import Fields
@@ -55,6 +55,39 @@ def test_what_is_appended_is_added_and_a_torn_line_waits_for_its_end(tmp_path):
     assert np.isnan(now.train["loss"][2])
     assert now.validation["tokens"].tolist() == [24]
     assert first.train["step"].tolist() == [1], "what a page holds does not change"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *(b'"loss": NaN', b'"loss": null', b'"lr": 1e308', b'"lr": 1e-308', b'"lr": "x"', b'"tokens": null'),
+        *(b'"warm_up": null', b'"lr": 1e999', b'"a": [[1]]', b'"a": "\\ud800"', b'"a": "\xff"', b'"a": 1, "a": 2'),
+        *(b'"a": {"loss": 1}', b'"a": 1}{"b": 2', b'"a": {\n"b": 1}', b'"a": 1,}\n{', b'"step": 1.5', b'"a" : 1', b""),
+        *(b'"interval": {"mfu": "x"}', b'"interval": null', b'"val_loss": 2', b'"a": "' + b"x" * 70_000 + b'"'),
+    ],
+)
+def test_lines_parsed_together_are_those_parsed_one_by_one(tmp_path, monkeypatch, broken):
+    """Whatever one of them holds, beside the lines of a real run, and where two reads meet in a line."""
+    whole = (COMMITTED / "demo-zero1" / "metrics.jsonl").read_bytes()
+    first, _, rest = whole.partition(b"\n")
+    path, found = tmp_path / "metrics.jsonl", []
+    for least in (0, len(whole) * 2):
+        monkeypatch.setattr("dsgpt.dashboard.steps._LEAST_BYTES", least)
+        path.write_bytes(whole + first.replace(b'"epoch": 0', broken or b'"epoch": 0')[:-9])
+        reader = StepReader(path)
+        assert reader.read().last_step == 800
+        with path.open("ab") as file:
+            file.write(first[-9:] + b"\n" + rest)
+        found.append(reader.read())
+    one, other = found
+    assert one.damaged == other.damaged
+    for part in ("train", "validation", "intervals"):
+        columns = [*getattr(one, part).items()]
+        assert all(np.array_equal(values, getattr(other, part)[name], equal_nan=True) for name, values in columns)
+
+
+def test_lines_of_a_real_run_are_parsed_together():
+    assert _parsed((COMMITTED / "demo-zero1" / "metrics.jsonl").read_bytes()).num_rows == 804
 
 
 @pytest.mark.parametrize("steps", [2, 9], ids=["shorter", "longer"])

@@ -1,6 +1,8 @@
 """The pages of runs, as Streamlit shows them: overview, compare and live."""
 
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -256,3 +258,59 @@ def test_pages_of_runs_open_without_torch_and_matplotlib(runs):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
+
+
+def leaves(value, place=()):
+    """The path of every value in a record, and of every object and list."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place, *(path for key, each in inner for path in leaves(each, (*place, key)))]
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("hostile", [1e308, 1e-308, "0001-01-01T00:00:00+00:00", "\ud800", math.nan], ids=repr)
+def test_one_bad_record_takes_no_page_away(runs, open_page, hostile):
+    """Whatever stands in a field of a record, of a step's line or of a sample, alone or in all fields."""
+    good = record(timestamp_utc="2026-11-22T10:00:00+00:00", status="running")
+    line = {**step_lines(steps=1)[0], "val_loss": 3.0, "tokens_per_sec": 5.0, "interval": {"mfu": 0.5}}
+    values = [replaced(good, path, hostile) for path in leaves(good)]
+    for place, value in enumerate(values):
+        write_run(runs / f"record-{place}", value, lines=step_lines(steps=3))
+    for place, path in enumerate(leaves(line)[1:]):
+        write_run(runs / f"line-{place}", good, lines=[line, replaced({**line, "step": 2}, path, hostile)])
+    sample = {"time": 1.0, "gpus": [{"utilisation": hostile, "power_watts": hostile}]}
+    (runs / "line-0" / "hardware.jsonl").write_text(json.dumps(sample) + "\n")
+    names = sorted(path.name for path in runs.iterdir())
+    assert len(column(open_page("overview"), "run")) == len(names)
+    open_page("compare", query={"runs": ["baseline", *names[:: len(names) // 6][:7]]})
+    open_page("live", query={"watch": ["line-0", *names[:: len(names) // 9][:9]]})
+
+
+def test_a_name_that_is_not_utf_8_is_one_line_on_every_page(runs, open_page):
+    write_run(runs / os.fsdecode(b"reference/caf\xe9"), record())
+    (runs / os.fsdecode(b"reference/caf\xe9/plan.json")).write_text("{}")
+    for page in ("overview", "compare", "live", "split", "plan", "generate"):
+        open_page(page)
+    frame = AppTest.from_file(ROOT / "charts" / "dashboard.py", default_timeout=60).run()
+    assert not frame.exception
+    assert [warning.value for warning in frame.warning] == [
+        r"**reference/caf\\xe9** is not shown: its name is not UTF-8; rename it"
+    ]
+
+
+def test_my_runs_are_compared_and_the_references_only_when_asked(runs, open_page):
+    fast = record(training_config__strategy="zero1", summary__train_time_sec=1.0, timestamp_utc="2027-01-01T00:00:00")
+    write_run(runs / "reference" / "theirs", fast, lines=step_lines(seconds=0.1))
+    test = open_page("overview")
+    assert metrics(test)["Fastest of equal work"] == "zero1"
+    assert column(test, "run") == ["baseline", "zero1", "theirs (another machine)"]
+    assert open_page("compare").multiselect("runs").value == ["baseline", "zero1"]
+    asked = open_page("compare", query={"runs": ["baseline", "reference/theirs"]})
+    assert "theirs (another machine) against baseline" in texts(asked).replace("\\", "")
+    assert "zero1" not in texts(open_page("live")) and "theirs" not in texts(open_page("live"))

@@ -44,6 +44,11 @@ def answers(runs: Sequence[Run]) -> list[Answer]:
     return [_answer(group) for group in groups if len(group) > 1]
 
 
+def newest(found: Sequence[Answer]) -> Answer:
+    """The answer with the run that began last."""
+    return max(found, key=lambda each: max(run.date or "" for run in each.runs))
+
+
 def _answer(group: Sequence[Run]) -> Answer:
     ordered = sorted(group, key=lambda run: run.train_time or 0.0)
     baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))

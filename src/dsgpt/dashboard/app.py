@@ -3,10 +3,12 @@
 import streamlit as st
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import printable
 from dsgpt.dashboard import aligned, headings
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import pages
+from dsgpt.dashboard.readers import contents_of
 from dsgpt.reports.themes import DARK, LIGHT
 
 ICON = (
@@ -41,6 +43,8 @@ def show() -> None:
         return
     with st.sidebar:
         st.caption("Runs in")
-        st.text(str(folder))
+        st.text(printable(folder))
     st.title(page.title)
+    for name in contents_of(folder).unnamed:
+        st.warning(f"**{plain(name)}** is not shown: its name is not UTF-8; rename it")
     page.run()

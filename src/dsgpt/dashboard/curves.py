@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dsgpt.dashboard.folders import is_reference
 from dsgpt.dashboard.sampling import POINTS, kept, smoothed
 from dsgpt.dashboard.steps import Steps, Values
 
@@ -101,8 +102,8 @@ def _table(series: Sequence[Series], places: Callable[[Series], NDArray[np.signe
 
 
 def labels(names: Sequence[str]) -> Mapping[str, str]:
-    """Short names: without the folders, unless two runs would have the same."""
-    short = [name.rpartition("/")[2] for name in names]
+    """Short names: without the folders, unless two runs would have the same. Those of another machine say so."""
+    short = [name.rpartition("/")[2] + (" (another machine)" if is_reference(name) else "") for name in names]
     return {name: own if short.count(own) == 1 else name for name, own in zip(names, short, strict=True)}
 
 

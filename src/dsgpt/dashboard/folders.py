@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import is_regular_file, link_between
+from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
 from dsgpt.dashboard.command import parse
 from dsgpt.reports.sweeps import SWEEP_FILE
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
@@ -29,6 +29,8 @@ class Contents:
     """Records of sweeps: files."""
     concurrency: tuple[str, ...] = ()
     """Records of many requests at once: files."""
+    unnamed: tuple[str, ...] = ()
+    """Runs and records that a browser cannot name, because their path is not UTF-8: as they are printed."""
 
 
 @dataclass
@@ -36,6 +38,11 @@ class _Found:
     runs: list[str] = field(default_factory=list)
     sweeps: list[str] = field(default_factory=list)
     concurrency: list[str] = field(default_factory=list)
+
+
+def is_reference(name: str) -> bool:
+    """Whether a run is one that the repository brings, measured on another machine."""
+    return name.startswith("reference/")
 
 
 def current_folder() -> Path:
@@ -60,7 +67,10 @@ def contents(folder: Path) -> Contents:
                 found.sweeps.append((place / file).relative_to(folder).as_posix())
             elif file in _RECORDS:
                 found.concurrency.append((place / file).relative_to(folder).as_posix())
-    return Contents(*(tuple(sorted(names)) for names in (found.runs, found.sweeps, found.concurrency)))
+    kinds = (found.runs, found.sweeps, found.concurrency)
+    unnamed = sorted(printable(name) for names in kinds for name in names if not is_utf8(name))
+    runs, sweeps, concurrency = (tuple(sorted(filter(is_utf8, names))) for names in kinds)
+    return Contents(runs, sweeps, concurrency, tuple(unnamed))
 
 
 def _folders(folder: Path) -> Iterator[tuple[Path, set[str]]]:

@@ -2,6 +2,8 @@
 
 import re
 
+from dsgpt.common.files import printable
+
 UNKNOWN = "unknown"
 _SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]|:(?=[\w:])|(?<=:material)/")
 _REPLACED = re.compile(
@@ -20,7 +22,7 @@ def plain(text: str) -> str:
 
     The reader sees, and copies, the text itself. A part that only code protects looks like code.
     """
-    pieces = _REPLACED.split(" ".join(text.split()))
+    pieces = _REPLACED.split(" ".join(printable(text).split()))
     return "".join(f"`{piece}`" if place % 2 else _SPECIAL.sub(r"\\\g<0>", piece) for place, piece in enumerate(pieces))
 
 

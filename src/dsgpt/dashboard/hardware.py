@@ -12,6 +12,7 @@ import psutil
 from dsgpt.common.files import is_regular_file
 from dsgpt.common.json_files import JsonError, parse_json
 from dsgpt.common.problems import is_number
+from dsgpt.reports.fields import is_figure
 
 _FILE = re.compile(r"hardware(-\d+)?\.jsonl")
 _TAIL_BYTES = 1 << 18
@@ -90,7 +91,7 @@ def _last_lines(path: Path) -> list[bytes]:
 
 
 def _figures(gpu: dict[str, Any]) -> dict[str, float | None]:
-    found = {key: gpu[key] if is_number(gpu.get(key)) else None for key in FIGURES}
+    found = {key: gpu[key] if is_number(gpu.get(key)) and is_figure(gpu[key]) else None for key in FIGURES}
     return {FIGURES[key]: None if value is None else value * _UNITS.get(key, 1.0) for key, value in found.items()}
 
 

@@ -94,7 +94,7 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
     return {
         "cell": [cell.name for cell in cells],
         "devices": [cell.devices for cell in cells],
-        "tokens/s": [round(cell.tokens_per_sec.median) if cell.tokens_per_sec else None for cell in cells],
+        "tokens/s": [float(round(cell.tokens_per_sec.median)) if cell.tokens_per_sec else None for cell in cells],
         "speed-up": [1.0 if each is None else _median(each.speed_up) for each in found],
         "smallest": [None if each is None or not each.speed_up else each.speed_up.smallest for each in found],
         "largest": [None if each is None or not each.speed_up else each.speed_up.largest for each in found],
@@ -114,7 +114,7 @@ def concurrency_table(record: Concurrency) -> Table:
     rows = [(engine, at, load) for engine in record.engines for at, load in engine.by_concurrency.items()]
     return {
         "engine": [TITLES.get(engine.name, engine.name) for engine, _, _ in rows],
-        "requests at once": [int(at) if at.isdecimal() else None for _, at, _ in rows],
+        "requests at once": [float(at) if at.isdecimal() else None for _, at, _ in rows],
         "tokens/s": [load.tokens_per_sec.median for _, _, load in rows],
         "latency, median (s)": [load.latency_sec.p50 for _, _, load in rows],
         "latency, 95% (s)": [load.latency_sec.p95 for _, _, load in rows],

@@ -13,7 +13,7 @@ from dsgpt.advising.recommendation import best_of, recommendation_files
 from dsgpt.advising.request import PlanRequest, fixed_setup, read_request
 from dsgpt.advising.search import Judged, search
 from dsgpt.common.errors import UserError
-from dsgpt.common.files import is_regular_file, link_between
+from dsgpt.common.files import is_regular_file, is_utf8, link_between
 from dsgpt.common.problems import Problems
 from dsgpt.planning.calibrations import read_calibration
 from dsgpt.planning.hardware import gpus
@@ -62,7 +62,7 @@ def machines(folder: Path) -> tuple[list[MachineChoice], list[str]]:
     measured: list[MachineChoice] = []
     broken: list[str] = []
     for path in (folder / CALIBRATION.name, *sorted(folder.glob("reference/*/plan.json"))):
-        if is_regular_file(path) and link_between(folder, path) is None:
+        if is_regular_file(path) and is_utf8(path) and link_between(folder, path) is None:
             try:
                 measured.append(_measured(path))
             except UserError as error:

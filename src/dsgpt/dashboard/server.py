@@ -33,6 +33,7 @@ class SameOrigin:
         self._app, self._names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 403."""
         allowed = scope["type"] not in {"http", "websocket"} or self._allows(scope)
         await (self._app if allowed else PlainTextResponse(REFUSAL, status_code=403))(scope, receive, send)
 

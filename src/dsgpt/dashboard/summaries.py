@@ -1,18 +1,18 @@
 """What the pages say about a run in a few figures: its state, its progress, its loss. Imports no Streamlit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.folders import own_file
+from dsgpt.dashboard.folders import is_reference, own_file
 from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.steps import Steps, Values
-from dsgpt.reports.curves import Curve, Point
+from dsgpt.reports.curves import Curve
 from dsgpt.reports.runs import Run, read_record, run_of
 from dsgpt.telemetry.record import RECORD_FILE
 from dsgpt.training.status import Signs, Status, status_of
@@ -87,10 +87,12 @@ def read_recorded(folder: Path, *, name: str) -> Recorded:
 
 
 def _moment(text: str | None) -> datetime | None:
+    """A time in UTC; None for one outside of the years in which runs begin: arithmetic with the first fails."""
     try:
-        return datetime.fromisoformat(text) if text else None
+        found = datetime.fromisoformat(text) if text else None
     except ValueError:
         return None
+    return found.replace(tzinfo=found.tzinfo or UTC) if found and 1970 < found.year < 9999 else None
 
 
 def summarise(
@@ -146,18 +148,20 @@ def with_steps(run: Run, steps: Steps) -> Run:
     )
 
 
+@dataclass(frozen=True)
+class _StepLosses(Curve):
+    """Losses by step alone: a ``Point`` for each of 100,000 steps would take half a second."""
+
+    losses: dict[float, float] = field(default_factory=dict)
+
+    def at_steps(self) -> dict[float, float]:
+        return self.losses
+
+
 def _curve(columns: Mapping[str, Values], losses: Values) -> Curve | None:
     known = ~np.isnan(losses)
-    places = [columns[key][known].tolist() for key in ("step", "train_time_sec", "tokens")]
-    points = [
-        Point(loss, step, _known(time), None, _known(tokens))
-        for loss, step, time, tokens in zip(losses[known].tolist(), *places, strict=True)
-    ]
-    return Curve(tuple(points)) if points else None
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else value
+    found = dict(zip(columns["step"][known].tolist(), losses[known].tolist(), strict=True))
+    return _StepLosses(losses=found) if found else None
 
 
 def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
@@ -173,8 +177,17 @@ def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
 
 
 def in_order(summaries: Sequence[Summary]) -> list[Summary]:
-    """Running first, then the newest."""
-    return sorted(summaries, key=lambda each: (each.status != Status.RUNNING, -_when(each), each.name))
+    """Those of this machine first; of these, running first, then the newest."""
+    return sorted(
+        summaries,
+        key=lambda each: (is_reference(each.name), each.status != Status.RUNNING, -_when(each), each.name),
+    )
+
+
+def own(summaries: Sequence[Summary]) -> list[Summary]:
+    """Those of this machine, in order; all if none is."""
+    ordered = in_order(summaries)
+    return [each for each in ordered if not is_reference(each.name)] or ordered
 
 
 def _when(summary: Summary) -> float:

@@ -107,9 +107,9 @@ def smoothed(values: Sequence[float], *, window: int) -> list[float]:
     return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(window, i + 1) for i in range(len(values))]
 
 
-def window_of(curve: Curve) -> int:
-    """Number of points in the trailing mean of a curve; 1 if the points themselves are drawn."""
-    return max(1, len(curve.points) // 50) if len(curve.points) > SMOOTH_FROM else 1
+def window_of(points: int) -> int:
+    """Number of points in the trailing mean of a curve of ``points``; 1 if the points themselves are drawn."""
+    return max(1, points // 50) if points > SMOOTH_FROM else 1
 
 
 def _by_step(points: dict[float, Point]) -> Curve:

@@ -2,15 +2,28 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import printable
 from dsgpt.common.json_files import check_depth
+
+LARGEST = 1e60
+"""No figure of a run is above it, or below its inverse: products and ratios of a few such figures are finite."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def is_figure(value: float) -> bool:
+    """Whether a number may be a figure of a run: 0, or of a size with which others can be computed."""
+    return value == 0 or 1 / LARGEST <= abs(value) <= LARGEST
 
 
 def parse_json(text: str, notes: list[str]) -> Any:
     """Parse JSON. NaN, infinities and overflows become None, and one line in ``notes``.
+
+    Half of a surrogate pair, which an escape can write and UTF-8 cannot, is spelt out.
 
     Raises:
         ValueError: the text is not JSON, or is nested too deeply.
@@ -32,9 +45,19 @@ def parse_json(text: str, notes: list[str]) -> Any:
 
     check_depth(text.encode("utf-8", errors="replace"))
     value = json.loads(text, parse_constant=refused.append, parse_float=parse_number, parse_int=parse_integer)
+    if _SURROGATE.search(text):
+        value = _as_unicode(value)
     if refused:
         notes.append(f"{len(refused)} value(s) not finite ({refused[0][:12]}): treated as unknown")
     return value
+
+
+def _as_unicode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _as_unicode(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_unicode(inner) for inner in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def read_object(text: str, *, source: str, notes: list[str]) -> Mapping[str, Any]:
@@ -97,7 +120,7 @@ class Fields:
     def whole(self, key: str) -> int | None:
         """A whole number of at least 0, exactly, or None; anything else is noted."""
         value = self._values.get(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63):
             return value
         self._note(key, value, "a whole number from 0 up")
         return None
@@ -117,7 +140,7 @@ class Fields:
     def _number(self, key: str, value: Any) -> float | None:
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or not is_figure(value):
             self._note(key, value, "a number from 0 up")
             return None
         return float(value)

@@ -185,7 +185,7 @@ def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, coun
     x = [getattr(point, axis.coordinate) / axis.scale for point in points]
     y = [point.loss for point in points]
     draw = partial(sns.lineplot, estimator=None, sort=False, color=style.colour, ax=axes, legend=False)
-    window = window_of(curve)
+    window = window_of(len(curve.points))
     if window > 1:
         draw(x=x, y=y, alpha=max(0.07, 0.3 / count), lw=0.5, zorder=1.5)  # under every mean
         y = smoothed(y, window=window)

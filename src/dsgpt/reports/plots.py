@@ -203,7 +203,7 @@ def _caption_of_bars(bars: Bars, runs: Sequence[Run]) -> str:
 
 def _caption_of_curves(runs: Sequence[Run]) -> str:
     curves = [(run.name, curve_of(run, kind)) for run in runs for kind in LOSS_KINDS]
-    windows = sorted({window_of(curve) for _, curve in curves} - {1})
+    windows = sorted({window_of(len(curve.points)) for _, curve in curves} - {1})
     parts = []
     if windows:
         span = " or ".join(str(window) for window in windows)

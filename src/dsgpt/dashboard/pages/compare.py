@@ -8,15 +8,15 @@ import streamlit as st
 
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard import curves, measures
-from dsgpt.dashboard.answers import answers
+from dsgpt.dashboard.answers import answers, newest
 from dsgpt.dashboard.figures import figure, show_table
-from dsgpt.dashboard.folders import current_folder, inside
+from dsgpt.dashboard.folders import current_folder, inside, is_reference
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.pages.overview import FAVOURITES, PRICE
 from dsgpt.dashboard.readers import contents_of, recorded_of, runs_with_records, steps_of, summaries_of
 from dsgpt.dashboard.specifications import bars, lines
 from dsgpt.dashboard.steps import Steps
-from dsgpt.dashboard.summaries import with_steps
+from dsgpt.dashboard.summaries import own, with_steps
 from dsgpt.reports.comparison import result_rows, work_rows
 from dsgpt.reports.concurrency import read_concurrency
 from dsgpt.reports.curves import window_of
@@ -49,19 +49,21 @@ def show() -> None:
     elif kind == "Many requests":
         _show_concurrency(folder, found.concurrency)
     elif found.runs:
-        _show_runs(folder, found.runs)
+        _show_runs(folder, sorted(found.runs, key=is_reference))
     else:
         st.info("There is no run to compare yet: Overview says how to make one.")
 
 
 def _show_runs(folder: Path, names: Sequence[str]) -> None:
     chosen = _choose(folder, names)
-    runs, steps = _read(folder, chosen)
-    if not runs:
+    recorded, above = _read(folder, chosen), st.container()
+    if not recorded:
         st.info("Choose two or more runs. The first is the baseline.")
         return
-    _show_verdict(runs)
-    price = _show_bars(runs)
+    price = _show_bars([*recorded.values()])
+    with above:
+        runs, steps = _with_steps(folder, recorded)
+        _show_verdict(runs)
     if steps:
         _show_losses(runs, steps, price)
         _show_difference(runs, steps)
@@ -90,32 +92,41 @@ def _choose(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def _default(folder: Path) -> list[str]:
-    found = answers(runs_with_records(summaries_of(folder)))
+    summaries = own(summaries_of(folder))
+    found = answers(runs_with_records(summaries))
     if not found:
-        return list(contents_of(folder).runs[:2])
-    others = [run.name for run in found[0].runs if run is not found[0].baseline]
-    return [found[0].baseline.name, *others[:2]]
+        return [each.name for each in summaries[:2]]
+    answer = newest(found)
+    return [answer.baseline.name, *[run.name for run in answer.runs if run is not answer.baseline][:2]]
 
 
-def _read(folder: Path, names: Sequence[str]) -> tuple[list[Run], dict[str, Steps]]:
-    """The runs under short names, and their steps by these names. What cannot be read is named."""
-    short = curves.labels(names)
-    runs, found = [], {}
+def _read(folder: Path, names: Sequence[str]) -> dict[str, Run]:
+    """By the name of each run, the run under its short name. What cannot be read is named."""
+    short, found = curves.labels(names), {}
     for name in names:
         recorded = recorded_of(folder, name)
         if recorded.run is None:
             st.warning(f"**{plain(name)}** {plain(recorded.problem or 'has no record yet')}")
-            continue
-        run = replace(recorded.run, name=short[name])
+        else:
+            found[name] = replace(recorded.run, name=short[name])
+    return found
+
+
+def _with_steps(folder: Path, named: Mapping[str, Run]) -> tuple[list[Run], dict[str, Steps]]:
+    """The runs with the losses of their steps, and these steps by the runs' short names."""
+    runs, found = [], {}
+    for name, run in named.items():
         try:
-            steps = steps_of(folder, name)
+            with st.spinner(f"Reading the steps of {plain(name)}", show_time=True):
+                steps = steps_of(folder, name)
         except UserError as error:
             st.warning(f"**{plain(name)}** {plain(str(error))}")
             steps = None
         if steps is not None and len(steps.train["step"]):
             found[run.name] = steps
-            run = with_steps(run, steps)
-        runs.append(run)
+            runs.append(with_steps(run, steps))
+        else:
+            runs.append(run)
     return runs, found
 
 
@@ -175,7 +186,7 @@ def _show_losses(runs: Sequence[Run], steps: Mapping[str, Steps], price: float |
     known = curves.axes(price)
     axis = known[middle.segmented_control("Against", list(known), default="steps", key="axis", required=True)]
     validation = kind == "validation"
-    usual = max((window_of(run.train_curve) for run in runs if run.name in steps), default=1)
+    usual = max(window_of(len(each.train["step"])) for each in steps.values())
     window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
     series = []
     for run in runs:

@@ -8,13 +8,13 @@ import streamlit as st
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from dsgpt.dashboard import formats
-from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds
+from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds, newest
 from dsgpt.dashboard.curves import labels
 from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import go_to
 from dsgpt.dashboard.readers import runs_with_records, summaries_of
-from dsgpt.dashboard.summaries import Summary, in_order
+from dsgpt.dashboard.summaries import Summary, in_order, own
 from dsgpt.reports.runs import Run
 from dsgpt.training.status import Status
 
@@ -57,10 +57,10 @@ def _show_first_steps() -> None:
 
 
 def _show_answer(summaries: Sequence[Summary]) -> None:
-    found = answers(runs_with_records(list(summaries)))
+    found = answers(runs_with_records(own(summaries)))
     columns = st.columns([3, 3, 2, 2], vertical_alignment="top")
     if found:
-        answer = max(found, key=lambda each: max(run.date or "" for run in each.runs))
+        answer = newest(found)
         _show_fastest(answer, columns)
         if len(found) > 1:
             st.caption(
@@ -99,7 +99,7 @@ def _show_fastest(answer: Answer, columns: Sequence["st.delta_generator.DeltaGen
 
 def _name(run: Run) -> str:
     """Of a run without its folders, for a metric, which reads Markdown."""
-    return plain(run.name.rpartition("/")[2])
+    return plain(labels([run.name])[run.name])
 
 
 def _search(summaries: Sequence[Summary]) -> list[Summary]:
@@ -164,11 +164,11 @@ def _columns(summaries: Sequence[Summary]) -> pa.Table:
             "state": [f"{SYMBOLS[each.status]} {each.status.value}" for each in summaries],
             "strategy": [run.strategy if run else None for run in runs],
             "model": [each.recorded.model for each in summaries],
-            "devices": pa.array([_whole(run.device_count) if run else None for run in runs], pa.int64()),
+            "devices": pa.array([_whole(run.device_count) if run else None for run in runs], pa.float64()),
             "progress": pa.array([each.progress for each in summaries], pa.float64()),
             "train loss": pa.array([each.train_loss for each in summaries], pa.float64()),
             "val loss": pa.array([each.val_loss for each in summaries], pa.float64()),
-            "tokens/s": pa.array([_whole(each.tokens_per_sec) for each in summaries], pa.int64()),
+            "tokens/s": pa.array([_whole(each.tokens_per_sec) for each in summaries], pa.float64()),
             "when": pa.array(
                 [None if moment is None else moment.strftime("%Y-%m-%d %H:%M") for moment in started], pa.string()
             ),
@@ -177,8 +177,8 @@ def _columns(summaries: Sequence[Summary]) -> pa.Table:
     )
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _whole(value: float | None) -> float | None:
+    return None if value is None else float(round(value))
 
 
 def _formats() -> dict[str, ColumnConfig]:
