@@ -16,6 +16,7 @@ import pytest
 import torch
 from forked_ranks import run_script
 from small_run import (
+    END_OF_TEXT,
     REPOSITORY,
     TOKENS,
     command_line,
@@ -226,6 +227,21 @@ def test_a_folder_of_hugging_face_and_a_portable_folder_give_the_same_text(run_d
     for file in (tmp_path / "hf").glob("*token*"):
         file.unlink()
     assert refusal(tmp_path / "hf") == ["RUN: has no tokenizer: cannot read text"]
+
+
+def test_every_end_in_a_list_of_the_generation_config_ends_a_text(run_dir, tmp_path):
+    export(run_dir, tmp_path / "one", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    asked = {"max_new_tokens": 8, "temperature": 1, "device": "cpu"}
+    (whole,) = Writer(Request(checkpoint=tmp_path / "one", **asked)).texts(["def"])
+    settings = tmp_path / "one" / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": [END_OF_TEXT, whole.ids[3]]}))
+    export(tmp_path / "one", tmp_path / "two", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    for folder in ("one", "two"):
+        (cut,) = Writer(Request(checkpoint=tmp_path / folder, **asked)).texts(["def"])
+        assert (cut.ids, cut.ended) == (whole.ids[: whole.ids.index(whole.ids[3])], "end of text")
+    settings.write_text('{"eos_token_id": [1, "a"]}')
+    (line,) = refusal(tmp_path / "one")
+    assert line.startswith("RUN/generation_config.json: cannot be read as settings of a generation (")
 
 
 def test_precision(run_dir, monkeypatch, capsys):

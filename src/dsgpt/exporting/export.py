@@ -39,7 +39,7 @@ from dsgpt.formats.hugging_face import (
 from dsgpt.formats.pretrained import PretrainedWeights, read_json
 from dsgpt.formats.tensor_files import DTYPES, StoredTensor, write_safetensors
 from dsgpt.formats.tokenizer_files import CONFIG, SETTINGS, fault_of, tokenizer_files
-from dsgpt.formats.vocabulary_files import end_of_text_id
+from dsgpt.formats.vocabulary_files import end_ids, end_of_text_id
 from dsgpt.model.config import GPT2Config
 from dsgpt.telemetry.console import Console
 
@@ -62,6 +62,8 @@ class Model:
     """The tokenizer's files to export; empty where there are none."""
     about: dict[str, Any]
     """Its source, for the manifest."""
+    ends: tuple[int, ...] = ()
+    """Ids that end a text, by the source's ``generation_config.json``."""
     checkpoint: Path | None = None
     """The folder that holds it; None for a Hugging Face folder."""
     left_out: str = ""
@@ -169,6 +171,7 @@ def _open_hugging_face(folder: Path) -> Model:
         tokenizer=[path for path in tokenizer if path.name != CONFIG],  # ``config.json`` is the model's
         about=dict.fromkeys(_ABOUT) | {"source": folder.name, "source_sha256": weights.sha256()},
         left_out=left_out,
+        ends=end_ids(folder),
     )
 
 
@@ -216,7 +219,8 @@ def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Cal
     tensors = {hugging_face_name(name): _laid_out(name, tensor, model.config) for name, tensor in model.tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
     write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
-    generation = {"_from_model_config": True, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    ends = list(model.ends) if len(model.ends) > 1 else end_of_text
+    generation = {"_from_model_config": True, "bos_token_id": end_of_text, "eos_token_id": ends}
     write_json_atomic(folder / "generation_config.json", generation)
 
 

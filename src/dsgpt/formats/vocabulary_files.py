@@ -10,6 +10,7 @@ from dsgpt.common.json_files import Count, JsonError, clipped_text, read_object
 
 _MAX_BYTES = 256 << 20
 _TOKEN_IDS = TypeAdapter(dict[str, Count])
+_IDS = TypeAdapter(list[Count])
 
 
 def token_ids(folder: Path) -> dict[str, int] | None:
@@ -49,6 +50,20 @@ def end_of_text_id(folder: Path) -> int | None:
         raise UserError(f"{settings}: cannot be read as settings of a tokenizer ({error})") from error
     text = token.get("content") if isinstance(token, dict) else token
     return ids.get(text) if isinstance(text, str) else None
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """The ids of ``generation_config.json`` that end a text, of which there may be a list; empty if it names none.
+
+    Raises:
+        UserError: the file cannot be read, or they are no ids.
+    """
+    path = folder / "generation_config.json"
+    try:
+        found = read_object(path).get("eos_token_id") if path.is_file() else None
+        return tuple(_IDS.validate_python([] if found is None else found if isinstance(found, list) else [found]))
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read as settings of a generation ({clipped_text(str(error))})") from error
 
 
 def _from_tokenizer(values: dict[str, Any]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The text of one sequence while its ids arrive: what is certain of it, and where it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,10 +11,12 @@ _INCOMPLETE = "\ufffd"
 
 
 class Continuation:
-    """Text after a prompt, which ends before an end-of-text id or one of the ``stop`` texts."""
+    """Text after a prompt, which ends before the tokenizer's end-of-text, an id of ``ends`` or a ``stop`` text."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", *, stop: Sequence[str] = (), ends: Collection[int] = ()
+    ) -> None:
+        self._tokenizer, self._stop, self._ends = tokenizer, stop, ends
         self._ids: list[int] = []
         self._from, self._decoded = 0, 0
         """The ids that are decoded again, because decoders look back, and the first id without text."""
@@ -32,7 +34,7 @@ class Continuation:
         """Add the next id; nothing is added to a text that ended."""
         if self.ended:
             return
-        if following == self._tokenizer.eos_token_id:
+        if following == self._tokenizer.eos_token_id or following in self._ends:
             self._extend(whole=False)
             self.ended = "end of text"
             return

@@ -15,6 +15,7 @@ from dsgpt.formats.hugging_face import published_shape
 from dsgpt.formats.pretrained import PretrainedWeights, read_json
 from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.formats.tokenizer_files import CONFIG, open_tokenizer, tokenizer_files
+from dsgpt.formats.vocabulary_files import end_ids
 from dsgpt.inference.trained_model import build_model, load_model
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
@@ -33,6 +34,8 @@ class Loaded:
     tokenizer: "PreTrainedTokenizerBase | None"
     folder: Path | None = None
     """Of the tokenizer."""
+    ends: tuple[int, ...] = ()
+    """Ids that end a text, besides the tokenizer's own."""
     lack: str = ""
     """Why there is no tokenizer."""
     trained_length: int | None = None
@@ -81,9 +84,14 @@ def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loa
             raise UserError(
                 f"--checkpoint {path}: {name} holds values that are NaN or infinite in {precision}: it is unusable"
             )
-    folder = folder if tokenizer else None
     return Loaded(
-        model=model, tokenizer=tokenizer, folder=folder, lack=lack, trained_length=trained_length, manifest=manifest
+        model=model,
+        tokenizer=tokenizer,
+        folder=folder if tokenizer else None,
+        ends=() if manifest else end_ids(path),
+        lack=lack,
+        trained_length=trained_length,
+        manifest=manifest,
     )
 
 

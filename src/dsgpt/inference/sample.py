@@ -67,8 +67,10 @@ class Writer:
         if opened is None:
             loaded = _load(request, device)
             self._tokenizer, self._model, self._config = loaded.needed_tokenizer(), loaded.model, loaded.model.config
+            self._ends = loaded.ends
         else:
             self._tokenizer, self._decoder, self._config = opened.tokenizer, opened.decoder, opened.config
+            self._ends = opened.ends
         self._sampling = sampling_of(request)
 
     @property
@@ -129,7 +131,7 @@ class Writer:
             prompts=[prompt for prompt, _ in chosen],
             ids=[ids for _, ids in chosen],
             limits=[min(request.max_new_tokens, context - len(ids)) for _, ids in chosen],
-            continuations=[Continuation(self._tokenizer, stop=request.stop) for _ in chosen],
+            continuations=[Continuation(self._tokenizer, stop=request.stop, ends=self._ends) for _ in chosen],
             generators=[random_stream(request.seed, number + row) for row in range(len(chosen))],
         )
 
@@ -177,6 +179,8 @@ class Opened:
     """
 
     tokenizer: "PreTrainedTokenizerBase"
+    ends: tuple[int, ...]
+    """As ``Loaded.ends``."""
     config: GPT2Config
     decoder: Decoder
 
@@ -194,7 +198,7 @@ def open_model(request: Request) -> Opened:
     loaded = _load(request, device)
     tokenizer = loaded.needed_tokenizer()
     decoder = Decoder(loaded.model, quantize=request.quantize, compiled=request.compile)
-    return Opened(tokenizer=tokenizer, config=loaded.model.config, decoder=decoder)
+    return Opened(tokenizer=tokenizer, ends=loaded.ends, config=loaded.model.config, decoder=decoder)
 
 
 def sampling_of(request: Request) -> Sampling:
