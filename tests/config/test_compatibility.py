@@ -110,7 +110,7 @@ NO_NVME = {
     "has_cuda_toolkit": (False, "needs the CUDA toolkit, and finds no nvcc: install the toolkit and set CUDA_HOME"),
     "libaio_problem": ("finds no libaio with its header: install it", "nvme finds no libaio with its header: install"),
     "direct_io_problem": ("no O_DIRECT", "no O_DIRECT; name a folder on a local drive, or take ds_configs/zero3_off"),
-    "may_lock": (False, "MiB per rank in memory, more than this process may: raise the limit (ulimit -l unlimited)"),
+    "may_lock": (False, "MB per rank in memory, more than this process may: raise the limit (ulimit -l unlimited)"),
 }
 """For each probe of the machine: its answer on an unsuitable machine, and a part of the error."""
 

@@ -57,6 +57,17 @@ def test_the_command_says_what_the_page_asked_for(options):
     assert shlex.split(command_line(options)) == ["python", "src/plan.py", *words_of(options)]
 
 
+def test_what_does_not_fit_is_the_loud_thing(tmp_path, monkeypatch):
+    page = open_page("plan", tmp_path, monkeypatch)
+    assert not page.error
+    page.selectbox(key="plan-model").set_value("xl").run()
+    page.select_slider(key="plan-count").set_value(1).run()
+    page.number_input(key="plan-micro").set_value(32).run()
+    shown = {metric.label: metric.value for metric in page.metric}
+    assert shown["Memory of a device"] == "DOES NOT FIT"
+    assert "does not fit" in page.error[0].value
+
+
 def test_one_setup_is_planned_as_on_the_command_line(capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     done = planned(words_of(ONE), repository=REPOSITORY)

@@ -15,6 +15,7 @@ from dsgpt.dashboard.folders import contents, inside, own_file
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.sampling import kept, smoothed
+from dsgpt.dashboard.specifications import bars, lines
 from dsgpt.dashboard.steps import StepReader, _parsed, last_entries
 from dsgpt.model.config import PRESETS
 from dsgpt.reports.curves import read_step_curves
@@ -118,6 +119,17 @@ def test_downsampling_keeps_every_peak_and_both_ends():
 
 def test_smoothing_is_the_trailing_mean_of_what_is_known():
     assert smoothed(np.array([1.0, np.nan, 3.0, 5.0]), window=2).tolist() == [1.0, 1.0, 3.0, 4.0]
+
+
+def test_pictures_join_points_in_their_order_and_colour_strategies():
+    curve = lines(["one", "static"], x="tokens/s", y="latency (s)", ordered=True)
+    assert curve["encoding"]["order"]["field"] == "order"
+    cells = ["ddp on 1 device", "ddp on 2 devices", "zero1 on 2 devices"]
+    drawn = bars(cells, x="speed-up", values=[1.0, 2.0, 1.9], groups=["ddp", "ddp", "zero1"])["layer"][0]
+    assert drawn["encoding"]["color"]["field"] == "group"
+    assert drawn["encoding"]["color"]["scale"]["domain"] == ["ddp", "zero1"]
+    for axis in (curve["encoding"]["x"]["axis"], drawn["encoding"]["x"]["axis"]):
+        assert "format" not in axis  # which would write 0.002 as 2m
 
 
 def test_names_lead_nowhere_else(tmp_path):

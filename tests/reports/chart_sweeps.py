@@ -9,13 +9,13 @@ from typing import Any
 from dsgpt.reports.footprint import Footprint
 from dsgpt.reports.sweeps import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
 
-MIB = 2**20
-STATE = {"weights": 8.0 * MIB, "gradients": 8.0 * MIB, "optimizer": 16.0 * MIB}
+MB = 10**6
+STATE = {"weights": 8.0 * MB, "gradients": 8.0 * MB, "optimizer": 16.0 * MB}
 FOOTPRINT = Footprint(
     model_state=STATE,
-    state_rank0=32.0 * MIB,
-    predicted={**STATE, "activations": 10.0 * MIB, "other": 2.0 * MIB},
-    peak=400.0 * MIB,
+    state_rank0=32.0 * MB,
+    predicted={**STATE, "activations": 10.0 * MB, "other": 2.0 * MB},
+    peak=400.0 * MB,
     peak_kind="resident",
     step_times_sec=[0.1 + 0.001 * step for step in range(21)],
 )

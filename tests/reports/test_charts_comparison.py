@@ -75,15 +75,28 @@ def test_the_table_holds_values_speed_up_and_signed_improvements(compared):
     )
     assert "\nsame work: yes\n" in text
     assert "\nequal loss: yes (fast against base:" in text
-    assert "**positive is better**" in text and "machine: Fixture CPU, 2 cores." in text
+    assert "**positive is better**" in text and "machine: Fixture CPU, 2 cores (instruction sets:" in text
     assert rows["training time (s)"] == ["100.0", "40.0", "+60.0 %"]
     assert rows["tokens per second, all devices"] == ["102", "256", "+150.0 %"]
     assert rows["speed-up in training time"][:2] == ["1.00x", "2.50x"]
     assert rows["final validation loss (nats per token)"] == ["3.2500", "3.2500", "0.0 %"]
     assert rows["inference latency, batch 1 (s)"] == ["0.500", "0.400", "+20.0 %"]
-    assert rows["peak host memory (RSS), rank 0 (GiB)"] == ["1.00", "1.50", "-50.0 %"]
+    assert rows["peak host memory (RSS), rank 0 (GB)"] == ["1.07", "1.61", "-50.0 %"]
     assert not [label for label in rows if "GPU" in label]
     assert "host memory is the resident set of rank 0's process alone" in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "repetitions", "judgement"),
+    [(0.45, 0.6, 15, "no difference"), (0.35, 0.44, 15, "+20.0 %"), (0.45, 0.6, 1, "+20.0 %")],
+    ids=["ranges overlap", "ranges are apart", "one figure is not judged"],
+)
+def test_latencies_are_better_only_if_their_ranges_are_apart(compared, low, high, repetitions, judgement):
+    several = {"inference__latency_min_sec": 0.45, "inference__latency_max_sec": 0.7, "inference__repetitions": 15}
+    other = {"inference__latency_min_sec": low, "inference__latency_max_sec": high}
+    other |= {"inference__repetitions": repetitions, "inference__latency_sec": 0.4}
+    _, rows = compared(base=record(**several), other=record(**other))
+    assert rows["inference latency, batch 1 (s)"] == ["0.500", "0.400", judgement]
 
 
 def test_figures_of_unequal_work_are_labelled(compared):
@@ -99,7 +112,7 @@ def test_unknown_work_labels_the_speed_up(compared):
     text, rows = compared(base=flat_record(), new=record())
     assert "\nsame work: unknown (base did not record its work)\n" in text
     assert rows["speed-up in training time"][1] == "1.00x (work unknown)"
-    assert rows["peak host memory (RSS), rank 0 (GiB)"] == ["unknown", "1.00", "unknown"]
+    assert rows["peak host memory (RSS), rank 0 (GB)"] == ["unknown", "1.07", "unknown"]
 
 
 def test_latencies_of_different_lengths_are_not_compared(compared):
@@ -110,8 +123,8 @@ def test_latencies_of_different_lengths_are_not_compared(compared):
 
 def test_gpu_and_host_memory_stay_apart(compared):
     _, rows = compared(cpu=record(), gpu=record(summary__max_cuda_mem_allocated_bytes_rank0=3 * 2**30))
-    assert rows["peak GPU memory allocated, rank 0 (GiB)"] == ["unknown", "3.00", "unknown"]
-    assert rows["peak host memory (RSS), rank 0 (GiB)"] == ["1.00", "1.00", "0.0 %"]
+    assert rows["peak GPU memory allocated, rank 0 (GB)"] == ["unknown", "3.22", "unknown"]
+    assert rows["peak host memory (RSS), rank 0 (GB)"] == ["1.07", "1.07", "0.0 %"]
 
 
 def test_zeros_are_shown_and_never_divided_by(compared):

@@ -6,7 +6,7 @@ import pytest
 from chart_records import flat_record, record, step_lines, without, write_run
 
 from dsgpt.reports.equal_work import equal_loss_line, inference_stamps, judge, largest_gap, partial_stamps, work_stamps
-from dsgpt.reports.machines import machine_line, machine_stamps
+from dsgpt.reports.machines import machine_line, machine_stamps, setup_stamps
 from dsgpt.reports.runs import read_run
 
 WORK = {
@@ -182,7 +182,26 @@ def test_other_hardware_is_stamped_and_unknown_hardware_is_not(read, snapshot):
     assert machine_stamps([a, b]) == snapshot
     old = read("old", flat_record())
     assert machine_stamps([a, old]) == []
-    assert machine_line([a, old]).startswith("machine: Fixture CPU, 2 cores (not recorded by old)")
+    assert machine_line([a, old]).startswith(
+        "machine: Fixture CPU, 2 cores (instruction sets: not recorded) (not recorded by old)"
+    )
+
+
+def test_equal_names_with_other_instruction_sets_are_other_hardware(read):
+    """Clouds call many CPUs by one name."""
+    old, new = read("old", record()), read("new", record(hardware__instruction_sets="AVX2"))
+    assert machine_stamps([old, new]) == []
+    assert machine_line([new]).startswith("machine: Fixture CPU, 2 cores (instruction sets: AVX2)")
+    (stamp,) = machine_stamps([new, read("amx", record(hardware__instruction_sets="AVX2, AMX"))])
+    assert stamp.endswith("amx: Fixture CPU, 2 cores (instruction sets: AVX2, AMX)")
+
+
+@pytest.mark.parametrize(("share", "stamps"), [(0.05, 0), (0.37, 1), (None, 0)])
+def test_a_busy_machine_is_stamped(read, share, stamps):
+    segment = {"first_step": 1, "last_step": 40, "cpu_share_of_others": share}
+    found = [line for line in setup_stamps([read("a", record(segments=[segment]))]) if "BUSY" in line]
+    assert len(found) == stamps
+    assert all("other processes used 37% of the CPUs during this measurement" in line for line in found)
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_the_stamps_are_on_page_console_and_pictures(read, tmp_path):
     assert stamp in _warnings([run])
     text = comparison_markdown([run])
     assert f"**{stamp}**" in text
-    assert "| b | 1 to 30 | zero1 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 40.0 | 128 | 1.00 |" in text
-    assert "| b | 31 to 40 | zero2 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 60.0 | 128 | 0.50 |" in text
+    assert "| b | 1 to 30 | zero1 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 40.0 | 128 | 1.07 |" in text
+    assert "| b | 31 to 40 | zero2 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 60.0 | 128 | 0.54 |" in text
     assert "## Segments" not in comparison_markdown([read_run(write_run(tmp_path / "one", record()), name="one")])
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from chart_records import record, step_lines, write_run
-from chart_sweeps import FOOTPRINT, MIB, STATE, cell, compared, scaling, spread, sweep, write_sweep
+from chart_sweeps import FOOTPRINT, MB, STATE, cell, compared, scaling, spread, sweep, write_sweep
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -97,7 +97,8 @@ def test_other_work_and_failures_are_marked_and_have_no_bar():
         text = texts(charts[name])
         assert "NOT COMPARED: ddp on 2 devices: same work: no (global batch 8 vs 16)" in text, name
         assert "NOT ALL TURNS: big: 0 of 1 turns are done" in text and "out of memory" in text
-        assert "sweep mine: suite scaling, 4 cells, 3 repeats, 2026-03-04; machine: Fixture CPU, 2 cores." in text
+        assert "sweep mine: suite scaling, 4 cells, 3 repeats, 2026-03-04; machine: Fixture CPU, 2 cores (" in text
+        assert text.endswith("(instruction sets: not recorded).")
     (efficiency,) = panels(charts["mine_efficiency"])
     assert widths(efficiency) == [0.0, 0.0, 75.0]
     assert "not comparable" in texts(charts["mine_efficiency"])
@@ -129,11 +130,13 @@ def test_memory_is_stacked_and_predicted_beside_measured():
     assert [text.get_text() for text in stacks.texts] == ["44.0 predicted", "32.0 of model state measured"] * 2
     (legend,) = picture.body.legends
     assert [text.get_text() for text in legend.get_texts()] == [*footprint.predicted, "predicted", "measured"]
+    above, below = ({bar.get_facecolor() for bar in panel.patches} for panel in (stacks, resident))
+    assert not above & below  # a colour means one thing
     assert widths(resident) == [400, 400] and "resident (RSS)" in resident.get_xlabel()
 
 
 def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
-    found = replace(FOOTPRINT, peak=40.0 * MIB, peak_kind="allocated", predicted=None)
+    found = replace(FOOTPRINT, peak=40.0 * MB, peak_kind="allocated", predicted=None)
     (axes,) = panels(memory_chart([Measured("a", found)], **NO_TEXT))
     assert widths(axes) == [8, 8, 16, 8]
     offloaded = replace(found, state_rank0=None)  # the state is partly in host memory
@@ -143,8 +146,8 @@ def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
 
 def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
     """Of the rank that needed most."""
-    parts = {"weights": 4 * MIB, "buckets": 2 * MIB, "logits": MIB}
-    ranks = [{"measured": 5 * MIB, "predicted": {"parts": {}}}, {"measured": 8 * MIB, "predicted": {"parts": parts}}]
+    parts = {"weights": 4 * MB, "buckets": 2 * MB, "logits": MB}
+    ranks = [{"measured": 5 * MB, "predicted": {"parts": {}}}, {"measured": 8 * MB, "predicted": {"parts": parts}}]
     cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
@@ -153,7 +156,7 @@ def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
     (axes,) = panels(chart)
     assert widths(axes) == [4, 1, 2, 8]
     assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]
-    assert "benchmark.py plan: 2 cells, 2026-03-04; machine: X." in texts(chart)
+    assert "benchmark.py plan: 2 cells, 2026-03-04; machine: X (instruction sets: not recorded)." in texts(chart)
     path.write_text('{"schema_version": "2.1", "cells": [{}]}')
     with pytest.raises(UserError, match="holds no predictions beside measurements"):
         read_predictions(path)
@@ -172,6 +175,7 @@ def test_step_times_are_drawn_by_their_quantiles():
     box = axes.patches[0].get_path().vertices[:, 0]
     assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
     assert axes.texts[0].get_text() == "median 110.0"
+    assert axes.texts[0].xy == (pytest.approx(110), 0)
     assert "does not start at 0" in axes.get_xlabel()
 
 

@@ -29,6 +29,20 @@ def test_each_process_needs_a_gpu(monkeypatch, snapshot, gpus, environment, fits
     assert problem == snapshot
 
 
+@pytest.mark.parametrize(
+    ("flags", "sets"),
+    [
+        ("fpu sse2 avx2 avx512f avx512_bf16 amx_bf16 amx_tile", "AVX2, AVX512, AVX512 bf16, AMX, AMX bf16"),
+        ("fpu sse2 avx2", "AVX2"),
+        ("fp asimd sve i8mm bf16", "NEON, SVE, bf16, i8mm"),
+        ("fpu sse2", "none that matters"),
+        (None, None),
+    ],
+)
+def test_instruction_sets_are_those_of_the_kernels_flags(flags, sets):
+    assert device.instruction_sets(flags) == sets
+
+
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
 def test_the_only_visible_gpu_has_index_0(monkeypatch, visible, index):
     chosen = []

@@ -149,7 +149,7 @@ def test_a_run_on_a_wide_terminal(inputs, tmp_path):
     code, screen = on_a_terminal(training(inputs, **flags), columns=160)
     assert code == 0
     figures = r"step \d+/60  loss \d\.\d{4}  lr \d\.\d\de-\d\d  grad norm \d\.\d{3}  [\d,]+ tokens/s"
-    assert re.fullmatch(figures + r"  memory \d\.\d\d GiB  left \d\.\d s", live_lines(screen)[-1])
+    assert re.fullmatch(figures + r"  memory \d\.\d\d GB  left \d\.\d s", live_lines(screen)[-1])
     rows = [row.rstrip() for row in screen.rows]
     assert len([row for row in rows if re.match(r"step +(25|50|60)/60  validation loss", row)]) == 3
     assert any(re.match(r"step +60/60  saved", row) for row in rows)

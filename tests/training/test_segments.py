@@ -14,7 +14,7 @@ from dsgpt.checkpointing.manifest import parse_manifest
 from dsgpt.checkpointing.run_state import read_run_state
 from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
 from dsgpt.main import train as train_here
-from dsgpt.reports.machines import setup_stamps
+from dsgpt.reports.machines import segment_stamps
 from dsgpt.reports.runs import read_run
 from dsgpt.training.run_description import CHANGEABLE
 from dsgpt.training.segments import NEVER_CHANGES
@@ -85,7 +85,7 @@ def test_the_measured_step_names_its_process(resumed):
 
 
 def test_the_charts_say_what_changed_and_when(resumed):
-    (stamp,) = setup_stamps([read_run(resumed, name="run")])
+    (stamp,) = segment_stamps([read_run(resumed, name="run")])
     assert stamp == (
         "SEGMENTS DIFFER: run: devices 1 CPU device of 2 threads to step 2, 1 CPU device of 1 thread from step 3; "
         "micro batch x accumulation 16 x 1 to step 2, 1 x 16 from step 3; activation checkpointing no to step 2, yes "

@@ -51,13 +51,13 @@ def _figure(plan: Plan) -> Figure:
         for bar in bars:
             bar.set(hatch=drawn.hatch, hatchcolor=drawn.hatch_colour, edgecolor=current().background, linewidth=0.6)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    for rank, end in zip(ranks, starts, strict=True):
-        axes.text(end, rank, f" {end:,.1f} GB", va="center", color=current().ink, fontsize=8)
+    for rank, (end, peak) in enumerate(zip(starts, peaks, strict=True)):
+        axes.text(end, rank, f" {peak.total / GB:,.1f} GB, {peak.moment}", va="center", color=current().ink, fontsize=8)
     usable = plan.usable_bytes / GB
     axes.axvline(usable, color=current().ink, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.text(usable, -0.75, f"{usable:,.1f} GB ", ha="right", va="center", color=current().quiet, fontsize=8)
     axes.set_yticks(list(ranks), [f"rank {rank}: {held_in_words(setup, rank)}" for rank in ranks])
-    axes.set(xlabel="GB", xlim=(0, 1.12 * max([usable, *starts])), ylim=(len(ranks) - 0.5, -1.1))
+    axes.set(xlabel="GB", xlim=(0, 1.2 * max([usable, *starts])), ylim=(len(ranks) - 0.5, -1.1))
     axes.grid(visible=False, axis="y")
     picture.body.legend(loc="outside lower center", ncols=min(6, len(shown)), frameon=False)
     return picture.figure

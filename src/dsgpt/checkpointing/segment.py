@@ -57,6 +57,10 @@ class Segment:
     max_cuda_mem_allocated_bytes_rank0: Count | None
     max_cuda_mem_reserved_bytes_rank0: Count | None
     peak_rss_bytes_rank0: Count | None
+    load_average_before: Seconds | None = None
+    """Processes of rank 0's machine that ran or waited, in the minute before it began."""
+    cpu_share_of_others: Seconds | None = None
+    """Of the CPUs of rank 0's machine, the share that processes outside of the run used meanwhile."""
 
     @property
     def on_gpu(self) -> bool:

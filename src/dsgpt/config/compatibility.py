@@ -224,7 +224,7 @@ def _check_nvme(request: Request, problems: Problems) -> None:
     size = locked_bytes(request, request.model) if request.model else 0
     if not may_lock(size):
         problems.add(
-            f"{path}: offload to nvme locks {size / 2**20:,.0f} MiB per rank in memory, more than this process may: "
+            f"{path}: offload to nvme locks {size / 1e6:,.0f} MB per rank in memory, more than this process may: "
             f"raise the limit (ulimit -l unlimited), {way_out}"
         )
 

@@ -4,19 +4,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsgpt.advising.words import held_in_words, place_of
-from dsgpt.planning.activations import kept_bytes
 from dsgpt.planning.model_state import ModelState, model_state
 from dsgpt.planning.parameters import model_parameters, total
+from dsgpt.planning.peak_memory import Peak, peak_memory
 from dsgpt.planning.setup import FULL, Setup
 
-KINDS = ("weights", "gradients", "optimizer state", "master weights", "activations")
-"""What a rank holds, as pictures stack it."""
-_FIELDS = {
-    "weights": "parameters",
-    "gradients": "gradients",
-    "optimizer state": "optimizer",
-    "master weights": "master",
+_STATE = {
+    "weights": ("weights", "parameters"),
+    "gradients": ("gradients", "gradients"),
+    "optimizer state": ("optimizer", "optimizer"),
+    "master weights": ("master", "master"),
 }
+"""Kinds of model state, each with its part of a peak and its field of ``ModelState``."""
+_PASSING = {"activations": {"activations", "logits"}, "new gradients": {"gradients", "new_gradients"}}
+"""Kinds that exist for a while, with their parts of a peak. All other parts are ``temporary``."""
+KINDS = (*_STATE, *_PASSING, "temporary")
+"""What a rank holds at its peak, as pictures stack it; temporary are buckets and gathered weights."""
 _WHOLE = 0.99
 """Of the bytes without a split: what holds at least this share is whole, because shards have padding."""
 
@@ -48,7 +51,7 @@ class Holding:
 
     rank: int
     words: str
-    """Its layers, shards and data."""
+    """Its layers, shards and data, and the moment of its peak."""
     blocks: tuple[Block, ...]
 
     def total(self, *places: str) -> int:
@@ -57,26 +60,30 @@ class Holding:
 
 
 def holdings(setup: Setup, *, ranks: int) -> list[Holding]:
-    """What each of the first ``ranks`` ranks holds: model state while the optimizer steps, and activations.
+    """What each of the first ``ranks`` ranks, with a GPU each, holds at its peak; on the device that adds up to it."""
+    peaks = [peak_memory(setup, rank=rank, device="cuda") for rank in range(min(ranks, setup.world_size))]
+    words = [f"{held_in_words(setup, rank)}, peak: {peak.moment}" for rank, peak in enumerate(peaks)]
+    blocks = [tuple(_blocks(setup, rank, peak)) for rank, peak in enumerate(peaks)]
+    return [Holding(rank=rank, words=words[rank], blocks=blocks[rank]) for rank in range(len(peaks))]
 
-    Activations are those that the forward pass keeps for the backward pass, of all micro batches in flight.
-    """
-    shown = range(min(ranks, setup.world_size))
-    return [Holding(rank=rank, words=held_in_words(setup, rank), blocks=tuple(_blocks(setup, rank))) for rank in shown]
 
-
-def _blocks(setup: Setup, rank: int) -> Iterator[Block]:
+def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
     state, whole = model_state(setup, rank=rank), total(model_parameters(setup.model))
-    widths = _widths(setup, state)
-    for kind, field in _FIELDS.items():
-        away = state.off_device.get(field, 0)
-        for size, place in ((getattr(state, field) - away, "device"), (away, _elsewhere(setup, field))):
-            if size:
+    widths, parts = _widths(setup, state), dict(peak.parts)
+    for kind, (part, field) in _STATE.items():
+        held, away = getattr(state, field), state.off_device.get(field, 0)
+        here = parts.pop(part) if away < held else 0
+        for size, place in ((here, "device"), (away, _elsewhere(setup, field))):
+            frame = size  # no shard if it is not the model state's
+            if size in {held - away, away}:
                 frame = max(size, widths[kind] * whole)
+            if size:
                 start = min(_start(setup, rank, size, widths[kind]), 1 - size / frame)
                 yield Block(kind=kind, size=size, whole=frame, start=start, place=place)
-    kept = kept_bytes(setup, setup.blocks(rank)) * setup.micro_batches_in_flight(rank)
-    yield Block(kind="activations", size=kept, whole=kept, start=0.0, place="device")
+    passing = {kind: sum(parts.pop(name, 0) for name in names) for kind, names in _PASSING.items()}
+    for kind, size in (passing | {"temporary": sum(parts.values())}).items():
+        if size:
+            yield Block(kind=kind, size=size, whole=size, start=0.0, place="device")
 
 
 def _widths(setup: Setup, state: ModelState) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dsgpt.common.measured import NO_DIFFERENCE, no_difference
 from dsgpt.dashboard import formats
 from dsgpt.dashboard.answers import cost
 from dsgpt.reports.comparison import speed_up
@@ -98,11 +99,16 @@ def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
         "speed-up": [1.0 if each is None else _median(each.speed_up) for each in found],
         "smallest": [None if each is None or not each.speed_up else each.speed_up.smallest for each in found],
         "largest": [None if each is None or not each.speed_up else each.speed_up.largest for each in found],
+        "judged": [NO_DIFFERENCE if each and _unclear(each.speed_up) else "" for each in found],
         "efficiency": [1.0 if each is None else each.efficiency for each in found],
         "work": ["baseline" if each is None else each.same_work for each in found],
         "loss minus baseline": [None if each is None else each.loss_difference for each in found],
         "failures": [len(cell.failures) for cell in cells],
     }
+
+
+def _unclear(spread: Spread | None) -> bool:
+    return spread is not None and no_difference(spread.smallest, spread.largest)
 
 
 def _median(spread: Spread | None) -> float | None:

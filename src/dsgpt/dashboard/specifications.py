@@ -20,6 +20,8 @@ ROOM = 1.2
 """For the value behind the longest bar."""
 _BREAK = re.compile(rf".{{1,{LINE}}}$|.{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
 """A line of a long name: up to a sign that parts its words, if there is one."""
+NUMBERS = {"labelExpr": "abs(datum.value) < 1 ? format(datum.value, '.6~g') : format(datum.value, '~s')"}
+"""Of an axis: 12k, but 0.002 in place of 2m, which reads as minutes or millions."""
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
 """Beside the colours, for the colour-blind and for grey print."""
 
@@ -33,6 +35,7 @@ def lines(
     from_zero: bool = False,
     rules: Mapping[str, float] | None = None,
     drawn: Sequence[str] | None = None,
+    ordered: bool = False,
 ) -> dict[str, Any]:
     """A line for each name, which the mouse can move, and with Ctrl zoom.
 
@@ -46,10 +49,11 @@ def lines(
         from_zero: the vertical axis begins at 0.
         rules: horizontal lines by their label.
         drawn: those of ``names`` that have a curve, if not all.
+        ordered: the field ``order`` of the points says in which order they are joined, if not that of ``x``.
     """
     scale: dict[str, Any] = {"type": "log"} if logarithmic else {"zero": from_zero}
     encoding: dict[str, Any] = {
-        "x": {"field": "x", "type": "quantitative", "title": x, "axis": {"format": "~s", "grid": False}},
+        "x": {"field": "x", "type": "quantitative", "title": x, "axis": {**NUMBERS, "grid": False}},
         "y": {"field": "y", "type": "quantitative", "title": y, "scale": scale},
         **_look(names, drawn or names),
         "tooltip": [
@@ -58,6 +62,8 @@ def lines(
             {"field": "y", "type": "quantitative", "title": y, "format": ",.6~g"},
         ],
     }
+    if ordered:
+        encoding["order"] = {"field": "order", "type": "quantitative"}
     if logarithmic:
         encoding["y"]["axis"] = {"format": "~e", "values": [10.0**power for power in range(-12, 13)]}
     with_ctrl = "wheel![event.ctrlKey]"  # the wheel alone scrolls the page
@@ -79,24 +85,26 @@ def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
     return found
 
 
-def bars(names: Sequence[str], *, x: str, values: Sequence[Any], form: str = ",.6~g") -> dict[str, Any]:
+def bars(names: Sequence[str], *, x: str, values: Sequence[Any], groups: Sequence[str] = ()) -> dict[str, Any]:
     """A horizontal bar from 0 for each name, which is above it; the fields are ``run``, ``value`` and ``label``.
 
     Args:
         names: of the runs, from the top.
         x: title of the axis, with its unit.
         values: of the bars; None where there is none.
-        form: of the values in the tooltip.
+        groups: by the field ``group``, bars of one group have one colour; without, each has its own.
     """
     run = {"field": "run", "type": "nominal", "sort": list(names), "title": None}
     most = max((value for value in values if value), default=None)
     scale = {"zero": True} if most is None else {"zero": True, "domainMax": ROOM * most}
     base = {
         "y": {**run, "axis": None},
-        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": {"format": "~s"}},
-        "tooltip": [{**run, "title": "run"}, {"field": "value", "type": "quantitative", "title": x, "format": form}],
+        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": NUMBERS},
+        "tooltip": [{**run, "title": "run"}, {"field": "value", "type": "quantitative", "title": x, "format": ",.6~g"}],
     }
     colour = {**_look(names, names)["color"], "legend": None}
+    if groups:
+        colour |= {"field": "group", "scale": {"domain": list(dict.fromkeys(groups))}}
     text = {"type": "text", "align": "left"}
     value = {"mark": {**text, "dx": 5, "dy": 8}, "encoding": {**base, "text": {"field": "label"}}}
     name = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from dsgpt.reports.comparison import decimals, gibibytes
+from dsgpt.reports.comparison import decimals, gigabytes
 from dsgpt.reports.rows import Row, draw_rows
 from dsgpt.reports.runs import TOO_SHORT, Run
 
@@ -42,11 +42,9 @@ INFERENCE = Bars(
     form=decimals(1),
     better="more is better",
 )
-GPU_MEMORY = Bars(
-    "Peak GPU memory", "GiB allocated on rank 0's GPU", lambda run: run.gpu_memory, gibibytes, scale=2**30
-)
+GPU_MEMORY = Bars("Peak GPU memory", "GB allocated on rank 0's GPU", lambda run: run.gpu_memory, gigabytes, scale=1e9)
 HOST_MEMORY = Bars(
-    "Peak host memory", "GiB resident (RSS) in rank 0's process", lambda run: run.host_memory, gibibytes, scale=2**30
+    "Peak host memory", "GB resident (RSS) in rank 0's process", lambda run: run.host_memory, gigabytes, scale=1e9
 )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsgpt.common.measured import NO_DIFFERENCE, no_difference
 from dsgpt.reports.equal_work import compared_facts, equal_loss_line, inference_stamps, judge, partial_stamps, show
 from dsgpt.reports.machines import machine_line, setup_stamps
 from dsgpt.reports.runs import TOO_SHORT, Run
@@ -13,6 +14,7 @@ UNKNOWN = "unknown"
 SIGN_CONVENTION = (
     "Improvements are percentages of the first run's value; **positive is better**: less time, latency, loss and"
     " memory, more tokens per second. Unknown is what was not recorded or cannot be compared; it is never taken as 0."
+    ' Figures whose repetitions overlap read "no difference"; one that was measured once is not judged.'
 )
 INFERENCE_NOISE = (
     "Inference runs on one device with one prompt, whatever the strategy: between equal models on one machine,"
@@ -39,9 +41,9 @@ def decimals(digits: int) -> Callable[[float], str]:
     return lambda value: f"{value:,.{digits}f}"
 
 
-def gibibytes(value: float) -> str:
-    """Bytes, formatted in GiB (2^30 bytes)."""
-    return f"{value / 2**30:.2f}"
+def gigabytes(value: float) -> str:
+    """Bytes, formatted in GB (10^9 bytes)."""
+    return f"{value / 1e9:.2f}"
 
 
 THROUGHPUT_ROW = Row("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False)
@@ -60,17 +62,17 @@ ROWS = (
     Row("best validation loss", lambda run: run.best_val_loss, decimals(4), True),
     Row("inference latency, batch 1 (s)", lambda run: run.inference_latency, decimals(3), True),
     Row("inference tokens per second", lambda run: run.inference_tokens_per_sec, decimals(1), False),
-    Row("peak GPU memory allocated, rank 0 (GiB)", lambda run: run.gpu_memory, gibibytes, True, True),
-    Row("peak GPU memory reserved, rank 0 (GiB)", lambda run: run.gpu_memory_reserved, gibibytes, True, True),
-    Row("peak host memory (RSS), rank 0 (GiB)", lambda run: run.host_memory, gibibytes, True),
+    Row("peak GPU memory allocated, rank 0 (GB)", lambda run: run.gpu_memory, gigabytes, True, True),
+    Row("peak GPU memory reserved, rank 0 (GB)", lambda run: run.gpu_memory_reserved, gigabytes, True, True),
+    Row("peak host memory (RSS), rank 0 (GB)", lambda run: run.host_memory, gigabytes, True),
 )
 
 
 SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "training time (s)": ("train_time_sec", decimals(1)),
     "tokens per second": ("mean_tokens_per_sec_global", decimals(0)),
-    "peak GPU memory allocated (GiB)": ("max_cuda_mem_allocated_bytes_rank0", gibibytes),
-    "peak host memory (GiB)": ("peak_rss_bytes_rank0", gibibytes),
+    "peak GPU memory allocated (GB)": ("max_cuda_mem_allocated_bytes_rank0", gigabytes),
+    "peak host memory (GB)": ("peak_rss_bytes_rank0", gigabytes),
 }
 """Columns of the table of segments."""
 
@@ -173,6 +175,9 @@ def _improvement_cell(row: Row, base: Run, other: Run) -> str:
     """Percent with its sign; inference with different numbers of tokens is not compared."""
     if row.label.startswith("inference") and base.new_tokens != other.new_tokens:
         return UNKNOWN
+    one, two = base.latency_range, other.latency_range
+    if row.label.startswith("inference") and one and two and no_difference(*two, than=one):
+        return NO_DIFFERENCE
     percent = improvement(row.value(base), row.value(other), lower_is_better=row.lower_is_better)
     return UNKNOWN if percent is None else f"{round(percent, 1) + 0.0:+.1f} %".replace("+0.0 %", "0.0 %")
 
@@ -182,6 +187,7 @@ def work_rows(runs: Sequence[Run]) -> list[list[str]]:
     rows = [["", *(run.name for run in runs)]]
     rows.append(["strategy", *(run.strategy or show(None) for run in runs)])
     rows.append(["machine", *(run.machine or show(None) for run in runs)])
+    rows.append(["instruction sets", *(run.instruction_sets or "not recorded" for run in runs)])
     rows.append(["devices used", *(run.devices or show(None) for run in runs)])
     rows.append(["status", *(run.status or show(None) for run in runs)])
     for fact in compared_facts(runs):

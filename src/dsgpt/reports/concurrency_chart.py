@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from dsgpt.common.measured import machine_words
 from dsgpt.reports.concurrency import TITLES, Concurrency, Engine
-from dsgpt.reports.fields import Fields
-from dsgpt.reports.segments import machine
 from dsgpt.reports.style import Frame, Look, frame, look
 from dsgpt.reports.themes import current
 
@@ -76,9 +75,8 @@ def _warnings(engines: Sequence[Engine]) -> list[str]:
 
 def _footer(record: Concurrency) -> str:
     """The model, the trace, the machine and the date."""
-    hardware = machine(Fields({"hardware": record.hardware}, notes=[])) or "not recorded"
     repeats = f"{record.repeats} repeat{'s' * (record.repeats != 1)}"
     return (
         f"{record.checkpoint}, fp32, greedy; {record.requests} requests with {record.new_tokens:,} new tokens, "
-        f"{repeats}, {record.timestamp_utc[:10]}; machine: {hardware}."
+        f"{repeats}, {record.timestamp_utc[:10]}; machine: {machine_words(record.hardware)}."
     )

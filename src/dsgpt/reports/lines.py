@@ -201,6 +201,7 @@ def _draw_curve(axes: Axes, run: Run, *, kind: str, axis: Axis, order: int, coun
         markersize=size,
         markeredgecolor=current().background,
         markevery=every,
+        clip_on=False,  # the marker of the last step is whole
         zorder=2 + order / count,
     )
     return End(run.name, x[-1], y[-1])

@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 
+from dsgpt.common.measured import instruction_words
 from dsgpt.reports.runs import Run
-from dsgpt.reports.segments import HARDWARE, differences, unrecorded_steps
+from dsgpt.reports.segments import HARDWARE, INSTRUCTIONS, differences, unrecorded_steps
 
 
 def setup_stamps(runs: Sequence[Run]) -> list[str]:
     """All warnings about machines and setups."""
-    return [*machine_stamps(runs), *segment_stamps(runs)]
+    busy = [f"A BUSY MACHINE: {run.name}: {each.busy}" for run in runs for each in run.segments if each.busy]
+    return [*machine_stamps(runs), *segment_stamps(runs), *dict.fromkeys(busy)]
 
 
 def machine_stamps(runs: Sequence[Run]) -> list[str]:
     """The warning that runs, or segments of a run, used different hardware."""
-    if len(_machines(runs)) < 2:
+    if len(_all(runs, HARDWARE)) < 2 and len(_all(runs, INSTRUCTIONS)) < 2:
         return []
-    return ["DIFFERENT HARDWARE: " + "; ".join(f"{run.name}: {run.machine or 'not recorded'}" for run in runs)]
+    used = [f"{run.name}: {run.machine or 'not recorded'} ({instruction_words(run.instruction_sets)})" for run in runs]
+    return ["DIFFERENT HARDWARE: " + "; ".join(used)]
 
 
 def segment_stamps(runs: Sequence[Run]) -> list[str]:
@@ -29,19 +32,21 @@ def segment_stamps(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _machines(runs: Sequence[Run]) -> list[str]:
-    """All hardware that was recorded, each once."""
-    found = (segment.setup.get(HARDWARE) for run in runs for segment in run.segments)
-    return list(dict.fromkeys(machine for machine in found if machine))
+def _all(runs: Sequence[Run], what: str) -> list[str]:
+    """All hardware, or instruction sets, that were recorded, each once."""
+    found = (segment.setup.get(what) for run in runs for segment in run.segments)
+    return list(dict.fromkeys(value for value in found if value))
 
 
 def machine_line(runs: Sequence[Run]) -> str:
     """The machine in one line, with the devices of each run and the runs that did not record the machine."""
-    known = _machines(runs)
+    known, sets = _all(runs, HARDWARE), _all(runs, INSTRUCTIONS)
     unrecorded = [run.name for run in runs if run.machine is None]
     if not known:
         return "machine: not recorded"
-    machine = f"machine: {known[0]}" if len(known) == 1 else "several machines or devices"
+    machine = "several machines or devices"
+    if len(known) == 1 and len(sets) < 2:
+        machine = f"machine: {known[0]} ({instruction_words(', '.join(sets))})"
     if unrecorded:
         machine += f" (not recorded by {', '.join(unrecorded)})"
     users: dict[str, list[str]] = {}

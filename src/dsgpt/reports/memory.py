@@ -65,8 +65,8 @@ def _caption(prints: Sequence[Footprint], *, resident: bool) -> str:
 
 
 def unit_of(sizes: Sequence[float]) -> tuple[str, float]:
-    """GiB or MiB, and the bytes of one: the largest unit of which the largest size has at least two."""
-    return ("GiB", 2.0**30) if max(sizes, default=0.0) >= 2 * 2**30 else ("MiB", 2.0**20)
+    """GB or MB, and the bytes of one: the largest unit of which the largest size has at least two."""
+    return ("GB", 1e9) if max(sizes, default=0.0) >= 2e9 else ("MB", 1e6)
 
 
 def _draw_stacks(axes: Axes, rows: Sequence[Measured], *, unit: str, size: float, pairs: bool) -> None:
@@ -131,12 +131,12 @@ def _draw_resident(axes: Axes, rows: Sequence[Measured]) -> None:
     bars = [
         Row(name=row.name, value=None, label=row.lacking)
         if peak is None
-        else Row(
-            name=row.name, value=peak / size, label=f"{peak / size:,.{2 if unit == 'GiB' else 0}f}", group=row.group
-        )
+        else Row(name=row.name, value=peak / size, label=f"{peak / size:,.{2 if unit == 'GB' else 0}f}")
         for row, peak in zip(rows, peaks, strict=True)
     ]
     draw_rows(axes, bars)
+    for bar in axes.patches:  # the colours above mean parts of memory
+        bar.set(facecolor=current().quiet, hatch="")
     axes.set(xlabel=f"{unit} resident (RSS) in rank 0's process, at its peak")
 
 

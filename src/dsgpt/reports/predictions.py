@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.measured import instruction_words
 from dsgpt.reports.fields import Fields, read_object
 from dsgpt.reports.footprint import Footprint, parts_of_prediction
 from dsgpt.reports.measured import NOT_RECORDED, Measured
@@ -37,7 +38,8 @@ def read_predictions(path: Path) -> Predictions:
     if not any(row.footprint.predicted for row in rows):
         raise UserError(f"{path}: holds no predictions beside measurements; give a record of benchmark.py plan")
     date = (record.text("timestamp_utc") or "")[:10] or "without a date"
-    footer = f"benchmark.py plan: {len(rows)} cells, {date}; machine: {machine(record) or NOT_RECORDED}."
+    sets = instruction_words(record.section("hardware").text("instruction_sets"))
+    footer = f"benchmark.py plan: {len(rows)} cells, {date}; machine: {machine(record) or NOT_RECORDED} ({sets})."
     return Predictions(rows, footer)
 
 

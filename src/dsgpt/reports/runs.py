@@ -13,6 +13,7 @@ from dsgpt.reports.footprint import Footprint, read_footprint
 from dsgpt.reports.segments import (
     DEVICES,
     HARDWARE,
+    INSTRUCTIONS,
     STRATEGY,
     Segment,
     differences,
@@ -42,7 +43,8 @@ class Run:
     date: str | None
     """When its last process began, in UTC: ``2026-11-22``."""
     machine: str | None
-    """The hardware; if segments used several, which steps ran on which. The same holds for the next two fields."""
+    """The hardware; if segments used several, which steps ran on which. The same holds for the next three fields."""
+    instruction_sets: str | None
     devices: str | None
     strategy: str | None
     device_count: float | None
@@ -66,6 +68,8 @@ class Run:
     best_val_loss: float | None
     inference_latency: float | None
     """Seconds to generate ``new_tokens`` tokens, batch 1."""
+    latency_range: tuple[float, float] | None
+    """Of its repetitions; None if there was one, or if the record does not say."""
     inference_tokens_per_sec: float | None
     prompt_tokens: float | None
     new_tokens: float | None
@@ -184,6 +188,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         status=record.text("status"),
         date=(record.text("timestamp_utc") or "")[:10] or None,
         machine=setup_over_time(segments, HARDWARE),
+        instruction_sets=setup_over_time(segments, INSTRUCTIONS),
         devices=setup_over_time(segments, DEVICES),
         strategy=setup_over_time(segments, STRATEGY),
         device_count=record.section("hardware").number("world_size"),
@@ -195,6 +200,7 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         tokens_per_sec=first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
         **_losses(summary, epochs.train_losses, val_losses),
         **_inference(record, notes=notes),
+        latency_range=_latency_range(record.section("inference")),
         **peaks,
         footprint=_footprint(record, peaks, log),
         sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
@@ -259,6 +265,12 @@ def _inference(record: Fields, *, notes: list[str]) -> Numbers:
         "prompt_tokens": inference.number("prompt_tokens"),
         "new_tokens": new_tokens,
     }
+
+
+def _latency_range(inference: Fields) -> tuple[float, float] | None:
+    low, high = inference.number("latency_min_sec"), inference.number("latency_max_sec")
+    several = (inference.number("repetitions") or 0) > 1
+    return (low, high) if several and low is not None and high is not None else None
 
 
 def _peaks(record: Fields, *, notes: list[str]) -> Numbers:

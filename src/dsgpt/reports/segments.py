@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from dsgpt.common.measured import busy_words
 from dsgpt.reports.fields import Fields
 
-HARDWARE, DEVICES, STRATEGY = "hardware", "devices", "strategy"
-NOTED = ("host", "launcher", "code")
+HARDWARE, DEVICES, STRATEGY, INSTRUCTIONS = "hardware", "devices", "strategy", "instruction sets"
+NOTED = ("host", "launcher", "code", INSTRUCTIONS)
 """Entries of ``setup`` that may differ between segments whose times are compared; mentioned in the notes."""
 VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
 FIGURES = (
@@ -32,6 +33,8 @@ class Segment:
     """How it executed them, by name; empty if nothing was recorded."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
     """``FIGURES`` of this segment."""
+    busy: str = ""
+    """That others used the CPUs meanwhile; empty if not."""
     quantized: str | None = None
     """What Zero++ quantized, a fact of the work."""
 
@@ -61,7 +64,8 @@ def _read(section: Fields) -> Segment | None:
     if first is None or last is None:
         return None
     figures = {name: section.number(name) for name in FIGURES}
-    return Segment(int(first), int(last), _setup(section, section), figures, quantized(section, None))
+    busy = busy_words({"cpu_share_of_others": section.number("cpu_share_of_others")})
+    return Segment(int(first), int(last), _setup(section, section), figures, busy, quantized(section, None))
 
 
 def _only_one(record: Fields) -> Segment:
@@ -76,6 +80,7 @@ def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
     micro, accumulation = config.number("micro_batch_size_per_gpu"), config.number("grad_accum_steps")
     return {
         HARDWARE: machine(place),
+        INSTRUCTIONS: hardware.text("instruction_sets"),
         DEVICES: devices(hardware),
         STRATEGY: config.text("strategy") or config.text("run_type"),
         "micro batch x accumulation": f"{micro:.0f} x {accumulation:.0f}" if micro and accumulation else None,

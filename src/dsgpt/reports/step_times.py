@@ -9,7 +9,7 @@ from dsgpt.reports.footprint import quantile
 from dsgpt.reports.lines import ZOOMED
 from dsgpt.reports.measured import Measured
 from dsgpt.reports.rows import BAR_WIDTH, Row, draw_rows, name_rows
-from dsgpt.reports.style import Frame, Look, behind_text, frame, look, note_inside
+from dsgpt.reports.style import Frame, Look, frame, look, note_inside
 from dsgpt.reports.themes import current
 
 NO_TIMES = "no run recorded the times of its steps"
@@ -31,7 +31,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
         warnings=warnings,
         captions=[TIMES, *captions],
         width=9.0,
-        height=1.0 + 0.42 * len(rows),
+        height=1.0 + 0.48 * len(rows),
     )
     axes = picture.body.subplots()
     longest = max(values[-1] for values in times if values)
@@ -41,7 +41,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
             _box(axes, [value * scale for value in values], place, look(row.group, count=len(rows)))
     name_rows(axes, [row.name for row in rows])
     low, high = axes.get_xlim()
-    axes.set_xlim(max(0.0, low), high + 0.18 * (high - low))
+    axes.set_xlim(max(0.0, low), high)
     for place, (row, values) in enumerate(zip(rows, times, strict=True)):
         if not values:
             note_inside(axes, row.lacking, x=low + 0.02 * (high - low), y=place)
@@ -53,7 +53,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
 
 
 def _box(axes: Axes, values: Sequence[float], place: int, style: Look) -> None:
-    """A box of sorted values, with the median beside it."""
+    """A box of sorted values, with the median above it."""
     ink = current().ink
     stats = {
         name: quantile(values, share)
@@ -75,7 +75,7 @@ def _box(axes: Axes, values: Sequence[float], place: int, style: Look) -> None:
     drawn["boxes"][0].set(hatch=style.hatch, hatchcolor=style.hatch_colour)
     median = stats["med"]
     text = f"median {median:,.{0 if median >= 1000 else 1 if median >= 10 else 2}f}"
-    axes.annotate(text, (values[-1], place), xytext=(9, 0), textcoords="offset points", va="center", bbox=behind_text())
+    axes.annotate(text, (median, place), xytext=(0, 14), textcoords="offset points", ha="center", fontsize=8)
 
 
 def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions: Sequence[str]) -> Frame | str:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from dsgpt.common.measured import machine_words
 from dsgpt.reports.comparison import decimals
 from dsgpt.reports.drawing import Chart
-from dsgpt.reports.fields import Fields
 from dsgpt.reports.measured import NOT_RECORDED, failure, groups_of, of_cells, strategy_of
 from dsgpt.reports.memory import memory_chart
 from dsgpt.reports.rows import Row, draw_rows
 from dsgpt.reports.scaling import efficiency_chart, scaling_chart
-from dsgpt.reports.segments import machine
 from dsgpt.reports.step_times import communication_chart, step_times_chart
 from dsgpt.reports.style import Frame, frame
 from dsgpt.reports.sweeps import Spread, Sweep, SweepCell
@@ -50,11 +49,10 @@ def sweep_stamps(sweep: Sweep) -> list[str]:
 
 def sweep_footer(sweep: Sweep, *, name: str) -> str:
     """The sweep, its machine and its date."""
-    hardware = machine(Fields({"hardware": sweep.hardware}, notes=[])) or "not recorded"
     repeats = f"{sweep.repeats} repeat{'s' * (sweep.repeats != 1)}"
     return (
         f"sweep {name}: suite {sweep.suite}, {len(sweep.cells)} cells, {repeats}, {sweep.timestamp_utc[:10]}; "
-        f"machine: {hardware}."
+        f"machine: {machine_words(sweep.hardware)}."
     )
 
 

@@ -10,6 +10,12 @@ import torch
 from dsgpt.runtime.host_memory import keep_freed_memory
 from dsgpt.runtime.topology import Topology
 
+INSTRUCTION_SETS = {
+    **{"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512 bf16", "amx_tile": "AMX", "amx_bf16": "AMX bf16"},
+    **{"asimd": "NEON", "sve": "SVE", "bf16": "bf16", "i8mm": "i8mm"},
+}
+"""What decides how fast a CPU multiplies matrices, on x86 and on ARM, by the flag of Linux."""
+
 
 def cuda_devices() -> int:
     """GPUs that this process can see."""
@@ -65,16 +71,27 @@ def describe_hardware(kind: str) -> dict[str, object]:
         "gpu_name": torch.cuda.get_device_name() if on_gpu else None,
         "gpu_memory_bytes": torch.cuda.get_device_properties().total_memory if on_gpu else None,
         "gpu_count_visible": cuda_devices(),
-        "cpu_name": _cpu_name(),
+        "cpu_name": _of_the_cpu("model name") or platform.processor() or None,
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instruction_sets": instruction_sets(_of_the_cpu("flags") or _of_the_cpu("Features")),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 
-def _cpu_name() -> str | None:
+def instruction_sets(flags: str | None) -> str | None:
+    """Those of ``INSTRUCTION_SETS`` that a CPU with these flags of the kernel has; None where there are no flags."""
+    if flags is None:
+        return None
+    found = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()]
+    return ", ".join(found) or "none that matters"
+
+
+def _of_the_cpu(entry: str) -> str | None:
+    """An entry of the first CPU in ``/proc/cpuinfo``."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or None
+            name, _, value = line.partition(":")
+            if name.strip() == entry:
+                return value.strip()
+    return None

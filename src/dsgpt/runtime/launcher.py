@@ -54,14 +54,14 @@ class Launcher:
 
     def __init__(self) -> None:
         self._parent = os.getppid()
-        self._processes = _waiting_processes()
+        self._processes = waiting_processes()
 
     def is_gone(self) -> bool:
         """Whether one of these processes has ended, so that nothing waits for this rank any more."""
         return os.getppid() != self._parent or any(_has_ended(process) for process in self._processes)
 
 
-def _waiting_processes() -> list[psutil.Process]:
+def waiting_processes() -> list[psutil.Process]:
     """This process's parent, its parent, and so on to the topmost process that is a launcher; at least the first."""
     parents: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # a parent that ended just now, or that this user may not see

@@ -11,6 +11,7 @@ import torch
 
 from dsgpt.checkpointing.run_state import Change, Epoch, RunState
 from dsgpt.common.errors import NonFiniteError
+from dsgpt.common.measured import busy_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.process_group import HostGroup
 from dsgpt.strategies.base import StepResult
@@ -245,6 +246,8 @@ class Journal:
             self._sinks.try_to_send("record", lambda sink: sink.record(self.record))
         else:
             self._sinks.send(lambda sink: sink.record(self.record))
+            if self.record.segments and (words := busy_words(self.record.segments[-1])):
+                logger.warning(words)
 
     def write_saves(self) -> None:
         """Write the record after a save, so that after a kill it lists every save."""

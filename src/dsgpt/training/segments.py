@@ -5,6 +5,7 @@ from typing import Any
 
 from dsgpt.checkpointing.run_state import RunState
 from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
+from dsgpt.runtime.load import LoadOfOthers
 from dsgpt.telemetry.meter import StepMeter, throughput
 
 NEVER_CHANGES = frozenset({"precision"})
@@ -22,6 +23,8 @@ class Segments:
     def __init__(self, description: dict[str, Any], *, done: int) -> None:
         self._description = description
         self._done = done
+        several = description and description["hardware"]["local_world_size"] > 1
+        self._load = LoadOfOthers(ranks=bool(several)) if description else None
         self._earlier: list[Segment] = []
         self.all: list[Segment] = []
         """As of the last ``note``."""
@@ -33,7 +36,7 @@ class Segments:
 
     def note(self, meter: StepMeter, peaks: dict[str, int | None]) -> None:
         """Update the segment of this process."""
-        if not self._description:
+        if self._load is None:
             return
         measured = {
             "first_step": self._done + 1,
@@ -42,6 +45,7 @@ class Segments:
             "wall_time_sec": meter.process_wall_seconds(),
             "mean_tokens_per_sec_global": throughput(meter.process),
             **peaks,
+            **self._load.figures(),
         }
         known = {**self._description["training_config"], **self._description, **measured}
         this = Segment(**{field.name: known[field.name] for field in fields(Segment)})

@@ -164,7 +164,7 @@ def live_fields(line: Line, *, devices: int, memory: int | None) -> list[Field]:
     if interval["mfu"] is not None:
         fields.append(Field(f"MFU {interval['mfu']:.1%}", 6))
     if memory is not None:
-        fields.append(Field(f"memory {memory / 2**30:.2f} GiB", 7))
+        fields.append(Field(f"memory {memory / 1e9:.2f} GB", 7))
     return fields
 
 

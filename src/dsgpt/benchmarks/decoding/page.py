@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsgpt.benchmarks.decoding.work import HUGGING_FACE, OURS
-from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.benchmarks.harness.pages import Record, judged, table
+from dsgpt.common.measured import machine_words
 
 Result = Mapping[str, Any]
 
@@ -17,7 +18,6 @@ def decoding_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     hardware, env, work = record["hardware"], record["env"], record["results"][0]["work"]
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     head = f"""# How fast a model generates
 
 Generated from `{source}` by
@@ -26,8 +26,8 @@ Generated from `{source}` by
 
 Every contender continues the same {work["prompt_tokens"]}-token prompts by {work["new_tokens"]} tokens, greedily, in
 one process with all cores. They run in turn, {record["rounds"]} turns each after a warm-up, so that all meet the same
-machine. A ratio is that of one turn to the turn beside it; the table has its median and its range. Times include
-reading the prompts.
+machine. A ratio is that of one turn to the turn beside it; the table has its median and its range, and "no
+difference" where the range holds 1. Times include reading the prompts.
 
 A token needs every weight once. The floor is the time that this machine takes to read as many bytes, measured in every
 round by PyTorch's product of a matrix and a vector. The share is the floor divided by the time of a token of ours.
@@ -35,7 +35,8 @@ round by PyTorch's product of a matrix and a vector. The share is the floor divi
 
 int8 rows compare our weights in 8 bits with the peers' in bf16.
 
-Machine: {machine}; {hardware["device"]}. torch {env["torch_version"]}, transformers {env["transformers_version"]}.
+Machine: {machine_words(hardware)}; {hardware["device"]}.
+torch {env["torch_version"]}, transformers {env["transformers_version"]}.
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     return "\n".join(
         [
@@ -101,7 +102,7 @@ def missed(result: Result) -> list[str]:
 
 def verdict(result: Result) -> str:
     """A result in one line."""
-    ratios = ", ".join(f"{_span(ratio, '.2f')}x {name}" for name, ratio in result["ratios"].items())
+    ratios = ", ".join(f"{_span(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items())
     mark = ", NOT REACHED" if missed(result) else ""
     return f"{result['title']}: {ratios}; {_span(result['share'], '.0%')} of the memory's floor{mark}"
 
@@ -110,7 +111,7 @@ def _speed_table(record: Record) -> str:
     rows = []
     for result in record["results"]:
         times = "; ".join(f"{name} {_span(seconds, '.2f')}" for name, seconds in result["seconds"].items())
-        ratios = "; ".join(f"{_span(ratio, '.2f')}x {name}" for name, ratio in result["ratios"].items())
+        ratios = "; ".join(f"{_span(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items())
         tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
         speed = tokens / result["seconds"][OURS]["median"]
         goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])

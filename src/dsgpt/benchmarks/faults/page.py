@@ -3,6 +3,7 @@
 from typing import Any
 
 from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.common.measured import machine_words
 
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "not run": "not run"}
 
@@ -74,7 +75,7 @@ missing or logged twice; and no process of the launch was left.
 {runs}
 
 Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
-{work["save_every"]}. Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python
+{work["save_every"]}. Machine: {machine_words(hardware)}; {hardware["device"]}. Python
 {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit
 `{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
 

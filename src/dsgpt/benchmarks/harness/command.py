@@ -14,6 +14,8 @@ from dsgpt.benchmarks.harness.pages import Record, SuitePage, write_page
 from dsgpt.benchmarks.harness.sources import source_hashes, sources_paragraph
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.measured import busy_words
+from dsgpt.runtime.load import LoadOfOthers
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import finite
 from dsgpt.telemetry.sources import note_sources, require_sources_file, unchanged
@@ -104,10 +106,11 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
     console, name = Console(speaks=True), suite.page.name
     require_sources_file(options.output.parent)
     before, total, started = source_hashes(repository, name), suite.plan(console), time.perf_counter()
+    load = LoadOfOthers()
     with ExitStack() as held:
         suite.begin(suite.work_folder(options, held), console)
         results = _shown(suite, console, total=total, held=held)
-        record: Record = finite(suite.record(results, seconds=time.perf_counter() - started))
+        record: Record = finite(suite.record(results, seconds=time.perf_counter() - started) | load.figures())
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(options.output, record)
     failures = suite.failures(results, record)
@@ -119,9 +122,10 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
         complete=options.whole and not failures,
     )
     text = suite.page.text(record, source=options.output.as_posix())
-    write_page(options.page, text, sources=sources_paragraph(options.output, name=name, repository=repository))
+    sources = sources_paragraph(options.output, name=name, repository=repository)
+    write_page(options.page, text, record=record, sources=sources)
     last = f"record {options.output}, page {options.page}"
-    for line in ["", *suite.page.summary(record), "", last, *suite.closing_lines(failures)]:
+    for line in ["", *suite.page.summary(record), busy_words(record), last, *suite.closing_lines(failures)]:
         console.say(line)
     return EXIT_FAILED if failures else 0
 

@@ -1,7 +1,7 @@
 """Reads records and writes their pages."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from dsgpt.benchmarks.harness.sources import sources_paragraph
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
+from dsgpt.common.measured import NO_DIFFERENCE, busy_words, no_difference
 
 Record = dict[str, Any]
 _MAX_BYTES = 256 << 20
@@ -45,7 +46,7 @@ def make_page(suite: SuitePage, record_file: Path, page: Path, *, repository: Pa
     record = read_record(record_file, of=suite.of)
     sources = sources_paragraph(record_file, name=suite.name, repository=repository)
     with wrong_records_refused(record_file, of=suite.of):
-        write_page(page, suite.text(record, source=record_file.as_posix()), sources=sources)
+        write_page(page, suite.text(record, source=record_file.as_posix()), record=record, sources=sources)
 
 
 def read_record(file: Path, *, of: str) -> Record:
@@ -84,11 +85,17 @@ def wrong_records_refused(file: Path, *, of: str) -> Iterator[None]:
         raise UserError(f"--table-from {file}: is not a record of {of} ({what})") from error
 
 
-def write_page(page: Path, text: str, *, sources: str) -> None:
-    """Write ``text`` to ``page``, with the paragraph ``sources`` before its first ``##`` heading; make its folder."""
+def write_page(page: Path, text: str, *, record: Record, sources: str) -> None:
+    """Write ``text`` to ``page``; before its first ``##`` heading ``sources``, and whether the machine was busy."""
     head, heading, rest = text.rstrip("\n").partition("\n\n## ")
+    busy = f"\n\n**A busy machine: {words}.**" if (words := busy_words(record)) else ""
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, f"{head}\n\n{sources}{heading}{rest}\n".encode())
+    write_atomic(page, f"{head}{busy}\n\n{sources}{heading}{rest}\n".encode())
+
+
+def judged(ratio: Mapping[str, Any] | None) -> str:
+    """``, no difference`` if the ratios of several pairs say so, as a record has them."""
+    return f", {NO_DIFFERENCE}" if ratio and no_difference(ratio["smallest"], ratio["largest"]) else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.common.json_files import parse_as
+from dsgpt.common.measured import machine_words
 from dsgpt.reports.concurrency import TITLES, Concurrency, Engine, Load, Percentiles
 from dsgpt.reports.sweeps import Spread
 from dsgpt.telemetry.console import duration
@@ -49,7 +50,6 @@ def _read(record: Record) -> Concurrency:
 
 def _head(found: Concurrency, source: str) -> str:
     hardware, model, env = found.hardware, found.model, found.env
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     threads = f", {found.threads} threads for each engine" if found.threads else ""
     shape = f"{model['n_layer']} layers of width {model['n_embd']}, vocabulary {model['vocab_size']:,}"
     return f"""# Many requests at once
@@ -68,7 +68,8 @@ The engines took turns, {found.repeats} at each concurrency, after a warm-up. Th
 with the smallest and largest value behind it; percentiles are of the requests of all turns. All turns took
 {duration(found.seconds)}.
 
-Model: `{found.checkpoint}`, {shape}. Machine: {machine}; {hardware["device"]}{threads}. torch {env["torch_version"]}.
+Model: `{found.checkpoint}`, {shape}.
+Machine: {machine_words(hardware)}; {hardware["device"]}{threads}. torch {env["torch_version"]}.
 Commit `{found.git_commit}`, {found.timestamp_utc}."""
 
 

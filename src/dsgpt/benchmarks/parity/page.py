@@ -7,6 +7,7 @@ from typing import Any
 from dsgpt.benchmarks.harness.cells import Cell
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.parity.page_method import method
+from dsgpt.common.measured import machine_words
 
 FACTS = ("loss", "validation loss", "gradient norm", "first gradient", "first update", "weights")
 LOW_FACTS = ("loss", "first gradient")
@@ -51,7 +52,6 @@ def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
     count = {status: sum(cell["status"] == status for cell in cells) for status in STATUS_WORDS}
     wrongly = sum(cell["status"] == "refused" and not cell["as_expected"] for cell in cells) or "none"
     hardware, env = record["hardware"], record["env"]
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     return f"""# Every strategy trains the same model
 
 Generated from `{source}` by
@@ -62,9 +62,9 @@ Generated from `{source}` by
 {count["refused"]} refused by the product before they started (for reasons below), {wrongly} of them unexpectedly. Of
 {len(bugs)} bugs planted in the strategies, the suite reported {sum(cell["status"] == "failed" for cell in bugs)}.
 
-Machine: {machine}; {hardware["device"]}. Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed
-{env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. The suite took
-{record["seconds"] / 60:.0f} minutes."""
+Machine: {machine_words(hardware)}; {hardware["device"]}.
+Python {env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}.
+Commit `{record["git_commit"]}`, {record["timestamp_utc"]}. The suite took {record["seconds"] / 60:.0f} minutes."""
 
 
 def _outcome(count: dict[str, int]) -> str:

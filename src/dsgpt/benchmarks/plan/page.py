@@ -7,6 +7,7 @@ from typing import Any
 from dsgpt.benchmarks.harness.pages import Record, table
 from dsgpt.benchmarks.plan.choice import choice_table
 from dsgpt.benchmarks.plan.page_method import METHOD
+from dsgpt.common.measured import machine_words
 
 Result = Mapping[str, Any]
 MOST_OFF = 0.10
@@ -43,7 +44,7 @@ Generated from `{source}` by
 
 {_verdict(measured)}
 
-Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; torch {env["torch_version"]}, DeepSpeed
+Machine: {machine_words(hardware)}; torch {env["torch_version"]}, DeepSpeed
 {env["deepspeed_version"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     sections = [
         *METHOD,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.common.measured import machine_words
 
 _SETTINGS = ("batch", "lr", "warm_up", "beta2", "floor", "weight_decay")
 
@@ -16,7 +17,6 @@ def recipes_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     hardware = record["hardware"]
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     head = f"""# The search behind the recipes of small models
 
 Generated from `{source}` by
@@ -30,7 +30,7 @@ made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate
 last rate before training becomes unstable; then single changes of it, if any. Three other
 seeds, which change the initial weights and the order of the text, show what the choice is worth.
 
-Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     return "\n".join([head, *(_section(size, record) for size in record["searches"]), ""])
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from dsgpt.benchmarks.harness.cells import counted
 from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.common.measured import machine_words
 
 STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "refused": "refused", "error": "**ERROR**"}
 
@@ -42,7 +43,7 @@ Generated from `{source}` by
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
   {_rewritten_validation(record)}.
 
-Machine: {hardware["cpu_name"]}, {hardware["cpu_count"]} cores; {hardware["device"]}. Python {env["python_version"]},
+Machine: {machine_words(hardware)}; {hardware["device"]}. Python {env["python_version"]},
 torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit `{record["git_commit"]}`,
 {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes. Work: {work["global_batch_size"]} sequences of
 {work["seq_len"]} tokens per step, {work["model"]["num_layers"]} layers of width

@@ -1,6 +1,7 @@
 """Makes ``docs/saving.md`` from a record of the suite. Every figure on the page comes from the record."""
 
 from dsgpt.benchmarks.harness.pages import Record
+from dsgpt.common.measured import machine_words
 
 
 def saving_page(record: Record, *, source: str) -> str:
@@ -11,7 +12,6 @@ def saving_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     hardware, work = record["hardware"], record["work"]
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     size = record["figures"]["sync"]["bytes"]["median"] / 1e6
     head = f"""# How long training waits for a checkpoint
 
@@ -25,7 +25,7 @@ trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} 
 waits with sync (medians; the goal is at most {record["ratio_bound"]:.0%}). An async save uses a core while training
 continues. If no core is free, the last column shows that.
 
-Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     return "\n".join([head, "", "## Figures", "", *summary_lines(record), ""])
 
 

@@ -1,6 +1,7 @@
 """Makes ``docs/serving-load.md`` from a record of the suite. Every figure on the page comes from the record."""
 
 from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.common.measured import machine_words
 
 
 def serving_page(record: Record, *, source: str) -> str:
@@ -11,7 +12,6 @@ def serving_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     hardware, rounds = record["hardware"], record["rounds"]
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     lost, wrong = (sum(of(record, one) for one in rounds) for of in (_lost, _wrong))
     grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
     head = f"""# A server under {record["times"]} times its capacity
@@ -31,7 +31,7 @@ says, and asks again.
 The peak memory of the last round is {grown}. After SIGTERM the server ended with {record["exit_code"]}. The clients
 share the machine with the server.
 
-Machine: {machine}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
     return "\n".join([head, "", "## Rounds", "", *summary_lines(record), "", _NOTES, ""])
 
 

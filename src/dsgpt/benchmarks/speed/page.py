@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.benchmarks.harness.pages import Record, judged, table
 from dsgpt.benchmarks.speed.workloads import OURS
+from dsgpt.common.measured import machine_words
 
 Result = Mapping[str, Any]
+KEPT = ", memory kept"
+"""How the names of peers end that get this program's memory settings."""
 
 
 def speed_page(record: Record, *, source: str) -> str:
@@ -17,7 +20,6 @@ def speed_page(record: Record, *, source: str) -> str:
         source: the record's path, for the reader.
     """
     hardware = record["hardware"]
-    machine = hardware["gpu_name"] or f"{hardware['cpu_name']}, {hardware['cpu_count']} cores"
     peers = ", ".join(f"{name} at `{commit}`" for name, commit in record["peers"].items()) or "none"
     env = record["env"]
     software = f"torch {env['torch_version']}, transformers {env['transformers_version']}"
@@ -31,11 +33,12 @@ Every row compares trainers that take whole optimizer steps with the same shapes
 run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn
 beside it; the table has its median and its range. The loops of the others are those of their own trainers; in bf16 they
 compute under autocast. On a CPU this program keeps freed memory ([performance.md](performance.md)), which would help
-the others too: "memory kept" is a peer with the same setting. Goals are set against peers as they are. Weak scaling
-compares tokens per second and rank; "apart" are as many processes at once that send each other nothing, and no strategy
-can do better. `4 x 256` is a model of 4 blocks of width 256, T the tokens of a sequence, B the sequences of a step.
+the others too: "memory kept" is a peer with the same setting, and the first rows compare with these. Goals are set
+against peers as they are. A ratio whose range holds 1 reads "no difference". Weak scaling compares tokens per second
+and rank; "apart" are as many processes at once that send each other nothing, and no strategy can do better. `4 x 256`
+is a model of 4 blocks of width 256, T the tokens of a sequence, B the sequences of a step.
 
-Machine: {machine}; {hardware["device"]}. {software}.
+Machine: {machine_words(hardware)}; {hardware["device"]}. {software}.
 Checkouts: {peers}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.{_missing(record)}"""
     sections = [
         ("Tokens per second", _speed_table(record)),
@@ -78,7 +81,7 @@ def verdict(result: Result) -> str:
     if "failed" in result:
         return f"{title}: FAILED: {result['failed']}"
     if "ratio" in result:
-        return f"{title}: {_ratio(result)} of {result['best_other']} (goal {result['target']:.2f}){_mark(result)}"
+        return f"{title}: {_ratio(result)} (goal {result['target']:.2f}){_mark(result)}"
     if "products_sec" in result:
         return f"{title}: {result['products_sec']:.3f} s of matrix products in a step"
     return f"{title}: {_shown(result)}{_mark(result)}"
@@ -109,8 +112,8 @@ def _shown(result: Result) -> str:
     return f"{_span(result['share'], '.2%')} (goal at most {result['target']:.0%})"
 
 
-def _ratio(result: Result) -> str:
-    return _span(result["ratio"], ".2f") + "x"
+def _ratio(result: Result, *, key: str = "ratio", other: str = "best_other") -> str:
+    return f"{_span(result[key], '.2f')}x {result[other]}{judged(result[key])}"
 
 
 def _span(figures: Mapping[str, Any], form: str) -> str:
@@ -120,22 +123,29 @@ def _span(figures: Mapping[str, Any], form: str) -> str:
 
 
 def _speed_table(record: Record) -> str:
+    compared = [result for result in record["results"] if "ratio" in result]
     rows = []
-    for result in record["results"]:
-        if "ratio" not in result:
-            continue
-        speeds = "; ".join(f"{entry['name']} {_span(entry['tokens_per_sec'], ',.0f')}" for entry in result["entries"])
+    for result in compared:
+        if "ratio_with_memory_kept" in result:
+            ratio = _ratio(result, key="ratio_with_memory_kept", other="best_with_memory_kept")
+            rows.append([f"{result['title']}, equal memory settings", _speeds(result, kept=True), ratio, "", ""])
+    for result in compared:
         goal = f"{result['target']:.2f}{'' if reached(result) else ', **not reached**'}"
-        rows.append([result["title"], speeds, f"{_ratio(result)} {result['best_other']}", goal, _beside(result)])
+        rows.append([result["title"], _speeds(result, kept=False), _ratio(result), goal, _beside(result)])
     return table(["work", "tokens/s", "ratio", "goal", "beside it"], rows) if rows else ""
 
 
+def _speeds(result: Result, *, kept: bool) -> str:
+    """Of the first contender, and of those with this setting of the memory."""
+    ours, *others = result["entries"]
+    shown = [ours, *(entry for entry in others if entry["name"].endswith(KEPT) == kept)]
+    return "; ".join(f"{entry['name']} {_span(entry['tokens_per_sec'], ',.0f')}" for entry in shown)
+
+
 def _beside(result: Result) -> str:
-    """The ratio to peers with our memory settings, or of ranks that send nothing; on GPUs, how often a turn waited."""
-    if "ratio_with_memory_kept" in result:
-        return f"{_span(result['ratio_with_memory_kept'], '.2f')}x {result['best_with_memory_kept']}"
+    """The ratio of ranks that send nothing; on GPUs, how often a turn waited."""
     if "limit" in result:
-        return f"{_span(result['limit'], '.2f')}x without communication"
+        return f"{_span(result['limit'], '.2f')}x without communication{judged(result['limit'])}"
     waits = result["entries"][0]["synchronisations"]
     return "" if waits is None else f"{waits} synchronisations in a turn"
 

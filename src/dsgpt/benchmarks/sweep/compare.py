@@ -13,6 +13,7 @@ from dsgpt.benchmarks.sweep.difference import CONFIDENCE, SpeedDifference, block
 from dsgpt.benchmarks.sweep.equal import comparable, judge_turns
 from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.measured import NO_DIFFERENCE, machine_words
 from dsgpt.common.problems import Problems, did_you_mean, is_number
 from dsgpt.reports.equal_work import Verdict, judge
 from dsgpt.reports.runs import RECORD_NAME, Run, read_run
@@ -70,10 +71,11 @@ def compare(one: str, other: str, *, allow_unequal: bool) -> int:
 
 def _line(pairs: Pairs, difference: SpeedDifference) -> str:
     """The result on one line."""
-    change = f"{abs(difference.change):.1%} {'faster' if difference.change >= 0 else 'slower'}"
+    change = f"B is {abs(difference.change):.1%} {difference.verdict} than A"
+    if difference.verdict == NO_DIFFERENCE:
+        change = f"A and B: {NO_DIFFERENCE}"
     interval = f"{CONFIDENCE:.0%} interval {difference.low:+.1%} to {difference.high:+.1%} of its speed"
-    verdict = difference.verdict + (" beyond noise" if difference.verdict in {"faster", "slower"} else "")
-    return f"{pairs.label}: B is {change} than A, {interval}, {difference.pairs} {pairs.of}: {verdict}"
+    return f"{pairs.label}: {change}, {interval}, {difference.pairs} {pairs.of}"
 
 
 class _Source:
@@ -115,8 +117,7 @@ class _Source:
     def machine(self) -> str:
         """Of a sweep."""
         assert self.sweep is not None
-        hardware = self.sweep.hardware
-        return f"{hardware.get('gpu_name') or hardware.get('cpu_name')}, {hardware.get('cpu_count')} cores"
+        return machine_words(self.sweep.hardware)
 
 
 def _sources(*words: str) -> tuple[_Source, _Source]:

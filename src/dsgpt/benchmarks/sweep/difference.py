@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsgpt.common.measured import NO_DIFFERENCE, no_difference
+
 CONFIDENCE, RESAMPLES, SEED = 0.95, 10_000, 1337
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 """Quantiles of Student's t distribution for ``CONFIDENCE``, two-sided, with 1, 2, ... degrees of freedom."""
@@ -21,10 +23,10 @@ class SpeedDifference:
 
     @property
     def verdict(self) -> str:
-        """``faster`` or ``slower`` if the whole interval is on that side of 0, otherwise ``the same within noise``."""
-        if self.low > 0:
-            return "faster"
-        return "slower" if self.high < 0 else "the same within noise"
+        """``faster`` or ``slower`` if the whole interval is on that side of 0, otherwise ``NO_DIFFERENCE``."""
+        if no_difference(self.low, self.high, than=(0.0, 0.0)):
+            return NO_DIFFERENCE
+        return "faster" if self.low > 0 else "slower"
 
 
 def speed_difference(a: Sequence[float], b: Sequence[float], *, block: int = 1, seed: int = SEED) -> SpeedDifference:

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Callable
 
-from dsgpt.benchmarks.harness.pages import Record, table
+from dsgpt.benchmarks.harness.pages import Record, judged, table
 from dsgpt.benchmarks.sweep.cells import EQUAL, LABELS
+from dsgpt.common.measured import machine_words
 from dsgpt.common.problems import is_number
 from dsgpt.reports.sweeps import Compared, Comparison, Spread, Sweep, SweepCell, parse_sweep
 from dsgpt.telemetry.console import duration
@@ -45,16 +46,17 @@ def _read(record: Record) -> Sweep:
 
 def _head(sweep: Sweep, source: str) -> str:
     hardware = sweep.hardware
-    machine = hardware.get("gpu_name") or f"{hardware.get('cpu_name')}, {hardware.get('cpu_count')} cores"
     return f"""# Sweep: {_text(sweep.suite)}
 
 Generated from `{source}` by `python src/benchmark.py run --table-from {source}`.
 
 Every cell was trained {sweep.repeats} times. The turns of a repeat ran one after another in an order drawn with seed
 {sweep.seed}, then came the next repeat. A figure is the median over the repeats, with the smallest and largest value
-behind it. All turns together took {duration(sweep.seconds)}. Unknown is what was not recorded; it is never 0.
+behind it. A speed-up whose range holds 1 reads "no difference". All turns together took {duration(sweep.seconds)}.
+Unknown is what was not recorded; it is never 0.
 {_training(sweep)}
-Machine: {_text(machine)}; {_text(str(hardware.get("device")))}. Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
+Machine: {_text(machine_words(hardware))}; {_text(str(hardware.get("device")))}.
+Commit `{sweep.git_commit}`, {sweep.timestamp_utc}."""
 
 
 def _training(sweep: Sweep) -> str:
@@ -70,7 +72,7 @@ def _training(sweep: Sweep) -> str:
 
 
 def _cells(sweep: Sweep) -> str:
-    header = ["cell", "done", "tokens/s", "per device", "peak memory, rank 0 (MiB)", "model state per rank (MB)"]
+    header = ["cell", "done", "tokens/s", "per device", "peak memory, rank 0 (MB)", "model state per rank (MB)"]
     header += ["sent per step (MB)", "final loss"]
     columns: list[tuple[str, Callable[[SweepCell], str]]] = [
         ("communication share", lambda cell: _spread(cell.communication_share, _percent)),
@@ -82,7 +84,10 @@ def _cells(sweep: Sweep) -> str:
     rows = []
     for cell in sweep.cells:
         row = [_text(cell.name), f"{len(cell.done())} of {len(cell.turns)}", _spread(cell.tokens_per_sec, _whole)]
-        row += [_spread(cell.tokens_per_sec_per_device, _whole), _spread(cell.peak_memory_bytes_rank0, _mebibytes)]
+        row += [
+            _spread(cell.tokens_per_sec_per_device, _whole),
+            _spread(cell.peak_memory_bytes_rank0, _megabytes),
+        ]
         row += [_state(cell), _value(cell.sent_bytes_per_step, _megabytes), _value(cell.final_loss, _four)]
         rows.append([*row, *(form(cell) for _, form in optional)])
     return table([*header, *(name for name, _ in optional)], rows)
@@ -128,7 +133,7 @@ def _compared(sweep: Sweep, comparison: Comparison, one: Compared) -> list[str]:
     return [
         _text(one.cell),
         str(sweep.cell(one.cell).devices),
-        _spread(one.speed_up, lambda value: f"{value:.2f}x"),
+        _spread(one.speed_up, lambda value: f"{value:.2f}x") + judged(vars(one.speed_up) if one.speed_up else None),
         _value(one.efficiency, lambda value: f"{value:.0%}"),
         EQUAL[comparison.kind] if one.comparable else f"NOT COMPARED: {_text(one.same_work)}",
         _value(one.loss_difference, lambda value: f"{value:+.2g}"),
@@ -193,10 +198,6 @@ def _four(value: float) -> str:
 
 def _six(value: float) -> str:
     return f"{value:.6f}"
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value / 2**20:,.0f}"
 
 
 def _megabytes(value: float) -> str:

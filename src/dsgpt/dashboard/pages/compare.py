@@ -29,6 +29,7 @@ from dsgpt.reports.equal_work import (
     partial_stamps,
 )
 from dsgpt.reports.machines import setup_stamps
+from dsgpt.reports.measured import strategy_of
 from dsgpt.reports.runs import Run
 from dsgpt.reports.sweeps import read_sweep
 
@@ -257,11 +258,11 @@ def _show_sweep(folder: Path, names: Sequence[str]) -> None:
         st.warning(f"**Not equal work**: this is a comparison of {plain(comparison.kind)}.")
     table = measures.comparison_table(sweep, comparison)
     cells = [str(cell) for cell in table["cell"]]
-    ratios = table["speed-up"]
+    groups, ratios = [strategy_of(cell) for cell in cells], table["speed-up"]
     shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
     figure(
-        bars(cells, x="speed-up (median of the repeats)", values=ratios),
-        points={"run": cells, "value": ratios, "label": shown},
+        bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
+        points={"run": cells, "group": groups, "value": ratios, "label": shown},
         numbers=table,
         title=f"Speed-up over {comparison.baseline}",
         alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
@@ -278,10 +279,10 @@ def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
     except UserError as error:
         st.warning(plain(str(error)))
         return
-    engines = list(dict.fromkeys(map(str, table["engine"])))
+    engines, at_once = list(dict.fromkeys(map(str, table["engine"]))), table["requests at once"]
     figure(
-        lines(engines, x="tokens/s", y="latency, 95% (s)", from_zero=True),
-        points={"run": table["engine"], "x": table["tokens/s"], "y": table["latency, 95% (s)"]},
+        lines(engines, x="tokens/s", y="latency, 95% (s)", from_zero=True, ordered=True),
+        points={"run": table["engine"], "x": table["tokens/s"], "y": table["latency, 95% (s)"], "order": at_once},
         numbers=table,
         title="Latency that 95% of the requests do not exceed, against throughput",
         alternative=f"Engines: {', '.join(engines)}; the table has every figure.",

@@ -159,8 +159,8 @@ def _answer(done: Planned) -> None:
     figures = (
         (
             "Memory of a device",
-            size(plan.peak.total),
-            f"{'fits' if plan.fits else 'DOES NOT FIT'}: {used:.0%} of {size(plan.usable_bytes)}, rank {plan.rank}",
+            size(plan.peak.total) if plan.fits else "DOES NOT FIT",
+            f"{size(plan.peak.total)}: {used:.0%} of {size(plan.usable_bytes)}, rank {plan.rank}",
         ),
         ("Tokens/s", f"{plan.tokens_per_sec(plan.step.seconds):,.0f}", speeds),
         ("Training", duration(plan.run.seconds), between(plan.run.least, plan.run.most, duration)),
@@ -170,6 +170,8 @@ def _answer(done: Planned) -> None:
             f"{between(cost.least, cost.most, dollars)} on {cost.offer}" if cost else "no list price: give yours",
         ),
     )
+    if not plan.fits:
+        st.error("**It does not fit:** the other figures are of a training that would run out of memory.")
     for column, (label, value, more) in zip(st.columns(4), figures, strict=True):
         column.metric(label, value)
         column.caption(plain(more))

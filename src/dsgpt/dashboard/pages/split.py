@@ -98,10 +98,10 @@ def _summary(split: Split) -> None:
 def _held(split: Split) -> None:
     st.header("Who holds what")
     st.caption(
-        "True to scale in bytes. A filled box is what a rank holds while the optimizer steps, and the activations that "
-        "it keeps for the backward pass. A dashed frame is what it would hold without the split. An empty box with a "
-        "coloured edge is in the host's memory or in files. Buckets and gathered weights come on top for a while: the "
-        "peak above has them."
+        "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
+        "A dashed frame is what it would hold without the split. An empty box with a coloured edge is in the host's "
+        "memory or in files. New gradients are those of the backward pass before they are added up or sent. Buckets "
+        "and gathered weights are temporary."
     )
     setup = split.setup
     svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=page_theme())

@@ -1,0 +1,41 @@
+"""Whose CPU time counts as that of others. Other programs may use this machine meanwhile."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from dsgpt.runtime import load
+from dsgpt.runtime.load import LoadOfOthers
+
+BURN = "import time\nwhile time.process_time() < 1: pass"
+BEHIND_A_SHELL = ["sh", "-c", '"$@" & wait', "sh"]
+"""Its child ends before it does."""
+ORPHANED = ["sh", "-c", '"$@" & echo $!', "sh"]
+"""Its child belongs to nobody of ours, as a program of another user would."""
+
+
+@pytest.mark.parametrize("shell", [[], BEHIND_A_SHELL], ids=["child", "grandchild"])
+def test_own_children_are_not_others(shell):
+    found = LoadOfOthers()
+    before = found.own_seconds()
+    subprocess.run([*shell, sys.executable, "-c", BURN], check=True)
+    assert found.own_seconds() - before >= 0.95
+
+
+def test_another_program_is(monkeypatch):
+    monkeypatch.setattr(load, "SHORTEST_SEC", 0.0)
+    found = LoadOfOthers()
+    own, busy, started = found.own_seconds(), found.busy_seconds(), time.monotonic()
+    done = subprocess.run([*ORPHANED, sys.executable, "-c", BURN], check=True, stdout=subprocess.PIPE)
+    while psutil.pid_exists(int(done.stdout)):
+        time.sleep(0.05)
+    share, seconds = found.figures()["cpu_share_of_others"], time.monotonic() - started
+    assert found.own_seconds() - own < 0.5 and found.busy_seconds() - busy >= 0.9
+    assert share * seconds * len(psutil.Process().cpu_affinity()) >= 0.5
+
+
+def test_a_short_measurement_judges_nothing():
+    assert LoadOfOthers().figures()["cpu_share_of_others"] is None
