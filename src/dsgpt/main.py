@@ -16,6 +16,7 @@ from dsgpt.common.errors import (
     EXIT_USER_ERROR,
     Interrupted,
     NonFiniteError,
+    OutOfMemory,
     SaveError,
     UserError,
 )
@@ -49,7 +50,7 @@ def train(arguments: Sequence[str]) -> int:
         return _complain([line], EXIT_USER_ERROR, speaks=True)
     except UserError as error:
         return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
-    except (NonFiniteError, SaveError) as error:
+    except (NonFiniteError, OutOfMemory, SaveError) as error:
         return _complain([str(error)], error.exit_code, speaks=speaks)
     except OSError as error:
         if error.errno not in _DISK_IS_FULL:
@@ -79,9 +80,10 @@ def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool
     topology = read_topology(local_rank_flag=options.local_rank)
     config = resolve(options, topology=topology, problems=problems)
     from dsgpt.telemetry.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.training.events import end_reported  # noqa: PLC0415
     from dsgpt.training.run import run  # noqa: PLC0415
 
-    with logging_to_console(speaks=speaks):
+    with logging_to_console(speaks=speaks), interruption.patience(), end_reported(config), interruption.patience(False):
         run(config, interruption)
 
 

@@ -148,7 +148,7 @@ def test_a_run_on_a_wide_terminal(inputs, tmp_path):
     flags = {"max_train_steps": 60, "eval_every": 25, "steps_per_print": 5, "save_every": 0, "checkpoint_path": run}
     code, screen = on_a_terminal(training(inputs, **flags), columns=160)
     assert code == 0
-    figures = r"step \d+/60  loss \d\.\d{4}  lr \d\.\d\de-\d\d  grad norm \d\.\d{3}  [\d,]+ tokens/s"
+    figures = r"step \d+/60  loss \d\.\d{4}(?: at step \d+)?  lr \d\.\d\de-\d\d  grad norm \d\.\d{3}  [\d,]+ tokens/s"
     assert re.fullmatch(figures + r"  memory \d\.\d\d GB  left \d\.\d s", live_lines(screen)[-1])
     rows = [row.rstrip() for row in screen.rows]
     assert len([row for row in rows if re.match(r"step +(25|50|60)/60  validation loss", row)]) == 3
@@ -158,7 +158,11 @@ def test_a_run_on_a_wide_terminal(inputs, tmp_path):
     assert rows[-2:] == [f"the record is {run / 'training_metrics.json'}", ""]
     assert screen.at_start
     log = (run / "train.log").read_text(encoding="utf-8")
-    assert len(re.findall(r"^step +\d+/60  loss", log, flags=re.MULTILINE)) == 1 + 12
+    losses = dict(re.findall(r"^step +(\d+)/60  loss (\S+)", log, flags=re.MULTILINE))
+    assert len(losses) == 1 + 12
+    shown = re.findall(r"^step (\d+)/60  loss (\S+)(?: at step (\d+))?  ", "\n".join(live_lines(screen)), re.MULTILINE)
+    assert shown
+    assert [row for row in shown if losses.get(row[2] or row[0]) != row[1]] == []
     assert "\x1b" not in log
 
 
@@ -169,7 +173,7 @@ def test_ctrl_c_on_a_narrow_terminal(inputs, tmp_path):
     def press(screen: Screen, keyboard: int) -> None:
         saved = sum("saved in" in row for row in screen.rows)
         if not pressed and re.search("loss.*left", screen.last_row):
-            os.write(keyboard, b"########")
+            os.write(keyboard, b"####")
             pressed.append(saved)
         elif len(pressed) == 1 and saved > pressed[0] + 1:
             pressed.append(os.write(keyboard, b"\x03"))
@@ -181,7 +185,7 @@ def test_ctrl_c_on_a_narrow_terminal(inputs, tmp_path):
     assert code == 75
     shown = live_lines(screen)
     assert all(len(row) < 60 for row in shown)
-    assert re.fullmatch(r"step \d+/100000  loss \d\.\d{4}  left .*", shown[-1])
+    assert re.fullmatch(r"step \d+/100000  loss \d\.\d{4}(?: at step \d+)?  left .*", shown[-1])
     rows = [row.rstrip() for row in screen.rows]
     assert not [row for row in rows if LIVE.match(row) or row.endswith("^C")]
     assert any(row.startswith("SIGINT: the run stops after this step and saves") for row in rows)

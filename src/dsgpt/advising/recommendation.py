@@ -160,6 +160,7 @@ def _training_words(best: Judged, request: PlanRequest, recipe: Path) -> list[st
         "--max_val_steps": _validation_steps(best.plan, options.val_tokens),
         "--save_every": options.save_every,
         "--precision": None if options.precision == "auto" else options.precision,
+        "--plan": (options.into / PLAN).as_posix(),
     }
     return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 

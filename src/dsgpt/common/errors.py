@@ -4,6 +4,7 @@ EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
 EXIT_NOT_SAVED = 4
+EXIT_OUT_OF_MEMORY = 5
 EXIT_STOPPED = 75
 """The run was asked to stop, and saved a checkpoint first: ``--resume`` continues it and loses no step. The number is
 ``EX_TEMPFAIL`` of sysexits.h: a scheduler may repeat the command."""
@@ -40,12 +41,19 @@ class SaveError(RuntimeError):
     exit_code = EXIT_NOT_SAVED
 
 
+class OutOfMemory(RuntimeError):
+    """The memory of a device ran out; the message says what fits. Exit code 5."""
+
+    exit_code = EXIT_OUT_OF_MEMORY
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, by a signal or because its launcher ended; exit code 75.
 
     It is a ``KeyboardInterrupt`` because libraries do not catch those. ``together``: all ranks agreed to stop.
+    ``limit``: because of ``--max_hours`` or ``--max_cost``.
     """
 
-    def __init__(self, message: str, *, together: bool = False) -> None:
+    def __init__(self, message: str, *, together: bool = False, limit: bool = False) -> None:
         super().__init__(message)
-        self.together = together
+        self.together, self.limit = together, limit

@@ -1,6 +1,8 @@
 """The flags of ``src/gpt2.py``: their names, groups and help, and how a command line becomes ``Options``."""
 
 import argparse
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -71,6 +73,7 @@ def build_parser(reader: Reader) -> argparse.ArgumentParser:
     _add_machine_flags(parser, reader)
     _add_saving_flags(parser, reader)
     _add_tracking_flags(parser, reader)
+    _add_budget_flags(parser, reader)
     _add_resume_flags(parser, reader)
     return parser
 
@@ -267,6 +270,31 @@ def _add_tracking_flags(parser: argparse.ArgumentParser, reader: Reader) -> None
         "trackio, csv, or several with commas between them. They write to the folder trackers of the run folder and "
         "use no network, unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, "
         "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)",
+    )
+
+
+def _add_budget_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
+    group = parser.add_argument_group("time, money and events")
+    for flag, metavar, text in (
+        ("--max_hours", "HOURS", "save and stop with exit code 75 before this process has run so long"),
+        ("--max_cost", "DOLLARS", "the same before the whole run has cost so much, its earlier processes included"),
+        ("--price_per_gpu_hour", "DOLLARS", "price of one device (default: that of the plan's cheapest offer)"),
+    ):
+        group.add_argument(flag, metavar=metavar, type=reader.number(flag), help=text)
+    group.add_argument(
+        "--plan", metavar="JSON", type=Path, help="plan.json of src/plan.py --recommend, to compare this run with"
+    )
+    group.add_argument(
+        "--on_event",
+        metavar="COMMAND",
+        type=reader.value(
+            "--on_event",
+            lambda text: tuple(shlex.split(text)),
+            accepts=lambda words: bool(words) and shutil.which(words[0]) is not None,
+            must_be="a command that exists",
+        ),
+        help="call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a "
+        "signal) or at a limit; RECORD is the path of training_metrics.json",
     )
 
 

@@ -54,6 +54,11 @@ class Options:
     eval_every: int = 0
     save_every: int = 500
     keep_checkpoints: int = 2
+    max_hours: float | None = None
+    max_cost: float | None = None
+    price_per_gpu_hour: float | None = None
+    plan: Path | None = None
+    on_event: tuple[str, ...] = ()
     save_mode: str = "sync"
     on_save_failure: str = "stop"
     track: tuple[str, ...] = ()

@@ -10,9 +10,11 @@ import numpy as np
 
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.folders import is_reference, own_file
+from dsgpt.dashboard.formats import money
 from dsgpt.dashboard.model_names import model_name
 from dsgpt.dashboard.steps import Steps, Values
 from dsgpt.reports.curves import Curve
+from dsgpt.reports.fields import Fields
 from dsgpt.reports.runs import Run, read_record, run_of
 from dsgpt.telemetry.record import RECORD_FILE
 from dsgpt.training.status import Signs, Status, status_of
@@ -35,6 +37,8 @@ class Recorded:
     model: str | None = None
     """The name of its size or its shape, and how many parameters it has."""
     total_steps: float | None = None
+    plan: str = ""
+    """How the run compares with its plan, and what it has cost; empty without plan and price."""
     started: datetime | None = None
 
 
@@ -82,8 +86,18 @@ def read_recorded(folder: Path, *, name: str) -> Recorded:
         host=record.text("host"),
         model=model_name(config),
         total_steps=config.number("total_steps"),
+        plan=_plan_in_words(record.section("plan")),
         started=_moment(record.text("timestamp_utc")),
     )
+
+
+def _plan_in_words(plan: Fields) -> str:
+    """``18% slower than planned, $4.20 spent, $21.00 expected instead of $17.69``."""
+    ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
+    pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
+    paid = f"{money(spent)} spent" if spent is not None else ""
+    expected = f"{money(usd)} expected instead of {money(plan.number('planned_usd'))}" if usd else ""
+    return ", ".join(filter(None, (pace, paid, expected)))
 
 
 def _moment(text: str | None) -> datetime | None:

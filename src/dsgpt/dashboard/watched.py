@@ -81,7 +81,7 @@ class Watched:
         parts = [f"step {done:,.0f}" + (f" of {total:,.0f}" if total else "")]
         if self.left is not None:
             parts.append(f"{formats.seconds(round(self.left))} left")
-        return ", ".join(parts)
+        return ", ".join(filter(None, (*parts, self.summary.recorded.plan)))
 
 
 def to_watch(summaries: Sequence[Summary], chosen: Sequence[str]) -> list[Summary]:

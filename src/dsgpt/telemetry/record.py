@@ -181,6 +181,7 @@ class RunRecord:
     saves: list[dict[str, Any]] = field(default_factory=list)
     inference: dict[str, Any] | None = None
     cost: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The record as it is now, ready for JSON: numbers that are not finite are None."""
@@ -194,6 +195,7 @@ class RunRecord:
             "saves": self.saves,
             "inference": self.inference,
             "cost": self.cost,
+            "plan": self.plan,
             **self._flat_keys(),
         }
         cleaned: dict[str, Any] = finite(record)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dsgpt.checkpointing import store
 from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import Count, JsonError, Seconds, clipped_text, read_as
+from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped_text, read_as
 from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 
 MAX_RECORD_BYTES = 64 << 20
@@ -30,6 +30,14 @@ class EarlierSummary:
 
     failed_saves: Count | None = None
     optimizer_steps: Count | None = None
+    total_wall_time_sec: Seconds | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierPlan:
+    """The key of the record's ``plan`` that a resume needs."""
+
+    spent_usd: Finite | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,7 @@ class EarlierRecord:
     saves: list[Save] | None = None
     """None in records of older versions, which lack the key."""
     summary: EarlierSummary = field(default_factory=EarlierSummary)
+    plan: EarlierPlan | None = None
 
 
 def read_earlier_record(run_dir: Path) -> EarlierRecord | None:

@@ -20,6 +20,7 @@ from dsgpt.telemetry.memory import TrainingPeaks
 from dsgpt.telemetry.meter import Figures, StepMeter, require_finite, timing_figures
 from dsgpt.telemetry.monitor import gpu_use
 from dsgpt.telemetry.record import RunRecord, read_steps
+from dsgpt.training.budget import Budget, TrainingPlan
 from dsgpt.training.earlier_record import EarlierRecord
 from dsgpt.training.run_description import CHANGES_KEY, predicted_peak_memory
 from dsgpt.training.segments import Segments
@@ -38,6 +39,7 @@ class Journal:
         description: of the run, for the record; empty on all ranks but the main one.
         sinks: receive what happens.
         ranks: all ranks.
+        plan: what was predicted of this run.
         done: optimizer steps of earlier processes.
     """
 
@@ -49,10 +51,12 @@ class Journal:
         description: dict[str, Any],
         sinks: Sinks,
         ranks: HostGroup,
+        plan: TrainingPlan | None = None,
         done: int = 0,
     ) -> None:
         self._config = config
         self._sinks = sinks
+        self.budget = Budget(config, plan)
         self._peaks = TrainingPeaks(device)
         self._meter = StepMeter(device, tokens_per_step=config.tokens_per_step)
         self._speed = Speed(config, description, ranks=ranks)
@@ -76,6 +80,7 @@ class Journal:
             earlier: the record of the last process.
         """
         self._segments.resume(state)
+        self.budget.resume(earlier)
         self.record.epochs = [asdict(epoch) for epoch in state.epochs]
         self.record.saves = [asdict(save) for save in earlier.saves or () if save.step <= state.step]
         self.best_val_loss = state.best_val_loss
@@ -138,6 +143,8 @@ class Journal:
             lines[-1]["interval"] = self._speed.interval(self._meter)
         self._sinks.try_to_send("lines", lambda sink: sink.steps(lines, due=due))
         require_finite(lines)
+        if self.budget.measured(lines):
+            self.write()
 
     def traffic_measured(self, measured: dict[str, Any]) -> None:
         """Note the model state and the traffic of a step."""
@@ -209,6 +216,7 @@ class Journal:
             total_sec: seconds from its beginning until it was published.
             size: bytes of its files.
         """
+        self.budget.save_secs.append(total_sec)
         seconds = {"save_stall_sec": stall_sec, "save_total_sec": total_sec}
         self.record.saves.append({"step": step, "mode": mode, **seconds, "bytes": size})
 
@@ -263,6 +271,7 @@ class Journal:
         self._note_segment(peaks=peaks)
         self.record.status = status
         self.record.description = self._segments.common_description()
+        self.record.plan = self.budget.block()
         self.record.segments = [asdict(segment) for segment in self._segments.all]
         self.record.summary = {
             "total_wall_time_sec": self._meter.wall_seconds(),

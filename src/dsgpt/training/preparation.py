@@ -14,6 +14,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.process_group import from_main
 from dsgpt.telemetry.console import LogFile
 from dsgpt.telemetry.record import RECORD_FILE, later_schema
+from dsgpt.training.budget import TrainingPlan, read_plan
 from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
 from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
 from dsgpt.training.resume import Start, plan_resume
@@ -43,6 +44,8 @@ class Prepared:
     """What the run folder held."""
     earlier: EarlierRecord
     """The record of the run to resume."""
+    plan: TrainingPlan | None
+    """That of ``--plan``."""
     messages: tuple[str, ...]
     """Lines for the user."""
 
@@ -72,6 +75,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     if resumes:
         start = plan_resume(config, settings=settings, problems=problems)
     earlier, damaged = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
+    plan = read_plan(config, problems)
     unchecked = check_tokenizer(config, problems)
     problems.raise_if_any()
     return Prepared(
@@ -80,6 +84,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
         settings=settings,
         found=contents(run_dir),
         earlier=earlier,
+        plan=plan,
         messages=(*filter(None, (unchecked, damaged)), *start.messages),
     )
 

@@ -23,6 +23,7 @@ from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after
 from dsgpt.training.checkpoint import about_run
 from dsgpt.training.journal import Journal
 from dsgpt.training.monitoring import open_monitor
+from dsgpt.training.out_of_memory import out_of_memory_explained
 from dsgpt.training.preparation import Prepared, open_run_folder, prepare
 from dsgpt.training.resume import Start
 from dsgpt.training.run_description import plan_lines
@@ -52,7 +53,8 @@ def run(config: RunConfig, interruption: Interruption) -> None:
             _log_lines(found.messages if found else ())
             logger.info("dry run: everything checked, nothing started")
         else:
-            _train(config, found, interruption, lock=lock, log=log)
+            with out_of_memory_explained(config):
+                _train(config, found, interruption, lock=lock, log=log)
 
 
 def _train(
@@ -144,7 +146,8 @@ def _open_journal(
         barrier()
     trackers = open_trackers(config, description=description, done=done)
     sinks = open_sinks(config, done=done, trackers=trackers)
-    journal = Journal(config, device=device, description=description, sinks=sinks, ranks=ranks, done=done)
+    plan = prepared.plan
+    journal = Journal(config, device=device, description=description, sinks=sinks, ranks=ranks, plan=plan, done=done)
     if state is not None:
         journal.resume(state, steps_file, earlier=prepared.earlier)
     return journal

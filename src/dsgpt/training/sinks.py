@@ -98,6 +98,7 @@ class ConsoleSink(Sink):
     def __init__(self, *, total_steps: int, done: int, devices: int, memory: Callable[[], int | None]) -> None:
         self._total_steps, self._devices, self._memory = total_steps, devices, memory
         self._figures: list[Field] = []
+        self._shown_step = 0
         self._progress = Progress(total=total_steps, done=done, what="training", unit="step", text=self._live_line)
 
     def step_taken(self) -> None:
@@ -106,14 +107,18 @@ class ConsoleSink(Sink):
 
     def _live_line(self, progress: Progress, width: int) -> str:
         """The text of the live line in ``width`` columns."""
+        figures = list(self._figures)
+        if figures and self._shown_step != progress.done:
+            figures[0] = figures[0]._replace(text=f"{figures[0].text} at step {self._shown_step}")
         first = Field(f"step {progress.done}/{self._total_steps}", 0)
-        return fitted([first, *self._figures, Field(f"left {progress.time_left()}", 2)], width)
+        return fitted([first, *figures, Field(f"left {progress.time_left()}", 2)], width)
 
     def steps(self, lines: list[Line], *, due: bool) -> None:
         """Log the last step if it is ``due``."""
         if not (due and lines):
             return
         line = lines[-1]
+        self._shown_step = line["step"]
         self._figures = live_fields(line, devices=self._devices, memory=self._memory())
         skipped = "  (skipped: fp16 overflow)" if line["skipped"] else ""
         mfu = line["interval"]["mfu"]

@@ -17,6 +17,7 @@ from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor
 from dsgpt.training.batches import training_batches, validation_batches
 from dsgpt.training.completion import mark_complete, measure_inference
+from dsgpt.training.events import stalls_reported
 from dsgpt.training.journal import Journal
 from dsgpt.training.measurements import Measurements
 from dsgpt.training.saving import Saver
@@ -56,7 +57,7 @@ class Trainer:
         self._config, self._device, self._strategy = config, device, strategy
         self._journal, self._saver = journal, saver
         self._monitor, self._interruption = monitor, interruption
-        self._stopping = Stopping(interruption, ranks)
+        self._stopping = Stopping(interruption, journal.budget, ranks)
         self._done = done
 
     def run(self) -> None:
@@ -70,7 +71,7 @@ class Trainer:
         with self._interruption.patience():
             try:
                 self._journal.write()
-                with self._monitor:
+                with self._monitor, stalls_reported(self._config, self._journal.budget):
                     self.fit()
                 self._complete()
             except BaseException as error:
@@ -83,7 +84,7 @@ class Trainer:
     def fit(self) -> None:
         """Take the remaining steps; validate and save when they are due."""
         if self._stopping.agreed():
-            raise self._stopping.stop("before it took a step")
+            raise self._stopping.stop("before it took a step", idle=True)
         with contextlib.closing(training_batches(self._config, first_step=self._done)) as batches:
             self._take_steps(TimedBatches(batches))
 

@@ -94,7 +94,7 @@ def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
 def _show_one(run: Watched) -> None:
     summary = run.summary
     st.markdown(f"**{plain(run.label)}** is **{summary.status.value}**: {plain(summary.reason)}")
-    st.progress(summary.progress or 0.0, text=run.progress_line())
+    st.progress(summary.progress or 0.0, text=plain(run.progress_line()))
     columns = st.columns(5 if run.memory_bytes is None else 6)
     columns[0].metric("Training loss", formats.loss(summary.train_loss))
     columns[1].metric("Validation loss", formats.loss(summary.val_loss))

@@ -1,0 +1,193 @@
+"""Time and money of a run: what it has spent, the limits of both, and its plan beside the steps as measured."""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import psutil
+from pydantic import Field
+
+from dsgpt.common.json_files import JsonError, Positive, read_as
+from dsgpt.common.problems import Problems
+from dsgpt.config.run_config import RunConfig
+from dsgpt.planning.prices import SEC_PER_HOUR, Dollars
+from dsgpt.telemetry.console import duration
+from dsgpt.training.earlier_record import EarlierRecord
+
+logger = logging.getLogger(__name__)
+
+STEPS, CHANGE = 20, 0.1
+"""Steps to measure before the plan is compared with them, and the change of their ratio that is worth another line."""
+SLOW_DISK = 100e6
+"""Assumed bytes per second of a save, until one is measured."""
+RECORD_SEC = 60
+"""Seconds after which the spent money is written into the record again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSize:
+    """The size of the model, or of the machine."""
+
+    parameters: Positive = 1
+    devices: Positive = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTime:
+    """The likely time of a step, or of a training of ``steps``."""
+
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    steps: Positive = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCost:
+    """The price of an offer."""
+
+    usd_per_hour: Dollars
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """The keys of ``plan.json`` that a run is compared with."""
+
+    strategy: str
+    model: PlannedSize
+    machine: PlannedSize
+    seq_length: Positive
+    micro_batch_size: Positive
+    gradient_accumulation_steps: Positive
+    data_parallel_size: Positive
+    step: PlannedTime
+    training: PlannedTime
+    costs: list[PlannedCost]
+    """The cheapest first."""
+
+
+def read_plan(config: RunConfig, problems: Problems) -> TrainingPlan | None:
+    """The plan of ``--plan``; None without one. Refuses the plan of another training, and a limit without a price."""
+    path, plan = config.options.plan, None
+    if path is not None:
+        try:
+            plan = read_as(path, TrainingPlan, unknown_keys=True)
+        except JsonError as error:
+            problems.add(f"--plan {path}: is not a plan.json of src/plan.py ({error})")
+            return None
+        sequences = plan.micro_batch_size * plan.gradient_accumulation_steps * plan.data_parallel_size
+        planned_and_run = {
+            "strategy": (plan.strategy, config.strategy_name),
+            "parameters": (plan.model.parameters, config.model.parameter_count()),
+            "devices": (plan.machine.devices, config.topology.world_size),
+            "global batch": (sequences, config.batch.global_batch_size),
+            "sequence length": (plan.seq_length, config.seq_length),
+        }
+        if other := [f"{name} {one}, not {two}" for name, (one, two) in planned_and_run.items() if one != two]:
+            problems.add(f"--plan {path}: was made for {'; '.join(other)}: plan this training, or leave --plan out")
+    if config.options.max_cost is not None and _usd_per_hour(config, plan) is None:
+        problems.add("--max_cost needs a price: give --price_per_gpu_hour, or a --plan that has a cost")
+    return plan
+
+
+def _usd_per_hour(config: RunConfig, plan: TrainingPlan | None) -> float | None:
+    """Dollars an hour of all machines of the run; None where no price was given."""
+    if config.options.price_per_gpu_hour is not None:
+        return config.options.price_per_gpu_hour * config.topology.world_size
+    return plan.costs[0].usd_per_hour if plan is not None and plan.costs else None
+
+
+class Budget:
+    """The time and money of a run; one per rank.
+
+    Args:
+        config: the run.
+        plan: that of ``--plan``.
+    """
+
+    def __init__(self, config: RunConfig, plan: TrainingPlan | None) -> None:
+        self._options, self._plan, self._total_steps = config.options, plan, config.total_steps
+        self._usd_per_hour, self._earlier_usd = _usd_per_hour(config, plan), 0.0
+        self._began = self._recorded = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._unmeasured_save_sec = 12 * config.model.parameter_count() / SLOW_DISK
+        self.save_secs: list[float] = []
+        """Of this process."""
+        self._times: deque[float] = deque(maxlen=10 * STEPS)
+        self._said: float | None = None
+        self.progressed: float | None = None
+        """When the run last took a step or validated a batch (``time.monotonic``); None before it began to."""
+        self.longest_sec = 0.0
+        """The longest time between two of these moments."""
+
+    def resume(self, earlier: EarlierRecord) -> None:
+        """Add what earlier processes cost; where they had no price, their training at the price of this one."""
+        spent = earlier.plan.spent_usd if earlier.plan else None
+        self._earlier_usd = self._usd(earlier.summary.total_wall_time_sec) or 0.0 if spent is None else spent
+
+    def _usd(self, seconds: float | None) -> float | None:
+        if self._usd_per_hour is None or seconds is None:
+            return None
+        return seconds * self._usd_per_hour / SEC_PER_HOUR
+
+    def progress(self) -> None:
+        """Note that the run has taken a step, or validated a batch."""
+        now = time.monotonic()
+        if self.progressed is not None:
+            self.longest_sec = max(self.longest_sec, now - self.progressed)
+        self.progressed = now
+
+    def reached(self) -> str | None:
+        """The limit that one more step and the save after it might exceed; None if there is time for both."""
+        ahead = self.longest_sec + max(self.save_secs, default=self._unmeasured_save_sec)
+        seconds = time.monotonic() - self._began + ahead
+        hours, dollars = self._options.max_hours, self._options.max_cost
+        if hours is not None and seconds > hours * SEC_PER_HOUR:
+            return f"--max_hours {hours:g}"
+        if dollars is not None and self._earlier_usd + (self._usd(seconds) or 0.0) > dollars:
+            return f"--max_cost {dollars:g}"
+        return None
+
+    def measured(self, lines: Sequence[dict[str, Any]]) -> bool:
+        """Hold the plan against more steps, and log what changes; returns whether the record should be written."""
+        self._times.extend(line["step_time_sec"] for line in lines if not line["warm_up"])
+        due = self._usd_per_hour is not None and time.monotonic() - self._recorded > RECORD_SEC
+        block = self.block()
+        if (
+            block
+            and (ratio := block["step_vs_plan"])
+            and (self._said is None or abs(ratio - self._said) > CHANGE * self._said)
+        ):
+            self._said, due = ratio, True
+            cost = f", ${block['usd']:,.2f} instead of ${block['planned_usd']:,.2f}" if block["usd"] else ""
+            logger.info(
+                f"plan        {abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned: "
+                f"{duration(block['seconds'])} instead of {duration(block['planned_seconds'])}{cost}"
+            )
+        if due:
+            self._recorded = time.monotonic()
+        return due
+
+    def block(self) -> dict[str, Any] | None:
+        """The ``plan`` block of the record; None for a run without plan and price."""
+        if self._plan is None and self._usd_per_hour is None:
+            return None
+        spent = self._usd(time.monotonic() - self._began)
+        planned = seconds = ratio = None
+        if self._plan is not None:
+            step, training = self._plan.step.seconds, self._plan.training
+            planned = training.seconds * self._total_steps / training.steps
+            if len(self._times) >= STEPS:
+                ratio = statistics.median(self._times) / step
+                seconds = planned + self._total_steps * step * (ratio - 1)
+        return {
+            "path": str(self._options.plan) if self._plan else None,
+            "usd_per_hour": self._usd_per_hour,
+            "spent_usd": None if spent is None else self._earlier_usd + spent,
+            "step_vs_plan": ratio,
+            "planned_seconds": planned,
+            "seconds": seconds,
+            "planned_usd": self._usd(planned),
+            "usd": self._usd(seconds),
+        }
