@@ -134,7 +134,7 @@ def test_foundations_need_nothing_but_the_standard_library_and_pydantic(room):
 @pytest.mark.parametrize(
     ("room", "scripts", "contracts"),
     [
-        ("reports", "charts", {"config.same_work", "telemetry.sources"}),
+        ("reports", "charts", {"config.same_work", "telemetry.record", "telemetry.sources"}),
         ("prepare", "data_prep", {"data.sidecar", "data.token_file", "formats.tokenizer_files"}),
     ],
 )
