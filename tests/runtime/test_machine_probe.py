@@ -41,11 +41,13 @@ def test_the_compiler_is_the_one_that_pytorch_would_call(tmp_path, monkeypatch):
 
 
 def test_a_driver_alone_is_no_cuda_toolkit(tmp_path, monkeypatch):
-    """PyTorch's own answer, which is None without GPUs, stands for a machine with them."""
-    for home, found in ((None, False), (tmp_path, False), (tmp_path / "cuda", True)):
-        (tmp_path / "cuda" / "bin").mkdir(parents=True, exist_ok=True)
-        a_compiler(tmp_path / "cuda" / "bin" / "nvcc", "exit 0")
-        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+    """A script stands for CUDA's compiler. Without ``CUDA_HOME`` it is looked for in ``PATH``, too."""
+    (tools := tmp_path / "cuda" / "bin").mkdir(parents=True)
+    a_compiler(tools / "nvcc", "exit 0")
+    for home, path, found in ((tmp_path, tools, False), (tmp_path / "cuda", tmp_path, True), ("", tools, True)):
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        monkeypatch.setenv("CUDA_PATH", "")
+        monkeypatch.setenv("PATH", str(path))
         assert has_cuda_toolkit() == found
 
 

@@ -11,6 +11,7 @@ from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
 from dsgpt.config.compatibility import Request, check_accumulation, check_compatibility, compatibility_notices
 from dsgpt.config.initial_weights import InitFrom
 from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, check_required, check_vocabulary, read_inputs
+from dsgpt.config.known_bad import check_version
 from dsgpt.config.length import LengthPlan, plan_length
 from dsgpt.config.options import Options
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
@@ -56,6 +57,8 @@ class RunConfig:
     steps_per_print: int
     notices: tuple[str, ...]
     """Lines for the user about decisions that no flag asked for."""
+    allowed_faults: tuple[str, ...]
+    """Threads of the known faults of the installed DeepSpeed that the user lets it train with."""
 
     @property
     def run_type(self) -> str:
@@ -114,20 +117,24 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
     inputs = read_inputs(options, topology, problems)
     check_vocabulary(inputs, problems, notices)
     request = Request(**vars(inputs), mistakes=problems.copy()) if inputs.recipe else None
-    batch = None
+    batch: BatchPlan | None = None
+    allowed: tuple[str, ...] = ()
     if request is not None:
         check_compatibility(request, problems)
         notices += compatibility_notices(request)
-        batch = split_batch(request, problems, notices)
+        if batch := split_batch(request, problems, notices):
+            allowed = check_version(request, batch.gradient_accumulation_steps, problems, notices)
     length = plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
     assert request is not None  # each of these is None only if a problem says why
     assert batch is not None
     assert length is not None
-    return _run_config(request, batch, length, notices)
+    return _run_config(request, batch, length, notices, allowed)
 
 
-def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices: list[str]) -> RunConfig:
+def _run_config(
+    request: Request, batch: BatchPlan, length: LengthPlan, notices: list[str], allowed: tuple[str, ...]
+) -> RunConfig:
     """The run of ``request``, in which no mistake was found.
 
     Raises:
@@ -168,6 +175,7 @@ def _run_config(request: Request, batch: BatchPlan, length: LengthPlan, notices:
         threads_per_device=options.threads_per_device or (1 if request.device == "cpu" else None),
         steps_per_print=options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
         notices=tuple(notices),
+        allowed_faults=allowed,
     )
 
 

@@ -40,9 +40,9 @@ def compiler() -> tuple[str, ...]:
 
 def has_cuda_toolkit() -> bool:
     """Whether CUDA's compiler is where PyTorch, and so DeepSpeed, looks for it; a driver alone does not bring it."""
-    from torch.utils.cpp_extension import CUDA_HOME  # noqa: PLC0415 - takes a second; needed only with GPUs
-
-    return CUDA_HOME is not None and shutil.which("nvcc", path=f"{CUDA_HOME}/bin") is not None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=f"{home or '/usr/local/cuda'}/bin")
+    return bool(found or (not home and shutil.which("nvcc")))
 
 
 def libaio_problem(compiler: Sequence[str]) -> str:

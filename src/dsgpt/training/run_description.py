@@ -146,7 +146,7 @@ def describe_run(
         CHANGES_KEY: list(changes),
         "git_commit": git_commit(),
         "command_line": shlex.join(sys.argv),
-        "env": software_versions(),
+        "env": {**software_versions(), "allowed_faults": ", ".join(config.allowed_faults) or None},
         "host": host_name(),
         "hardware": {
             **describe_hardware(config.device),
