@@ -1,7 +1,9 @@
 """What the live page shows of runs at one instant. Imports no Streamlit."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from dsgpt.training.status import Status
 
 AT_ONCE = 10
 """Runs that are watched together."""
+LOG_LINES, LOG_BYTES = 20, 1 << 14
+"""Of the end of a log, at most."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,19 @@ class Watched:
         if self.left is not None:
             parts.append(f"{formats.seconds(round(self.left))} left")
         return ", ".join(filter(None, (*parts, self.summary.recorded.plan)))
+
+
+def last_lines(path: Path) -> str:
+    """The end of a log, as a terminal would show it: what a progress bar has overwritten is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        lines = file.read(LOG_BYTES).decode(errors="replace").rstrip().split("\n")[-LOG_LINES:]
+    shown = (line.rstrip("\r").rpartition("\r")[2].expandtabs() for line in lines)
+    return "\n".join("".join(each if each.isprintable() else "\ufffd" for each in line) for line in shown)
 
 
 def to_watch(summaries: Sequence[Summary], chosen: Sequence[str]) -> list[Summary]:

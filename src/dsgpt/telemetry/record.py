@@ -20,6 +20,7 @@ SCHEMA_VERSION = "2.1"
 RECORD_FILE = "training_metrics.json"
 STEPS_FILE = "metrics.jsonl"
 COMPLETE_FILE = "RUN_COMPLETE.txt"
+LOG_FILE = "train.log"
 GENERATED_TOKENS = 100
 """``inference_latency`` is the time to generate this many tokens; null where the context is shorter."""
 

@@ -13,7 +13,7 @@ from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.process_group import from_main
 from dsgpt.telemetry.console import LogFile
-from dsgpt.telemetry.record import RECORD_FILE, later_schema
+from dsgpt.telemetry.record import LOG_FILE, RECORD_FILE, later_schema
 from dsgpt.training.budget import TrainingPlan, read_plan
 from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
 from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
@@ -21,7 +21,6 @@ from dsgpt.training.resume import Start, plan_resume
 from dsgpt.training.run_description import describe_run, settings_to_match
 from dsgpt.training.run_folder import (
     CONFIG_FILE,
-    LOG_FILE,
     clear_run_folder,
     contents,
     holds_own_config,

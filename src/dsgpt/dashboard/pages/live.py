@@ -6,15 +6,17 @@ from pathlib import Path
 import streamlit as st
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.files import printable
 from dsgpt.dashboard import curves, formats, watched
 from dsgpt.dashboard.figures import figure, show_table
-from dsgpt.dashboard.folders import current_folder
+from dsgpt.dashboard.folders import current_folder, own_file
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.hardware import ProcessUse, process_use, recent_samples
 from dsgpt.dashboard.readers import contents_of, steps_of, summaries_of
 from dsgpt.dashboard.specifications import lines
 from dsgpt.dashboard.summaries import Summary, in_order
 from dsgpt.dashboard.watched import PANELS, Watched
+from dsgpt.telemetry.record import LOG_FILE
 from dsgpt.training.status import Status
 
 POINTS = 400
@@ -61,6 +63,20 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
         _show_many(runs)
     _show_hardware(folder, runs)
     _show_panels(runs, window)
+    for run in runs:
+        _show_log(folder, run, only=len(runs) == 1)
+
+
+def _show_log(folder: Path, run: Watched, *, only: bool) -> None:
+    """The end of what the run has printed."""
+    try:
+        path = own_file(folder / run.summary.name, LOG_FILE)
+        text = "" if path is None else watched.last_lines(path)
+    except (UserError, OSError) as error:
+        text = str(error)
+    if text:
+        with st.expander(f"train.log of {plain(run.label)}", expanded=only, key=f"log-{run.summary.name}"):
+            st.code(printable(text), language=None, wrap_lines=True)
 
 
 def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
