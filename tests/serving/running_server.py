@@ -22,7 +22,7 @@ POSITIONS = 128
 """Context length of the model."""
 BATCH, PLACES = 8, 32
 """Sequences that the servers of the tests decode together, and take at a time."""
-START_SEC = 60
+START_SEC = 240
 
 
 @dataclass
