@@ -75,7 +75,8 @@ def _build_parser(reader: Reader) -> Parser:
         "--api_key_file",
         type=Path,
         metavar="FILE",
-        help=f"holds the key that requests must bring (default: {API_KEY} of the environment, if it is set)",
+        help="holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: "
+        f"{API_KEY} of the environment, if it is set)",
     )
     _add_numbers(parser, reader)
     return parser

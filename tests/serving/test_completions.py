@@ -5,9 +5,10 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 import torch
-from running_server import BATCH, MODEL, Server, within
+from running_server import BATCH, MODEL, POSITIONS, Server, within
 from small_run import REPOSITORY
 
 from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
@@ -67,7 +68,7 @@ def test_the_sessions_of_the_page_are_what_the_client_sees(server: Server, capsy
     test = doctest.DocTestParser().get_doctest(session, names, "docs/serving.md", None, 0)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     runner.run(test)
-    assert (runner.failures, runner.tries) == (0, 13), capsys.readouterr().out
+    assert (runner.failures, runner.tries) == (0, 15), capsys.readouterr().out
 
 
 def test_a_list_of_prompts_as_text_or_ids(server: Server, own):
@@ -134,8 +135,8 @@ def test_logprobs_are_the_models(server: Server, own):
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
         for place, best in enumerate(choice.logprobs.top_logprobs[1:]):
             likeliest = {named(tokenizer, token): logs[place, token].item() for token in logs[place].topk(3).indices}
-            own = {choice.logprobs.tokens[place + 1]: expected[place]}
-            assert best == pytest.approx(likeliest | own, abs=1e-4)
+            drawn = {choice.logprobs.tokens[place + 1]: expected[place]}
+            assert best == pytest.approx(likeliest | drawn, abs=1e-4)
     empty = server.complete("", max_tokens=6, echo=True, logprobs=0).choices[0]
     assert (empty.text, len(empty.logprobs.tokens)) == (tokenizer.decode(greedy(own, "<|endoftext|>", 6)), 6)
     assert None not in empty.logprobs.token_logprobs
@@ -180,7 +181,10 @@ def test_a_lower_temperature_and_top_p_are_nearer_to_the_likeliest_token(server:
 
 def test_models_health_and_metrics(server: Server):
     (model,) = server.openai.models.list().data
-    assert (model.id, server.openai.models.retrieve(MODEL).id) == (MODEL, MODEL)
+    assert (model.id, model.max_model_len, server.openai.models.retrieve(MODEL).id) == (MODEL, POSITIONS, MODEL)
+    assert re.fullmatch("[0-9a-f]{32}", server.complete()._request_id)
+    with pytest.raises(openai.NotFoundError, match="a base model without a chat template: use /v1/completions"):
+        server.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
     kinds = [f'dsgpt_tokens_total{{kind="{kind}"}}' for kind in ("prompt", "completion")]
     times = [f"dsgpt_{name}_seconds" for name in ("request", "first_token", "queue")]
     lines = [*kinds, *(f"{name}_{part}" for part in ("count", "sum") for name in times)]

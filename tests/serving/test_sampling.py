@@ -145,7 +145,7 @@ def in_process(run_dir, *questions: dict[str, Any], scale: float = 1.0, during: 
         metrics=metrics,
         gate=Gate(LIMITS, metrics),
     )
-    transport = httpx2.ASGITransport(app=make_app(completions, api_key=None, loopback="127.0.0.2"))
+    transport = httpx2.ASGITransport(app=make_app(completions, keys=[], loopback="127.0.0.2"))
 
     async def ask() -> list[httpx2.Response]:
         engine.start()

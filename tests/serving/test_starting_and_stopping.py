@@ -26,11 +26,11 @@ from dsgpt.serving.engine import Engine
 from dsgpt.serving.gate import Gate
 from dsgpt.serving.metrics import Metrics
 from dsgpt.serving.opening import open_served
-from dsgpt.serving.options import Limits, ServeOptions
+from dsgpt.serving.options import Key, Limits, ServeOptions, keys_of
 from dsgpt.serving.scoring import Scorer
 from dsgpt.serving.server import http_config, serve
 
-KEY = "0123456789abcdef"
+KEY, SLOW_KEY = "0123456789abcdef", "fedcba9876543210"
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=10)
 
 
@@ -51,8 +51,61 @@ def test_without_a_key_no_other_machine_is_answered(tmp_path, monkeypatch):
             "for --api_key_file, or use --host 127.0.0.1"
         )
     (tmp_path / "key").write_text("short\n")
+    (tmp_path / "key").chmod(0o600)
     assert "a key has at least 16 ASCII characters" in refusal(tmp_path, host="::", api_key_file=tmp_path / "key")
     assert "is not a readable key" in refusal(tmp_path, api_key_file=tmp_path / "missing")
+
+
+def test_a_file_of_keys_that_others_may_write_is_refused(tmp_path, capsys):
+    file, options = _key(tmp_path), ServeOptions.__new__(ServeOptions)
+    for mode, writable in (
+        (0o600, False),
+        (0o400, False),
+        (0o444, False),
+        (0o640, False),
+        (0o620, True),
+        (0o606, True),
+    ):
+        file.chmod(mode)
+        if writable:
+            assert refusal(tmp_path, api_key_file=file).endswith(f"so choose the keys: chmod go-w {file}")
+        else:
+            object.__setattr__(options, "api_key_file", file)
+            assert keys_of(options) == [Key(name="DSGPT_API_KEY", secret=KEY)]
+        warned = f"warning: --api_key_file {file}: other users may read the keys: chmod go-r {file}\n"
+        assert capsys.readouterr().err == (warned if mode in (0o444, 0o640) else "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "problems"),
+    [
+        (["ann 0123456789abcdef", "", "bob 0123456789abcdeX 60"], []),
+        ([KEY, KEY], ["line 1: write NAME KEY", "line 2: write NAME KEY"]),
+        (["a key with spaces"], ["key: write NAME KEY or NAME KEY REQUESTS_PER_MINUTE, or a KEY alone"]),
+        ([f"ann {KEY} 0"], ["key: write NAME KEY"]),
+        ([f"ann/bob {KEY}"], ["key: write NAME KEY"]),
+        (["ann short", f"bob {KEY}"], ["line 1: a key has at least 16 ASCII characters"]),
+        (
+            [f"ann {KEY}", f"bob {KEY}", f"ann {KEY}1"],
+            ["line 2: its name or its key is", "line 3: its name or its key"],
+        ),
+        (["", " "], ["a key has at least 16 ASCII characters"]),
+    ],
+)
+def test_every_bad_line_of_a_file_of_keys_is_named(tmp_path, lines, problems):
+    (tmp_path / "key").write_text("\n".join(lines) + "\n")
+    (tmp_path / "key").chmod(0o600)
+    options = ServeOptions.__new__(ServeOptions)
+    object.__setattr__(options, "api_key_file", tmp_path / "key")
+    if problems:
+        with pytest.raises(UserError) as caught:
+            keys_of(options)
+        assert len(caught.value.problems) == len(problems)
+        for line, expected in zip(caught.value.problems, problems, strict=True):
+            assert expected in line and not any(word in line for word in ("short", KEY))
+    else:
+        assert [(key.name, key.per_minute) for key in keys_of(options)] == [("ann", None), ("bob", 60)]
+        assert KEY not in repr(keys_of(options))
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
@@ -64,13 +117,14 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
 
 def _key(folder: Path) -> Path:
     (folder / "key").write_text(f"{KEY}\n")
+    (folder / "key").chmod(0o600)
     return folder / "key"
 
 
 def test_a_connection_is_kept_longer_than_clients_and_load_balancers_keep_it():
     """Otherwise a request that is sent while the server closes its connection has no answer."""
     clients = httpx2.Limits().keepalive_expiry, openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
-    assert http_config(None).timeout_keep_alive > max(*clients, 60)
+    assert http_config(None, connections=1).timeout_keep_alive > max(*clients, 60)
 
 
 def test_code_of_a_tokenizer_never_runs(checkpoint, tmp_path):
@@ -93,7 +147,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_fails(run_dir, monkeyp
         metrics=metrics,
         gate=Gate(limits, metrics),
     )
-    app = make_app(completions, api_key=None, loopback="127.0.0.2")
+    app = make_app(completions, keys=[], loopback="127.0.0.2")
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     values = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
@@ -105,7 +159,7 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_fails(run_dir, monkeyp
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.2") as client:
             ask_for_text = partial(client.post, "/v1/completions", json=values)
             late = await ask_for_text()
-            transport.app = make_app(replace(completions, limits=LIMITS), api_key=None, loopback="127.0.0.2")
+            transport.app = make_app(replace(completions, limits=LIMITS), keys=[], loopback="127.0.0.2")
             with monkeypatch.context() as patch:
                 patch.setattr(engine, "submit", broken)
                 unexpected = await ask_for_text()
@@ -131,11 +185,15 @@ def test_an_answer_that_takes_too_long_and_an_engine_that_fails(run_dir, monkeyp
 def two(run_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """Two servers, one of them with a key and open to other machines; the tests below end them."""
     folder = tmp_path_factory.mktemp("two")
+    (folder / "keys").write_text(f"ann {KEY}\nslow {SLOW_KEY} 2\n")
+    (folder / "keys").chmod(0o600)
     words = ["--max_batch", BATCH, "--max_queue", PLACES - BATCH]
+    keys = ["--host", "0.0.0.0", "--api_key_file", folder / "keys"]
     with (
         running(run_dir, *words, log=folder / "0.txt") as first,
-        running(run_dir, *words, "--host", "0.0.0.0", log=folder / "1.txt", key=KEY) as second,
+        running(run_dir, *words, *keys, log=folder / "1.txt") as second,
     ):
+        second.key = KEY
         yield ready(first), ready(second)
 
 
@@ -149,6 +207,25 @@ def test_only_requests_with_the_key_are_answered(two):
     assert server.http.get(f"{server.url}/metrics").status_code == 401
     assert server.http.get(f"{server.url}/health").status_code == 200
     assert server.http.get(f"{server.url}/health", headers={"host": "example.org"}).status_code == 200
+
+
+def test_a_key_has_its_requests_a_minute_and_its_name_in_the_metrics(two):
+    _, server = two
+    slow, words = server.openai.with_options(api_key=SLOW_KEY), {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    began = time.monotonic()
+    for _ in range(2):
+        assert slow.completions.create(**words).usage.completion_tokens == 1
+    with pytest.raises(openai.RateLimitError) as caught:
+        slow.completions.create(**words)
+    assert 60 - (time.monotonic() - began) <= int(caught.value.response.headers["retry-after"]) <= 60
+    assert "the key 'slow' may send 2 requests a minute" in caught.value.message
+    assert server.complete().usage.completion_tokens == 8
+    head = {"authorization": f"Bearer {KEY}"}
+    text = httpx2.get(f"{server.url}/metrics", headers=head).text
+    assert 'dsgpt_key_requests_total{key="slow",status="200"} 2.0' in text
+    assert 'dsgpt_key_requests_total{key="slow",status="429"} 1.0' in text
+    assert 'dsgpt_key_requests_total{key="ann",status="200"} ' in text
+    assert KEY not in text and SLOW_KEY not in text
 
 
 def test_clients_that_send_malformed_prompts_leave_the_others_their_answers(two, capsys):

@@ -20,7 +20,7 @@ from dsgpt.serving.gate import Gate
 from dsgpt.serving.http import read_body, send_error, send_json
 from dsgpt.serving.metrics import Metrics
 from dsgpt.serving.opening import ServedModel
-from dsgpt.serving.options import Limits
+from dsgpt.serving.options import Key, Limits
 from dsgpt.serving.requests import CompletionRequest, Prompt, new_tokens_of, read_prompts, read_request
 from dsgpt.serving.scoring import Scorer
 from dsgpt.serving.text import TextStream
@@ -45,6 +45,7 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
         status, exchange = 500, _Exchange(send, stall_sec=self.limits.stall_sec)
+        key: Key | None = scope["key"]
         try:
             async with asyncio.timeout(self.limits.request_sec):
                 await self._answer(Request(scope, receive), exchange)
@@ -65,9 +66,12 @@ class Completions:
             status = error.status
         finally:
             self.metrics.requests.labels(status).inc()
+            if key is not None:
+                self.metrics.of_keys.labels(key.name, status).inc()
             self.metrics.seconds.observe(time.perf_counter() - exchange.began)
 
     async def _answer(self, http: Request, exchange: "_Exchange") -> None:
+        self.gate.admit(http.scope["key"])
         body = await read_body(http, limits=self.limits)
         with self.gate.places(1):
             request = await self._read(partial(read_request, body))

@@ -1,15 +1,18 @@
-"""How many sequences a server accepts at a time."""
+"""How many sequences a server accepts at a time, and how many requests of a key."""
 
 import contextlib
 import math
+import time
+from collections import deque
 from collections.abc import Iterator
 
 from dsgpt.common.json_files import clipped
 from dsgpt.serving.errors import ApiError
 from dsgpt.serving.metrics import Metrics
-from dsgpt.serving.options import Limits
+from dsgpt.serving.options import Key, Limits
 
 LONGEST_WAIT_SEC = 60
+MINUTE_SEC = 60
 _WEIGHT = 0.1
 """Of the newest sequence in the mean time of a sequence."""
 
@@ -25,7 +28,22 @@ class Gate:
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._batch, self._places, self._metrics = limits.batch, limits.batch + limits.queue, metrics
         self._taken = 0
+        self._admitted: dict[str, deque[float]] = {}
         self._mean_sec = 1.0
+
+    def admit(self, key: Key | None) -> None:
+        """Count a request of ``key``.
+
+        Raises:
+            ApiError: the key had all its requests of the last minute.
+        """
+        if key is None or key.per_minute is None:
+            return
+        past, now = self._admitted.setdefault(key.name, deque(maxlen=key.per_minute)), time.monotonic()
+        if len(past) == key.per_minute and (wait := past[0] + MINUTE_SEC - now) > 0:
+            message = f"the key {key.name!r} may send {key.per_minute} requests a minute: repeat the request later"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(math.ceil(wait))})
+        past.append(now)
 
     @contextlib.contextmanager
     def places(self, count: int, *, prompts: int = 1) -> Iterator[None]:

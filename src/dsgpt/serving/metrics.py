@@ -17,6 +17,12 @@ class Metrics:
             ["status"],
             registry=self.registry,
         )
+        self.of_keys = Counter(
+            "dsgpt_key_requests",
+            "Requests for completions by the name of their key",
+            ["key", "status"],
+            registry=self.registry,
+        )
         self.tokens = Counter("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
         self.open = Gauge("dsgpt_open_sequences", "Sequences that are decoded or wait", registry=self.registry)
         self.seconds = self._histogram("dsgpt_request_seconds", "From a request to the end of its answer")

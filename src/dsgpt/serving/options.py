@@ -2,8 +2,11 @@
 
 import ipaddress
 import os
+import re
 import socket
-from dataclasses import dataclass
+import stat
+import sys
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +19,22 @@ PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
 API_KEY = "DSGPT_API_KEY"
 """The environment variable that may hold the key."""
 SHORTEST_KEY = 16
-_MAX_KEY_BYTES = 4096
+KEY_FORM = (
+    f"a key has at least {SHORTEST_KEY} ASCII characters and no spaces, for example the output of openssl rand -hex 32"
+)
+_MAX_KEY_BYTES = 64 << 10
+_LINE = re.compile(r"([A-Za-z0-9_.-]{1,64})\s+(\S+)(?:\s+([1-9][0-9]{0,5}))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """An API key."""
+
+    name: str
+    """In metrics and messages, which never have the key."""
+    secret: str = field(repr=False)
+    per_minute: int | None = None
+    """The most requests for completions in any 60 seconds; None for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +84,59 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in found)
 
 
-def api_key_of(options: ServeOptions) -> str | None:
-    """The key that requests must bring; None if they need none.
+def keys_of(options: ServeOptions) -> list[Key]:
+    """The keys of which requests must bring one; empty if they need none. Warns if others may read the file of them.
 
     Raises:
-        UserError: a key is needed and missing, or is unusable.
+        UserError: a key is needed and missing, one is unusable, or others may write the file.
     """
-    source, key = API_KEY, os.environ.get(API_KEY)
     if options.api_key_file is not None:
-        source = f"--api_key_file {options.api_key_file}"
-        try:
-            key = read_bytes(options.api_key_file, max_bytes=_MAX_KEY_BYTES).decode("ascii").strip()
-        except (JsonError, UnicodeDecodeError) as error:
-            raise UserError(f"{source}: is not a readable key ({error})") from error
+        return _keys_in(options.api_key_file)
+    key = os.environ.get(API_KEY)
     if key is None:
         if is_loopback(options.host):
-            return None
+            return []
         raise UserError(
             f"--host {options.host}: other machines can reach it, so requests need a key: put one into {API_KEY} or a "
             "file for --api_key_file, or use --host 127.0.0.1"
         )
-    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(
-            f"{source}: a key has at least {SHORTEST_KEY} ASCII characters and no spaces, for example the output of "
-            "openssl rand -hex 32"
-        )
-    return key
+    if not _usable(key):
+        raise UserError(f"{API_KEY}: {KEY_FORM}")
+    return [Key(name=API_KEY, secret=key)]
+
+
+def _usable(key: str) -> bool:
+    return len(key) >= SHORTEST_KEY and key.isascii() and key.isprintable() and " " not in key
+
+
+def _keys_in(file: Path) -> list[Key]:
+    source = f"--api_key_file {file}"
+    try:
+        text = read_bytes(file, max_bytes=_MAX_KEY_BYTES).decode("ascii")
+        mode = file.stat().st_mode
+    except (JsonError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{source}: is not a readable key ({error})") from error
+    problems, keys = Problems(), list[Key]()
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problems.add(f"{source}: other users may write it, and so choose the keys: chmod go-w {file}")
+    elif mode & (stat.S_IRGRP | stat.S_IROTH):
+        print(f"warning: {source}: other users may read the keys: chmod go-r {file}", file=sys.stderr, flush=True)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    for number, line in lines:
+        found = _LINE.fullmatch(line.strip() if len(lines) > 1 or " " in line.strip() else f"{API_KEY} {line.strip()}")
+        place = f"{source}: line {number}" if len(lines) > 1 else source
+        if found is None:
+            problems.add(f"{place}: write NAME KEY or NAME KEY REQUESTS_PER_MINUTE, or a KEY alone")
+        elif not _usable(found[2]):
+            problems.add(f"{place}: {KEY_FORM}")
+        elif any(found[1] == key.name or found[2] == key.secret for key in keys):
+            problems.add(f"{place}: its name or its key is also in an earlier line")
+        else:
+            keys.append(Key(name=found[1], secret=found[2], per_minute=int(found[3]) if found[3] else None))
+    if not lines:
+        problems.add(f"{source}: {KEY_FORM}")
+    problems.raise_if_any()
+    return keys
 
 
 def check_packages(problems: Problems) -> None:

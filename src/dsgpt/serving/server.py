@@ -16,11 +16,12 @@ import uvicorn
 from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from dsgpt.serving.app import make_app
 from dsgpt.serving.completions import Completions
+from dsgpt.serving.connection import BACKLOG, Connection, connection_limit, quieten_logs
 from dsgpt.serving.engine import Engine
 from dsgpt.serving.gate import Gate
 from dsgpt.serving.metrics import Metrics
 from dsgpt.serving.opening import open_served
-from dsgpt.serving.options import ServeOptions, api_key_of, is_loopback
+from dsgpt.serving.options import ServeOptions, is_loopback, keys_of
 from dsgpt.serving.scoring import Scorer
 from dsgpt.telemetry.console import print_line
 
@@ -28,9 +29,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ECHO_SEC = 0.2
 """Seconds after the first signal in which further ones count as the same request: a terminal and a parent may both send
 one."""
-CONNECTIONS = 512
-"""The most connections at a time."""
-BACKLOG = 1024
 KEEP_ALIVE_SEC = 65
 """Seconds that an idle connection stays open: longer than clients (httpx and openai 5 s) and load balancers (60 s) keep
 theirs. Otherwise a request that is sent while the server closes the connection is lost."""
@@ -44,7 +42,7 @@ def serve(options: ServeOptions) -> int:
     Raises:
         UserError: the model, the address or the key is unusable.
     """
-    key, loopback = api_key_of(options), options.host if is_loopback(options.host) else None
+    keys, loopback = keys_of(options), options.host if is_loopback(options.host) else None
     listener = _listen(options)
     with contextlib.closing(listener):
         _quieten_libraries()
@@ -60,7 +58,8 @@ def serve(options: ServeOptions) -> int:
             metrics=metrics,
             gate=Gate(limits, metrics),
         )
-        app = make_app(completions, api_key=key, loopback=loopback)
+        app = make_app(completions, keys=keys, loopback=loopback)
+        quieten_logs()
         asyncio.run(_serve(app, completions.engine, listener, about=_about(options, served.name, listener)))
     return EXIT_DONE
 
@@ -70,22 +69,23 @@ async def _serve(app: object, engine: Engine, listener: socket.socket, *, about:
     engine.start()
     print_line(about)
     try:
-        await _Server(http_config(app)).serve(sockets=[listener])
+        await _Server(http_config(app, connections=connection_limit())).serve(sockets=[listener])
     finally:
         await asyncio.to_thread(engine.close)
 
 
-def http_config(app: object) -> uvicorn.Config:
-    """How the application is served."""
+def http_config(app: object, *, connections: int) -> uvicorn.Config:
+    """How the application is served, on at most ``connections`` at a time."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
+        proxy_headers=False,
+        limit_concurrency=connections,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SEC,
     )

@@ -1,0 +1,226 @@
+"""Silent clients, unclear heads and half-closed connections: uvicorn on a port, with applications without a model."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from running_server import within
+from small_run import REPOSITORY
+
+from dsgpt.serving import connection
+from dsgpt.serving.app import make_app
+from dsgpt.serving.metrics import Metrics
+from dsgpt.serving.options import Key
+from dsgpt.serving.server import http_config
+
+KEY = "0123456789abcdef"
+HOST = b"Host: localhost\r\n"
+
+
+def application(**words: Any) -> Any:
+    """The server's own, with a model of which only the name is asked for."""
+    served = SimpleNamespace(name="m", created=0, positions=8)
+    completions = SimpleNamespace(served=served, engine=SimpleNamespace(failed=False), metrics=Metrics())
+    return make_app(completions, **{"keys": [], "loopback": "127.0.0.1"} | words)
+
+
+@contextlib.contextmanager
+def listening(app: Any, *, connections: int = 100) -> Iterator[int]:
+    """The port of a server in a thread."""
+    server = uvicorn.Server(http_config(app, connections=connections))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))  # not uvicorn's choice of loop
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def connect(port: int, data: bytes = b"") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.sendall(data)
+    return client
+
+
+def rest(client: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        return b"".join(iter(lambda: client.recv(65536), b""))
+    return b""
+
+
+class Slow:
+    """Answers when it is told to, and notes who hung up."""
+
+    def __init__(self) -> None:
+        self.asked = self.gone = 0
+        self.answer = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Callable, send: Callable) -> None:
+        await receive()
+        self.asked += 1
+        hung_up = asyncio.ensure_future(receive())
+        while not (self.answer.is_set() or hung_up.done()):
+            await asyncio.sleep(0.01)
+        self.gone += hung_up.done()
+        hung_up.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+GET = b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"
+
+
+def test_connections_without_a_request_are_closed_and_idle_ones_kept(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SEC", 1)
+    with listening(application()) as port:
+        silent, half = connect(port), connect(port, b"GET /health HTTP/1.1\r\nX-A: ")
+        kept = connect(port, b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert (rest(silent), rest(half)) == (b"", b"")
+        time.sleep(1.5)
+        kept.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")
+        kept.sendall(b"GET /health HTTP/1.1\r\n")  # uvicorn's own timer ends with the first byte
+        assert b"HTTP" not in rest(kept)
+
+
+def test_silent_connections_make_room_and_requests_that_are_answered_do_not(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SEC", 1000)
+    slow = Slow()
+    with listening(slow, connections=4) as port:
+        silent = [connect(port, b"GET"[: number % 4]) for number in range(20)]
+        busy = [connect(port, GET) for _ in range(4)]
+        within(lambda: slow.asked == 4)
+        assert [rest(client) for client in silent] == [b""] * 20
+        assert rest(connect(port)).startswith(b"HTTP/1.1 503 ")
+        slow.answer.set()
+        assert [client.recv(65536)[:12] for client in busy] == [b"HTTP/1.1 200"] * 4
+        assert connect(port, GET).recv(65536).startswith(b"HTTP/1.1 200 ")  # of an idle one's place
+        assert slow.gone == 0
+
+
+@pytest.mark.parametrize("ending", [b"", GET])
+def test_a_client_that_shuts_its_writing_side_is_answered(ending: bytes):
+    slow = Slow()
+    with listening(slow) as port:
+        client = connect(port, GET + ending)
+        client.shutdown(socket.SHUT_WR)
+        within(lambda: slow.asked == 1)
+        time.sleep(1.5)  # the second probe
+        slow.answer.set()
+        answers = re.findall(rb"HTTP/1.1 (\d+) ", rest(client))
+        assert [status for status in answers if status != b"100"] == [b"200"] * (1 + bool(ending))
+        assert slow.gone == 0
+
+
+def test_a_client_that_is_gone_is_noticed():
+    slow = Slow()
+    with listening(slow) as port:
+        client = connect(port, GET)
+        within(lambda: slow.asked == 1)
+        client.close()
+        within(lambda: slow.gone == 1)
+
+
+HEADS: dict[str, tuple[bytes, int]] = {
+    "fine": (HOST, 200),
+    "a port": (b"Host: [::1]:8000\r\n", 200),
+    "a name behind an address": (b"Host: [::1]evil.com\r\n", 400),
+    "a name behind a port": (b"Host: localhost:80@evil.com\r\n", 400),
+    "another name": (b"Host: evil.com\r\n", 400),
+    "two hosts": (HOST + HOST, 400),
+    "two content types": (HOST + b"Content-Type: application/json\r\nContent-Type: text/plain\r\n", 400),
+    "two equal lengths": (HOST + b"Content-Length: 0\r\ncontent-length : 0\r\n", 400),
+    "equal lengths": (HOST + b"Content-Length: 0\r\nA: b\r\nCONTENT-LENGTH: 0\r\n", 400),
+    "equal lengths in one": (HOST + b"Content-Length: 0, 0\r\n", 400),
+    "both lengths": (HOST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", 400),
+    "two keys": (HOST + f"Authorization: Bearer x\r\nAuthorization: Bearer {KEY}\r\n".encode(), 400),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_unclear_heads_are_refused(case: str):
+    """What could be read in two ways ends the connection: what follows may be meant as part of it."""
+    head, status = HEADS[case]
+    with listening(application()) as port, connect(port, b"GET /health HTTP/1.1\r\n" + head + b"\r\n") as client:
+        answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        if case.startswith(("two ", "equal", "both")):
+            assert b"connection: close\r\n" in answer.lower()
+            assert rest(client).count(b"HTTP/1.1") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "authorization", "status"),
+    [
+        ("/v1/models", f"Bearer {KEY}", 200),
+        ("/v1/models/", f"bearer {KEY}", 200),
+        ("/v1/models", f"BEARER   {KEY}", 200),
+        ("/v1/models", f"Basic {KEY}", 401),
+        ("/v1/models", KEY, 401),
+        ("/v1/models", "Bearer", 401),
+        ("/health/", "", 200),
+        ("/health//", "", 401),
+        ("/v1/completions/", f"Bearer {KEY}", 405),  # not redirected
+    ],
+)
+def test_keys_and_paths_in_every_spelling(path: str, authorization: str, status: int):
+    app = application(keys=[Key(name="a", secret="another-key-than-this"), Key(name="b", secret=KEY)], loopback=None)
+    headers = {"authorization": authorization, "x-forwarded-proto": "https", "x-request-id": "mine"}
+    with listening(app) as port:
+        answer = httpx2.get(f"http://127.0.0.1:{port}{path}", headers=headers)
+        other = httpx2.get(f"http://127.0.0.1:{port}{path}", headers=headers | {"x-request-id": "not one"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
+    assert re.fullmatch("[0-9a-f]{32}", other.headers["x-request-id"])
+
+
+LIMITED = """
+import asyncio, resource, sys, uvicorn
+sys.path[:0] = sys.argv[1:]
+from test_connections import application
+from dsgpt.serving.connection import connection_limit, quieten_logs
+from dsgpt.serving.server import http_config
+app = application()
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+quieten_logs()
+print(listener.getsockname()[1], connection_limit(), flush=True)
+asyncio.run(uvicorn.Server(http_config(app, connections=1000)).serve([listener]))
+"""
+
+
+def test_a_process_without_files_for_connections_says_so_once_a_minute(tmp_path):
+    words = [sys.executable, "-c", LIMITED, REPOSITORY / "tests", REPOSITORY / "tests" / "serving"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log)
+    try:
+        assert process.stdout is not None
+        port, limit = map(int, process.stdout.readline().split())
+        assert limit == 1  # it would close silent ones before files run out, so this server is told another limit
+        clients = [connect(port) for _ in range(100)]
+        within((tmp_path / "log").read_text)
+        time.sleep(3)
+        for client in clients:
+            client.close()
+        assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
+        lines = (tmp_path / "log").read_text().splitlines()
+    finally:
+        process.terminate()
+        process.wait()
+    assert "cannot accept connections: Too many open files" in lines
+    assert len(lines) < 10, lines[:10]
