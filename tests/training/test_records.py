@@ -48,6 +48,7 @@ def test_every_key_is_there(run):
     assert record["training_config"].keys() >= CONFIG
     assert record["env"].keys() == {
         "python_version", "torch_version", "transformers_version", "deepspeed_version", "cuda_version",
+        "allowed_faults",
     }  # fmt: skip
     assert record["hardware"].keys() >= {"gpu_name", "gpu_count_visible", "world_size"}
     assert record["data"].keys() >= {"train_path", "train_sha256", "val_path", "val_sha256"}
