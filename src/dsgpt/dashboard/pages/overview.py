@@ -184,7 +184,7 @@ def _whole(value: float | None) -> float | None:
 def _formats() -> dict[str, ColumnConfig]:
     column = st.column_config
     return {
-        "run": column.TextColumn(width=165, pinned=True),
+        "run": column.TextColumn(width=225, pinned=True),
         "state": column.TextColumn(width=105),
         "strategy": column.TextColumn(width=75),
         "model": column.TextColumn(),
