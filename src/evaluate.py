@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.next_step import next_line, script_words
 from dsgpt.common.script import run_script
 from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
 from dsgpt.evaluation.request import Request
@@ -35,6 +36,8 @@ def main() -> None:
 
     for line in lines_of(evaluate(request, console=Console(speaks=True))):
         print(line)
+    if not flags.tasks:
+        print(next_line(script_words("src/generate.py", "--checkpoint", flags.checkpoint, "--prompt", "The")))
 
 
 def _build_parser(reader: Reader) -> Parser:

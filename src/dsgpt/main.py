@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import sys
 import time
@@ -103,13 +104,25 @@ def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
     """
     if not speaks:
         time.sleep(PATIENCE_SEC)
+    _tell_torchrun(lines)
     return complain(lines, code)
+
+
+def _tell_torchrun(lines: Sequence[str]) -> None:
+    """Put the error into the summary with which torchrun ends, in the form of its ``ErrorHandler``."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the exit code and the line on stderr remain
+            Path(file).write_text(json.dumps({"message": {"message": lines[0], "extraInfo": facts}}), encoding="utf-8")
 
 
 def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
     if not isinstance(error, Interrupted):
         return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
+    line = f"{error}; continue with --resume"
+    _tell_torchrun([line])
     if speaks and not error.together:  # else the run has printed and logged it
         with contextlib.suppress(OSError):  # of a terminal that is gone
-            print(f"{error}; continue with --resume", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
     return EXIT_STOPPED

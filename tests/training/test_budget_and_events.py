@@ -2,16 +2,19 @@
 
 import json
 import re
+import shlex
 import sys
 
 import pytest
 from forked_ranks import run_script
 from run_folders import record
-from small_run import command_line, write_data, write_recipe
+from small_run import REPOSITORY, command_line, write_data, write_recipe
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.config.flags import parse_arguments
 from dsgpt.dashboard.summaries import read_recorded
+from dsgpt.telemetry.record import RECORD_FILE
 
 SABOTAGE = """
 import os, sys, time
@@ -34,6 +37,7 @@ def reached(self):
 Budget.reached = reached
 """
 NO_MEMORY = """
+os.environ["TORCHELASTIC_ERROR_FILE"] = "error.json"  # as torchrun names one; its summary ends with what is in it
 def fails(*args, **named):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of 14.56 GiB")
 torch.optim.AdamW.step = fails
@@ -62,7 +66,7 @@ def sabotaged(tmp_path):
         run_type = "baseline" if ranks is None else "ddp"
         done = run_script(script, command_line(tmp_path, run_type=run_type, **flags), ranks=ranks, cwd=tmp_path)
         lines = [line.split(" ", 1) for line in told.read_text().splitlines()] if told.exists() else []
-        assert {path for _, path in lines} <= {str(tmp_path / "run" / "training_metrics.json")}
+        assert {path for _, path in lines} <= {str(flags.get("checkpoint_path", tmp_path / "run") / RECORD_FILE)}
         return done, [event for event, _ in lines]
 
     return run
@@ -110,7 +114,7 @@ def test_a_command_that_fails_is_one_line(sabotaged):
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_memory_that_runs_out_is_one_line(sabotaged, ranks):
+def test_memory_that_runs_out_is_one_line(sabotaged, tmp_path, ranks):
     """No GPU is needed: the optimizer raises what PyTorch raises on one."""
     done, events = sabotaged(NO_MEMORY, ranks)
     assert (done.returncode, events) == (EXIT_OUT_OF_MEMORY, ["failed"])
@@ -118,6 +122,9 @@ def test_memory_that_runs_out_is_one_line(sabotaged, ranks):
     assert "out of memory in the optimizer step: tried to allocate 2.50 GiB, " in line
     assert "were predicted for a step; this fits by the formulas: --micro_batch_size_per_gpu " in line
     assert "Traceback" not in done.stderr
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=EXIT_OUT_OF_MEMORY, error_file=str(tmp_path / "error.json"))
+    shown = ChildFailedError("gpt2.py", {0: failure}).format_msg()
+    assert shown.splitlines()[-2] == f"  traceback : {line.removeprefix('error: ')}"
 
 
 def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
@@ -146,3 +153,24 @@ def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
     done, _ = sabotaged("", plan=tmp_path / "plan.json", overwrite=True)
     assert done.returncode == EXIT_USER_ERROR
     assert "was made for strategy zero2, not baseline; sequence length 32, not 16: plan this training" in done.stderr
+
+
+def test_the_next_line_resumes_the_run_and_then_evaluates_it(sabotaged, tmp_path):
+    """Pasted as they are; the folder has a space, and the flags of the run need quotes."""
+    done, _ = sabotaged(LIMIT_ON_THE_LAST_RANK, checkpoint_path=tmp_path / "a run")
+    words = next_words(done.stdout)
+    assert words[0] == sys.executable
+    assert words[-1] == "--resume"
+    script = str(REPOSITORY / "src" / "gpt2.py")
+    done = run_script(script, words[2:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = next_words(done.stdout)
+    assert words[1] == str(REPOSITORY / "src" / "evaluate.py")
+    done = run_script(words[1], words[2:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a run").is_dir()
+
+
+def next_words(output: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if line.startswith("next: ")]
+    return shlex.split(line)[1:]

@@ -13,6 +13,7 @@ from dsgpt.advising.table import plan_json, plan_lines
 from dsgpt.advising.words import dollars, duration, size
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import json_text, write_atomic
+from dsgpt.common.next_step import next_line
 from dsgpt.config.recipe import recipe_text
 from dsgpt.planning.hardware import gpus
 
@@ -68,7 +69,9 @@ def recommendation_lines(found: Sequence[Judged], best: Judged, written: Sequenc
     lines += [f"within the limits ({len(ranked)}):", *(_row(each, width) for each in ranked), ""]
     if others:
         lines += ["not within the limits:", *(f"  {each.name:<{width}}  {each.reason}" for each in others), ""]
-    return [*lines, "written: " + ", ".join(path.as_posix() for path in written)]
+    names = [path.as_posix() for path in written]
+    command = next(path for path in written if path.name == COMMAND)
+    return [*lines, f"written: {', '.join(names)}", next_line(["sh", command, "--dry_run"])]
 
 
 def _row(judged: Judged, width: int) -> str:

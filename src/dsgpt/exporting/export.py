@@ -26,6 +26,7 @@ from dsgpt.checkpointing.selection import (
 )
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
+from dsgpt.common.next_step import next_line, script_words
 from dsgpt.common.problems import Problems
 from dsgpt.exporting.deepspeed_layout import Moments, bytes_needed, open_moments, write_deepspeed
 from dsgpt.exporting.new_folder import check_out, check_room, new_folder
@@ -271,4 +272,4 @@ def _usage_line(model: Model, out: Path, *, form: str) -> str:
         return "tokenizer   none, because the training data had none: the model reads and writes only ids"
     if form == "hf":
         return f'use it      AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")'
-    return f"use it      python src/generate.py --checkpoint {out} --prompt ..."
+    return next_line(script_words("src/generate.py", "--checkpoint", out, "--prompt", "The"))

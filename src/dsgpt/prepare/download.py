@@ -12,6 +12,7 @@ from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
 from dsgpt.common.hub_access import require_hub
+from dsgpt.common.next_step import next_line, script_words
 from dsgpt.prepare.console import Bar, counted, folder_if_named, progress
 from dsgpt.prepare.downloaded_set import RAW_FOLDER, RECORD_NAME, raw_record
 from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, hub_rows, join_articles
@@ -199,4 +200,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert record is not None  # it was just written, or found complete
     for file, size in record.files.items():
         print(f"{options.folder / file}: {counted(size.documents, 'document')}, {counted(size.bytes, 'byte')}")
-    print(f"next: python data_prep/preprocess.py --dataset {options.name}")
+    print(next_line(script_words("data_prep/preprocess.py", "--dataset", options.name)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, is_regular_file, remove, sync_directory
 from dsgpt.common.locks import Lock
+from dsgpt.common.next_step import REPOSITORY, next_line, script_words
 from dsgpt.data.sidecar import Sidecar, TokenizerFacts
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.prepare.console import Bar, counted, duration, progress
@@ -209,3 +210,7 @@ def _report(place: Place, heading: str) -> None:
         )
     vocabulary = open_vocabulary(place.tokenizer)
     print(f"  {place.tokenizer}: {vocabulary.size:,} ids, documents end with id {vocabulary.eot_id}")
+    train, val = (place.tokens(split) for split in SPLITS)
+    data = ["--train_data_path", train, "--val_data_path", val, "--run_type", "baseline", "--dry_run"]
+    recipe = REPOSITORY / "ds_configs" / "sizes" / "small.json"
+    print(next_line(script_words("src/gpt2.py", *data, "--deepspeed_config", recipe)))

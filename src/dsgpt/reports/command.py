@@ -10,6 +10,7 @@ from pathlib import Path
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
+from dsgpt.common.next_step import next_line, script_words
 from dsgpt.common.problems import Problems
 from dsgpt.reports.comparison import comparison_markdown, console_summary
 from dsgpt.reports.inputs import Inputs, read_inputs
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for chart, why in absent.items():
         print(f"not drawn: {chart}: {why}")
     print(f"charts: {request.output}")
+    print(next_line(script_words("charts/dashboard.py")))
 
 
 def build_parser(reader: Reader) -> Parser:

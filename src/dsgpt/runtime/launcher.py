@@ -46,6 +46,15 @@ def starts_launcher(words: Sequence[str]) -> bool:
     return any(flag == "-m" and module in _MODULES for flag, module in itertools.pairwise(words))
 
 
+def own_command() -> list[str]:
+    """The words that started this run: those of its launcher, if it has one, else of this process."""
+    processes = _waiting_processes()
+    words = _words(processes[-1]) if processes else []
+    if not starts_launcher(words):
+        return [sys.executable, *sys.argv]
+    return words if Path(words[0]).name in _COMMANDS or "-m" in words else words[1:]  # without the script's interpreter
+
+
 class Launcher:
     """The processes that wait for this rank: its parent and those above, up to the topmost launcher command.
 

@@ -8,6 +8,7 @@ import torch
 
 from dsgpt.common.errors import Interrupted
 from dsgpt.common.files import write_atomic
+from dsgpt.common.next_step import next_line, script_words
 from dsgpt.config.run_config import RunConfig
 from dsgpt.inference.latency import measure_latency
 from dsgpt.inference.trained_model import build_model
@@ -90,6 +91,11 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
         + (f", {speed:,.0f} tokens/s" if speed else "")
     )
     logger.info(f"the record is {config.run_dir / RECORD_FILE}")
+    if config.train.sidecar.tokenizer:
+        then = script_words("src/generate.py", "--checkpoint", config.run_dir, "--prompt", "The")
+    else:
+        then = script_words("src/evaluate.py", "--checkpoint", config.run_dir, "--data", config.val.path)
+    logger.info(next_line(then))
 
 
 def _loss(value: float | None) -> str:

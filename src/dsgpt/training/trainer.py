@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 
 from dsgpt.common.errors import Interrupted
+from dsgpt.common.next_step import next_line
 from dsgpt.config.run_config import RunConfig
 from dsgpt.runtime.interruption import Interruption
+from dsgpt.runtime.launcher import own_command
 from dsgpt.runtime.process_group import HostGroup, barrier, gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.console import Progress
@@ -164,6 +166,8 @@ class Trainer:
         self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         if isinstance(error, Interrupted) and error.together:
             logger.info(f"{error}; continue with --resume")
+            command = own_command()
+            logger.info(next_line([*command, *([] if "--resume" in command else ["--resume"])]))
             barrier()  # the launcher ends all ranks when one exits, but the main rank may still be writing files
 
 
