@@ -48,7 +48,7 @@ def starts_launcher(words: Sequence[str]) -> bool:
 
 def own_command() -> list[str]:
     """The words that started this run: those of its launcher, if it has one, else of this process."""
-    processes = _waiting_processes()
+    processes = waiting_processes()
     words = _words(processes[-1]) if processes else []
     if not starts_launcher(words):
         return [sys.executable, *sys.argv]

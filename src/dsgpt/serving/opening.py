@@ -28,7 +28,8 @@ class ServedModel:
     positions: int
     """The model's context length in tokens."""
     vocabulary: int
-    end_of_text: int | None
+    end_of_text: frozenset[int]
+    """Ids that end a text: the tokenizer's, and those of the model's ``generation_config.json``."""
     created: int
     """When its weights were written, in seconds since 1970."""
 
@@ -64,13 +65,13 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
             folder, attn_implementation="sdpa", dtype=torch.float32, local_files_only=True, use_safetensors=True
         )
         tokenizer = open_tokenizer(folder, what=f"--checkpoint {source}")
-    end_of_text = tokenizer.eos_token_id
+    ends = {tokenizer.eos_token_id, *model.ends} - {None}
     return ServedModel(
         name=name or source.resolve().name,
         model=loaded.to("cuda" if gpus and device_kind != "cpu" else "cpu").eval(),
         tokenizer=tokenizer,
         positions=model.config.block_size,
         vocabulary=model.config.vocab_size,
-        end_of_text=end_of_text if end_of_text is not None and end_of_text < model.config.vocab_size else None,
+        end_of_text=frozenset(end for end in ends if end < model.config.vocab_size),
         created=int((model.checkpoint or source).stat().st_mtime),
     )

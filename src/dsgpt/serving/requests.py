@@ -91,11 +91,9 @@ class CompletionRequest(BaseModel):
         """Texts before which a completion ends."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def ends(self, end_of_text: int | None) -> frozenset[int]:
+    def ends(self, end_of_text: frozenset[int]) -> frozenset[int]:
         """Tokens that end a completion and are no part of its text."""
-        return frozenset(
-            [*(self.stop_token_ids or []), *([] if self.ignore_eos or end_of_text is None else [end_of_text])]
-        )
+        return frozenset(self.stop_token_ids or []) | (frozenset() if self.ignore_eos else end_of_text)
 
 
 SHAPES = {
