@@ -48,9 +48,9 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     if options.recommend:
         return _recommend(request, repository=repository)
     prices = read_prices(options.prices or TABLE)
-    plan = plan_of(fixed_setup(request, problems), request.machine, request.options, prices)
+    plan = plan_of(fixed_setup(request, problems), request, prices)
     _draw(plan, options)
-    _print(plan_json(plan) if options.json else [*plan_lines(plan), *what_would_fit(plan, request.options, prices)])
+    _print(plan_json(plan) if options.json else [*plan_lines(plan), *what_would_fit(plan)])
     return EXIT_DONE
 
 

@@ -1,8 +1,10 @@
 """The plan of one setup: its memory, the time of a step and of the training, and what that costs."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dsgpt.advising.options import PlanOptions
+from dsgpt.advising.request import PlanRequest
 from dsgpt.common.divisors import divisors
 from dsgpt.planning.hardware import gpus
 from dsgpt.planning.model_state import model_state
@@ -25,8 +27,9 @@ HOST_SHARE = 0.8
 class Plan:
     """What is predicted of one setup."""
 
+    request: PlanRequest
     setup: Setup
-    machine: Machine
+    prices: PriceTable
     rank: int
     """The rank that needs most memory."""
     peak: Peak
@@ -34,12 +37,26 @@ class Plan:
     """Of a device, for tensors."""
     host_bytes: int
     """Of model state that a rank keeps in the memory of its host."""
-    step: StepTime
-    run: RunTime
-    costs: list[Cost]
-    """The cheapest first; empty if no price is known."""
-    spot: bool
-    """Whether spot prices were asked for."""
+
+    @property
+    def machine(self) -> Machine:
+        """That it is planned for."""
+        return self.request.machine
+
+    @cached_property
+    def step(self) -> StepTime:
+        """Computed when it is asked for: a search needs it only of setups that fit."""
+        return predict_step(self.setup, self.machine)
+
+    @cached_property
+    def run(self) -> RunTime:
+        """The whole training."""
+        return run_time(self.setup, self.machine, self.step, length_of(self.request.options))
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """The cheapest first; empty if no price is known."""
+        return _costs(self.setup, self.machine, self.request.options, self.prices, self.run)
 
     @property
     def fits(self) -> bool:
@@ -98,26 +115,21 @@ def length_of(options: PlanOptions) -> Length:
     )
 
 
-def plan_of(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable) -> Plan:
+def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
     """The plan of ``setup``."""
-    rank, peak = fullest_rank(setup, machine.kind)
-    step = predict_step(setup, machine)
-    run = run_time(setup, machine, step, length_of(options))
+    rank, peak = fullest_rank(setup, request.machine.kind)
     return Plan(
+        request=request,
         setup=setup,
-        machine=machine,
+        prices=prices,
         rank=rank,
         peak=peak,
-        usable_bytes=usable_bytes(machine),
+        usable_bytes=usable_bytes(request.machine),
         host_bytes=_host_bytes(setup, rank),
-        step=step,
-        run=run,
-        costs=_costs(setup, machine, options, prices, run),
-        spot=options.spot,
     )
 
 
-def what_would_fit(plan: Plan, options: PlanOptions, prices: PriceTable) -> list[str]:
+def what_would_fit(plan: Plan) -> list[str]:
     """A line for a setup that does not fit: the largest micro batch that would, with as little change as possible."""
     if plan.fits:
         return []
@@ -130,7 +142,7 @@ def what_would_fit(plan: Plan, options: PlanOptions, prices: PriceTable) -> list
                 gradient_accumulation_steps=share // micro,
                 activation_checkpointing=checkpointing,
             )
-            if plan_of(setup, plan.machine, options, prices).fits:
+            if plan_of(setup, plan.request, plan.prices).fits:
                 flag = "--activation_checkpointing and " if checkpointing > plan.setup.activation_checkpointing else ""
                 return ["", f"it fits with {flag}--micro_batch_size_per_gpu {micro}"]
     return ["", "it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]

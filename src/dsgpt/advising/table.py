@@ -69,7 +69,7 @@ def _run(plan: Plan) -> list[str]:
 
 def _cost(plan: Plan) -> list[str]:
     if not plan.costs:
-        kind, more = ("spot price", ", leave out --spot") if plan.spot else ("price", "")
+        kind, more = ("spot price", ", leave out --spot") if plan.request.options.spot else ("price", "")
         return [f"cost: no {kind} of {plan.machine.name} is known: give --price_per_gpu_hour{more}, or --prices"]
     lines = []
     for cost in plan.costs[:_OFFERS]:
