@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -123,7 +124,26 @@ def test_every_way_is_ranked_or_has_a_reason(plan):
     for each in out["ranked"]:
         assert each["plan"]["training"]["seconds"] <= 40 * 3600
         assert each["plan"]["costs"][0]["usd"] <= 110
-    assert out["recommended"]["plan"] == out["ranked"][0]["plan"]
+    assert out["recommended"]["plan"].items() >= out["ranked"][0]["plan"].items()
+
+
+def test_the_network_at_which_another_way_is_the_fastest():
+    """Planned again for speeds around the one that the plan names."""
+    line = "--gpu h100-80gb --gpus 16 --tokens 1e9 --num_layers 3 --embedding_size 1600 --num_heads 25 --recommend"
+
+    def best(network: float) -> Plan:
+        return search(request_of(f"{line} --network_gbps {network}"), read_prices(), repository=REPOSITORY)[0].plan
+
+    slow = best(25.0)
+    network, *_ = slow.assumptions
+    assert network.what == "network between machines"
+    name, at = re.fullmatch(r"(.*) is the fastest from ([\d,.]+) Gbit/s", network.break_even[0]).groups()
+    at = float(at.replace(",", ""))
+    assert best(0.97 * at).name == slow.name != name
+    assert best(1.03 * at).name == name
+    assert network.seconds["400 Gbit/s"] == pytest.approx(
+        plan_of(slow.setup, request_of(f"{line} --network_gbps 400"), read_prices()).run.seconds
+    )
 
 
 def test_a_micro_batch_that_is_asked_for_is_kept(plan):

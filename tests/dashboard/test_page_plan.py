@@ -13,7 +13,7 @@ from small_run import REPOSITORY
 from dsgpt.advising.command import act
 from dsgpt.advising.line import words_of
 from dsgpt.advising.options import PlanOptions, read_options
-from dsgpt.advising.table import plan_json
+from dsgpt.advising.table import with_assumptions
 from dsgpt.advising.words import dollars, duration, size
 from dsgpt.dashboard.plan_tables import gpus_table, offers_table, parts_table, ways_table
 from dsgpt.dashboard.planned import command_line, machines, offers, on_other_gpus, planned, recommended_files
@@ -60,7 +60,7 @@ def test_the_command_says_what_the_page_asked_for(options):
 def test_one_setup_is_planned_as_on_the_command_line(capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     done = planned(words_of(ONE), repository=REPOSITORY)
-    assert plan_json(done.plan) == printed(words_of(ONE), capsys)
+    assert with_assumptions(done.plan) == printed(words_of(ONE), capsys)
 
 
 def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
@@ -72,7 +72,7 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     done = planned(words_of(BEST), repository=REPOSITORY)
     told = printed(words_of(BEST), capsys)
-    assert told["recommended"] == {"name": done.best.name, "plan": plan_json(done.plan)}
+    assert told["recommended"] == {"name": done.best.name, "plan": with_assumptions(done.plan)}
     files = recommended_files(done)
     assert [path.as_posix() for path in files] == told["written"]
     assert {path: path.read_bytes() for path in files} == files
@@ -123,7 +123,7 @@ def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
     done = planned(words_of(options), repository=REPOSITORY)
     assert not done.plan.machine.assumed
     assert "fitted to measured steps" in done.plan.machine.basis
-    assert plan_json(done.plan) == printed(words_of(options), capsys)
+    assert with_assumptions(done.plan) == printed(words_of(options), capsys)
 
 
 def test_a_broken_calibration_hides_nothing_else(tmp_path):

@@ -1,14 +1,14 @@
 """``--recommend``: plans every way to train, and ranks those that fit into memory, budget and deadline."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dsgpt.advising.plan import HOST_SHARE, Plan, plan_of
 from dsgpt.advising.request import PlanRequest
 from dsgpt.advising.ways import Way, ways
-from dsgpt.advising.words import dollars, duration, size
+from dsgpt.advising.words import dollars, duration, priced, size
 from dsgpt.common.divisors import divisors
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import LARGEST_BATCH, BatchPlan
@@ -29,6 +29,8 @@ class Judged:
     """With the batch; None if it was refused."""
     plan: Plan | None
     """If it does not fit into memory, the plan that needs least."""
+    fitting: tuple[Plan, ...] = ()
+    """The plans of every micro batch that fits into memory."""
     reason: str
     """Why it is not recommended; empty if it is within all limits."""
 
@@ -57,6 +59,11 @@ def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> lis
         for checkpointing in (False, True)
     ]
     ranked = sorted((each for each in found if each.fits), key=_seconds)
+    if ranked:
+        best = ranked[0]
+        assert best.plan is not None
+        rivals = tuple(plan for each in found for plan in each.fitting)
+        ranked[0] = replace(best, plan=replace(best.plan, rivals=rivals))
     return [*ranked, *(each for each in found if not each.fits)]
 
 
@@ -70,11 +77,15 @@ def _judge(request: PlanRequest, prices: PriceTable, way: Way, *, activation_che
     best: Plan | None = None
     chosen: Recipe | None = None
     least: Plan | None = None
+    fitting: list[Plan] = []
     try:
         for recipe, plan in _plans(request, prices, way, activation_checkpointing=activation_checkpointing):
             if least is None or plan.peak.total < least.peak.total:
                 least = plan
-            if plan.fits and (best is None or plan.run.seconds < best.run.seconds * (1 - _SHARE)):
+            if not plan.fits:
+                continue
+            fitting.append(plan)
+            if best is None or plan.run.seconds < best.run.seconds * (1 - _SHARE):
                 best, chosen = plan, recipe
     except _Refused as refusal:
         return Judged(
@@ -89,6 +100,7 @@ def _judge(request: PlanRequest, prices: PriceTable, way: Way, *, activation_che
         activation_checkpointing=activation_checkpointing,
         recipe=chosen,
         plan=best or least,
+        fitting=tuple(fitting),
         reason=_reason(request, best, least),
     )
 
@@ -103,7 +115,8 @@ def _plans(
     """The plans of all micro batches, the smallest first."""
     for recipe, batch in _batches(request, way, activation_checkpointing=activation_checkpointing):
         setup = request.setup(recipe, way.run_type, batch, activation_checkpointing=activation_checkpointing)
-        yield recipe, plan_of(setup, request, prices)
+        name = f"{way.name}, checkpointing" if activation_checkpointing else way.name
+        yield recipe, replace(plan_of(setup, request, prices), name=name)
 
 
 def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) -> Iterator[tuple[Recipe, BatchPlan]]:
@@ -200,5 +213,5 @@ def _reason(request: PlanRequest, best: Plan | None, least: Plan | None) -> str:
     if options.budget is not None and not best.costs:
         return no_price(options.spot)
     if options.budget is not None and best.costs[0].usd > options.budget:
-        return f"costs {dollars(best.costs[0].usd)}, more than the budget of {dollars(options.budget)}"
+        return f"costs {priced(best.costs[0])}, more than the budget of {dollars(options.budget)}"
     return ""

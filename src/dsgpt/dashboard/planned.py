@@ -108,7 +108,7 @@ def planned(words: Sequence[str], *, repository: Path) -> Planned:
         assert best.plan is not None
         return Planned(request=request, plan=best.plan, best=best, found=tuple(found))
     plan = plan_of(fixed_setup(request, problems), request, prices)
-    advice = tuple(line for line in what_would_fit(plan) if line)
+    advice = tuple(what_would_fit(plan))
     return Planned(request=request, plan=plan, advice=advice)
 
 
@@ -140,7 +140,9 @@ def on_other_gpus(done: Planned, *, repository: Path) -> Iterator[tuple[str, Pla
 def _on(gpu: str, options: PlanOptions, prices: PriceTable, *, repository: Path) -> Plan | str:
     problems = Problems()
     try:
-        request = read_request(replace(options, gpu=gpu, machine=None, measured=()), problems, repository=repository)
+        request = read_request(
+            replace(options, gpu=gpu, instance=None, machine=None, measured=()), problems, repository=repository
+        )
         return plan_of(fixed_setup(request, problems), request, prices)
     except UserError as error:
         return error.problems[0]
