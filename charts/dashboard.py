@@ -1,4 +1,4 @@
-"""See runs, plan them and try the models, in a browser: ``python charts/dashboard.py --help``."""
+"""See runs, plan them and try the models, in a browser: ``.venv/bin/python charts/dashboard.py --help``."""
 
 from dsgpt.common.script import run_script
 from dsgpt.dashboard.command import is_served, main

@@ -71,10 +71,10 @@ EXAMPLES = {
     **sweep.EXAMPLES,
     "records": f"""\
 examples:
-  python src/benchmark.py records --check
-  python src/benchmark.py records
-  python src/benchmark.py records --only saving plan
-  python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT
+  .venv/bin/python src/benchmark.py records --check
+  .venv/bin/python src/benchmark.py records
+  .venv/bin/python src/benchmark.py records --only saving plan
+  .venv/bin/python src/benchmark.py records --only speed --peer nanogpt=/tmp/nanoGPT
 
 names: {", ".join(RECORDS)}""",
 }
@@ -123,7 +123,7 @@ def _parser(what: str, reader: Reader) -> Parser:
     """The parser of the command ``what``; if that is empty, a parser of the first word only."""
     parser = Parser(
         description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
-        epilog=EXAMPLES[what] if what else "flags: python src/benchmark.py parity --help, and so on",
+        epilog=EXAMPLES[what] if what else "flags: .venv/bin/python src/benchmark.py parity --help, and so on",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

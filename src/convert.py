@@ -1,4 +1,4 @@
-"""Write weights for other programs: ``python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
+"""Write weights for other programs: ``.venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +23,16 @@ than its largest tensor; the run is only read.
 EXAMPLES = """\
 examples:
   the newest checkpoint of a run, for transformers:
-    python src/convert.py --from checkpoint/demo-zero1 --to hf exported/demo
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf exported/demo
   the one with the lowest validation loss, at half the size:
-    python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
   one checkpoint of a run:
-    python src/convert.py --from checkpoint/demo-zero1/step-00000200 --to portable exported/demo-200
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1/step-00000200 --to portable exported/demo-200
   one checkpoint for DeepSpeed's tools, and its weights by DeepSpeed's script:
-    python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
-    python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
+    .venv/bin/python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
   published weights, to ask them for text with generate.py:
-    python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
+    .venv/bin/python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
 
 In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py."""
 

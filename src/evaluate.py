@@ -1,4 +1,4 @@
-"""Measure how well a model predicts: ``python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data val.bin``."""
+"""Measure how well a model predicts: ``.venv/bin/python src/evaluate.py --help``."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from dsgpt.inference.request import PRECISIONS, QUANTIZATIONS
 
 DESCRIPTION = """\
 Measure the perplexity and the bits per byte of a text under a model, or let lm-evaluation-harness evaluate it (--tasks;
-install it with `python -m pip install -e '.[eval]'`). The model is that of a run, whichever strategy trained it, of a
-portable folder, or of a Hugging Face folder of a GPT-2."""
+install it with `.venv/bin/python -m pip install -e '.[eval]'`). The model is that of a
+run, whichever strategy trained it, of a portable folder, or of a Hugging Face folder of a GPT-2."""
 EXAMPLES = """\
 examples:
-  python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
-  python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
-  python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100"""
+  .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+  .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
+  .venv/bin/python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100"""
 
 
 def main() -> None:

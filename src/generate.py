@@ -1,4 +1,4 @@
-"""Continue text: ``python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("``."""
+"""Continue text: ``.venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("``."""
 
 import argparse
 import sys
@@ -24,11 +24,11 @@ folder of a GPT-2. A text ends before an end-of-text token or a --stop text, aft
 model's context is full. --seed repeats the texts, at any --batch_size. Ctrl-C prints what there is."""
 EXAMPLES = """\
 examples:
-  python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
-  python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0
-  python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "import" --prompt "class" --num_samples 4
-  head -9 src/gpt2.py | python src/generate.py --checkpoint checkpoint/demo-zero1 - --stop "def " --stream
-  python src/generate.py --checkpoint exported/gpt2 --precision bf16 --interactive"""
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "import" --prompt "class" --num_samples 4
+  head -9 src/gpt2.py | .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 - --stop "def " --stream
+  .venv/bin/python src/generate.py --checkpoint exported/gpt2 --precision bf16 --interactive"""
 LINE = "-" * 80
 
 

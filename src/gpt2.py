@@ -1,4 +1,4 @@
-"""Train GPT-2: ``python src/gpt2.py --help``, or under ``deepspeed`` or ``torchrun``."""
+"""Train GPT-2: ``.venv/bin/python src/gpt2.py --help``, or under ``deepspeed`` or ``torchrun``."""
 
 import sys
 

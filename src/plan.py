@@ -1,4 +1,4 @@
-"""Plan a training before it is paid for: memory, time, cost, and the best setup. ``python src/plan.py --help``."""
+"""Plan a training before it is paid for: ``.venv/bin/python src/plan.py --help``."""
 
 import sys
 from pathlib import Path

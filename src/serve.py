@@ -1,4 +1,4 @@
-"""Serve a model with OpenAI's completions: ``python src/serve.py --checkpoint checkpoint/demo-zero1``."""
+"""Serve a model with OpenAI's completions: ``.venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1``."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ Answer requests for completions over HTTP, as OpenAI's interface does: /v1/compl
 /metrics for Prometheus. Nothing that a request says is logged."""
 EXAMPLES = f"""\
 examples:
-  python src/serve.py --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{{"model": "demo-zero1", "prompt": "def main(", "max_tokens": 32}}'
-  {API_KEY}=$(openssl rand -hex 32) python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0"""
+  {API_KEY}=$(openssl rand -hex 32) .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0"""
 
 
 def main() -> int:

@@ -108,6 +108,14 @@ def test_commands_name_programs_scripts_files_and_flags_that_exist(command: Comm
                 assert re.search(rf"{flag}(?![\w-])", known), f"{command.script} knows no {flag}"
 
 
+def test_no_text_names_a_program_that_works_only_in_an_activated_environment():
+    """A pasted ``python src/gpt2.py`` starts the system's Python, which has none of the packages."""
+    sources = [path for folder in ("src", "charts", "data_prep") for path in (REPOSITORY / folder).rglob("*.py")]
+    program = r"(?<![\w./-])(?:python3?|deepspeed|torchrun)(?: --?\w+(?: \d+)?)* (?:(?:src|charts|data_prep)/|-m pip).*"
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in (*PRESENT, *sources)}
+    assert not [(name, line) for name, text in texts.items() for line in re.findall(program, text)]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """A little more than one global batch of the recipes, in the longest sequences of the commands."""

@@ -205,7 +205,7 @@ def test_overlap_on_gpus_is_noted_with_the_parity_command(device, overlap, lines
     assert len(notices) == lines
     for line in notices:
         assert line.startswith("mine.json: overlap_comm is true, which no parity run on GPUs has covered")
-        assert "`python src/benchmark.py parity --device cuda --only zero3`" in line
+        assert "`.venv/bin/python src/benchmark.py parity --device cuda --only zero3`" in line
 
 
 def test_deepspeed_gets_the_counted_number_of_buffers(tmp_path, monkeypatch):

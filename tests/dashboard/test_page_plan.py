@@ -54,7 +54,7 @@ def test_the_command_says_what_the_page_asked_for(options):
     found, problems = read_options(words_of(options))
     assert not problems
     assert found == options
-    assert shlex.split(command_line(options)) == ["python", "src/plan.py", *words_of(options)]
+    assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]
 
 
 def test_what_does_not_fit_is_the_loud_thing(tmp_path, monkeypatch):

@@ -196,7 +196,7 @@ def test_a_broken_link_in_place_of_the_sidecar(tmp_path, snapshot):
 
 
 def test_a_device_is_refused():
-    again = "make it again with `python data_prep/preprocess.py --overwrite`"
+    again = "make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
     assert refused(Path(os.devnull)) == f"FOLDER/{Path(os.devnull).name}: is empty; {again}"
 
 

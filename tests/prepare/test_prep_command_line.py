@@ -81,7 +81,7 @@ def test_a_folder_without_a_tokenizer(run, tmp_path: Path):
 @pytest.mark.parametrize("script", ["preprocess.py", "preprocess_small.py", "download_data.py"])
 def test_help_has_examples(run, tmp_path: Path, script: str):
     text = run(script, "--help", cwd=tmp_path).stdout
-    assert f"python data_prep/{script}" in text
+    assert f".venv/bin/python data_prep/{script}" in text
     assert "python-stdlib" in text
 
 

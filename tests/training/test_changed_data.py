@@ -68,7 +68,7 @@ def test_shuffled_in_place_is_refused(here, capsys):
     assert train(command_line(here)) == 2
     (line,) = errors(capsys)
     assert line.startswith(f"error: {here / 'train.bin'}: its sha256 is ")
-    assert line.endswith("or make it again with `python data_prep/preprocess.py --overwrite`")
+    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
     assert not (here / "run").exists()
 
 
@@ -77,7 +77,7 @@ def test_shuffled_in_place_is_refused_at_a_resume(stopped, here, capsys):
     assert resume(stopped, here) == 2
     (line,) = errors(capsys)
     assert line.startswith(f"error: {here / 'val.bin'}: its sha256 is ")
-    assert line.endswith("or make it again with `python data_prep/preprocess.py --overwrite`")
+    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
 
 
 def test_a_copy_is_hashed_once(here, hashed, capsys):
@@ -131,7 +131,7 @@ def test_only_verify_data_finds_a_change_with_the_old_file_time(here, hashed, ca
     assert hashed == []
     assert train(command_line(here, dry_run=True, verify_data=True)) == 2
     (line,) = errors(capsys)
-    assert line.endswith("or make it again with `python data_prep/preprocess.py --overwrite`")
+    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, capsys, snapshot):

@@ -19,14 +19,16 @@ Time follows from rates: of a GPU's datasheet, of which an assumed share is reac
 EXAMPLES = """\
 examples:
   one setup:
-    python src/plan.py --model_size xl --gpu a100-80gb --gpus 8 --deepspeed_config ds_configs/zero2.json --tokens 10e9
+    .venv/bin/python src/plan.py --model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9 \\
+      --deepspeed_config ds_configs/zero2.json
   the best setup within limits, written to plan/ with the command that starts it:
-    python src/plan.py --model_size large --gpu a100-40gb --gpus 8 --tokens 3e9 --recommend --budget 3000 --deadline 72h
+    .venv/bin/python src/plan.py --model_size large --gpu a100-40gb --gpus 8 --tokens 3e9 \\
+      --recommend --budget 3000 --deadline 72h
   with your own price:
-    python src/plan.py --model_size small --gpu l4 --gpus 1 --tokens 1e9 --price_per_gpu_hour 0.70
+    .venv/bin/python src/plan.py --model_size small --gpu l4 --gpus 1 --tokens 1e9 --price_per_gpu_hour 0.70
   this machine, measured for a minute, then planned for:
-    python src/plan.py --calibrate
-    python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
+    .venv/bin/python src/plan.py --calibrate
+    .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
 INTO = Path("plan")
 HEADROOM = 8.0

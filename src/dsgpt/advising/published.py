@@ -160,5 +160,5 @@ def _assumed() -> Iterator[str]:
     for name, share in shares.items():
         yield f"| {name} | {share.least:.0%} | {share.likely:.0%} | {share.most:.0%} |"
     yield ""
-    yield "`python src/plan.py --calibrate` replaces them by measured rates of your machine: see"
+    yield "`.venv/bin/python src/plan.py --calibrate` replaces them by measured rates of your machine: see"
     yield "[planning](planning.md)."

@@ -95,8 +95,8 @@ def compatibility_notices(request: Request) -> list[str]:
     if request.device == "cuda" and stage and recipe.zero_optimization.overlap_comm:
         return [
             f"{recipe.path}: overlap_comm is true, which no parity run on GPUs has covered (DeepSpeed's issues 5545, "
-            f"8061 were races there): set it in ds_configs/zero{stage}.json, run `python src/benchmark.py parity "
-            f"--device cuda --only zero{stage}`, and trust it if that passes"
+            f"8061 were races there): set it in ds_configs/zero{stage}.json, run "
+            f"`.venv/bin/python src/benchmark.py parity --device cuda --only zero{stage}`, and trust it if that passes"
         ]
     return []
 
@@ -105,8 +105,8 @@ def _check_ranks(request: Request, problems: Problems) -> None:
     world, run_type = request.topology.world_size, request.options.run_type
     if run_type == "baseline" and world > 1:
         problems.add(
-            f"--run_type baseline is one process, but the launcher started {world}: run it with `python src/gpt2.py "
-            "...`, or take --run_type ddp, fsdp or optimized"
+            f"--run_type baseline is one process, but the launcher started {world}: run it with "
+            "`.venv/bin/python src/gpt2.py ...`, or take --run_type ddp, fsdp or optimized"
         )
     copy = request.sizes.ranks_per_copy
     if world % copy:

@@ -28,15 +28,15 @@ JSON recipe sets the optimizer, schedule, clipping and global batch of both, so 
 EXAMPLES = """\
 examples:
   one device, plain PyTorch:
-    python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \\
+    .venv/bin/python src/gpt2.py --run_type baseline --train_data_path data/python-stdlib/train.bin \\
         --val_data_path data/python-stdlib/val.bin --deepspeed_config ds_configs/zero1.json --model_size demo
   the same training on all GPUs of this machine, under DeepSpeed:
-    deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
+    .venv/bin/deepspeed --quiet src/gpt2.py --run_type optimized ... (same flags)
   two devices, also without a GPU:
-    deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
-    torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
+    .venv/bin/deepspeed --quiet --num_gpus 2 src/gpt2.py --run_type optimized ...
+    .venv/bin/torchrun --nproc_per_node 2 src/gpt2.py --run_type optimized ...
   look before you run:
-    python src/gpt2.py ... --dry_run
+    .venv/bin/python src/gpt2.py ... --dry_run
 
 A flag overrides the JSON, the JSON overrides the default. Results go to the folder of --checkpoint_path."""
 

@@ -76,7 +76,7 @@ def _open(given: str, problems: Problems, *, quiet: bool) -> InitFrom | None:
     if (folder / "manifest.json").exists() or (folder / "metrics.jsonl").exists():
         raise UserError(
             f"--init_from {given}: is a run or a checkpoint: make a Hugging Face folder of it first "
-            f"(python src/convert.py --from {given} --to hf OUT)"
+            f"(.venv/bin/python src/convert.py --from {given} --to hf OUT)"
         )
     shape = published_shape(read_json(folder / "config.json"), place=str(folder / "config.json"), problems=problems)
     return InitFrom(given=given, shape=shape) if shape else None

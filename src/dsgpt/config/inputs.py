@@ -66,8 +66,11 @@ def check_required(options: Options, problems: Problems) -> None:
     """Refuse a command line without a required flag, or with flags that contradict each other."""
     required = {
         "--run_type": (options.run_type, f"one of {', '.join(RUN_TYPES)}"),
-        "--train_data_path": (options.train_data_path, "a .bin file made by `python data_prep/preprocess.py`"),
-        "--val_data_path": (options.val_data_path, "a .bin file made by `python data_prep/preprocess.py`"),
+        "--train_data_path": (
+            options.train_data_path,
+            "a .bin file made by `.venv/bin/python data_prep/preprocess.py`",
+        ),
+        "--val_data_path": (options.val_data_path, "a .bin file made by `.venv/bin/python data_prep/preprocess.py`"),
         "--deepspeed_config": (options.deepspeed_config, "a recipe, for example ds_configs/zero1.json"),
     }
     for flag, (value, what) in required.items():

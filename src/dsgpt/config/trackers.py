@@ -21,7 +21,7 @@ def check_trackers(options: Options, problems: Problems) -> None:
         if missing := [package for package in PACKAGES[name] if not _is_installed(package)]:
             problems.add(
                 f"--track {name}: needs {' and '.join(missing)}, not installed here: in the root of the repository, "
-                f'run python -m pip install -e ".[{name}]", or leave {name} out of --track'
+                f'run .venv/bin/python -m pip install -e ".[{name}]", or leave {name} out of --track'
             )
 
 

@@ -15,15 +15,15 @@ DESCRIPTION = """\
 See runs, compare them, watch one, plan the next and try its model, in a browser on this machine.
 
 The dashboard reads records and changes nothing. It listens on 127.0.0.1 alone; docs/dashboard.md says how to see it
-from another machine. It needs the extra `dashboard`: pip install -e '.[dashboard]'.
+from another machine. It needs the extra `dashboard`: .venv/bin/python -m pip install -e '.[dashboard]'.
 """
 EXAMPLES = """\
 examples:
   # the runs in checkpoint/
-  python charts/dashboard.py
+  .venv/bin/python charts/dashboard.py
 
   # other runs, on another port; the second command is what the first one starts
-  python charts/dashboard.py --runs /data/runs --port 8600
+  .venv/bin/python charts/dashboard.py --runs /data/runs --port 8600
   streamlit run charts/dashboard.py --server.port 8600 -- --runs /data/runs
 
 Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
@@ -90,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = parse(argv)
     if importlib.util.find_spec("streamlit") is None:
-        raise UserError("Streamlit is not installed: make dashboard, or pip install -e '.[dashboard]'")
+        raise UserError(
+            "Streamlit is not installed: make dashboard, or .venv/bin/python -m pip install -e '.[dashboard]'"
+        )
     words = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(arguments.port)]
     words += ["--", "--runs", str(arguments.runs.absolute())]
     os.execv(sys.executable, [*words, *(f"--allowed_host={name}" for name in arguments.allowed_host)])

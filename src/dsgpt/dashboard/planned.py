@@ -84,7 +84,7 @@ def _measured(path: Path) -> MachineChoice:
 
 def command_line(options: PlanOptions) -> str:
     """The command that prints the same plan."""
-    return shlex.join(["python", "src/plan.py", *words_of(options)])
+    return shlex.join([".venv/bin/python", "src/plan.py", *words_of(options)])
 
 
 def planned(words: Sequence[str], *, repository: Path) -> Planned:

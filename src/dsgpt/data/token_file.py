@@ -89,7 +89,7 @@ class TokenFile:
         if claimed and computed != claimed:
             raise TokenFileError(
                 f"{self.path}: its sha256 is {computed}, its sidecar says {claimed}: the file changed; bring the "
-                "original back, or make it again with `python data_prep/preprocess.py --overwrite`"
+                "original back, or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
             )
         if claimed and before != self.sidecar.stamp:
             note_stamp(sidecar_path(self.path), before, sha256=claimed)
@@ -111,12 +111,14 @@ def open_token_file(path: Path) -> TokenFile:
         size = path.stat().st_size
     except OSError as error:
         raise TokenFileError(
-            f"{path}: cannot be read ({error.strerror}); make it with `python data_prep/preprocess.py`"
+            f"{path}: cannot be read ({error.strerror}); make it with `.venv/bin/python data_prep/preprocess.py`"
         ) from error
     if path.is_dir():
         raise TokenFileError(f"{path}: is a folder; name the .bin file in it")
     if size == 0:
-        raise TokenFileError(f"{path}: is empty; make it again with `python data_prep/preprocess.py --overwrite`")
+        raise TokenFileError(
+            f"{path}: is empty; make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
+        )
     if not os.access(path, os.R_OK):
         raise TokenFileError(f"{path}: cannot be read (no permission)")
     sidecar_file = sidecar_path(path)

@@ -51,11 +51,14 @@ def evaluate_tasks(
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
         raise UserError(
-            f"--tasks needs lm-evaluation-harness ({error}): install it with python -m pip install -e '.[eval]'"
+            f"--tasks needs lm-evaluation-harness ({error}): install it with "
+            ".venv/bin/python -m pip install -e '.[eval]'"
         ) from error
     manager = TaskManager(include_path=str(include_path) if include_path else None)
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise UserError(f"--tasks: there is no task {', '.join(unknown)}; python -m lm_eval ls tasks lists them")
+        raise UserError(
+            f"--tasks: there is no task {', '.join(unknown)}; .venv/bin/python -m lm_eval ls tasks lists them"
+        )
     with _exported(checkpoint, which=which) as folder:
         model = HFLM(pretrained=str(folder), device=device, dtype=DTYPES[precision], batch_size=batch_size)
         found = simple_evaluate(model=model, tasks=list(names), limit=limit, task_manager=manager)

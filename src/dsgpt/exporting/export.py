@@ -265,7 +265,7 @@ def _facts(folder: Path) -> Mapping[str, Any]:
 
 def _usage_line(model: Model, out: Path, *, form: str) -> str:
     if form == "deepspeed" and not model.left_out:
-        return f"use it      python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS"
+        return f"use it      .venv/bin/python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS"
     if model.left_out:
         return f"tokenizer   left out: {model.left_out}"
     if not model.tokenizer:

@@ -12,10 +12,11 @@ end-of-text id. Without flags it prepares the text that ships with Python itself
 bit less): no download, no account, under a minute. The same command a second time changes nothing."""
 
 EXAMPLES = """\
-  python data_prep/preprocess.py
-  python data_prep/preprocess.py --input books/ --tokenizer train --vocab_size 16384
-  python data_prep/preprocess.py --input notes.txt web.jsonl --text_key content --output_dir data/mine
-  python data_prep/download_data.py tinystories && python data_prep/preprocess.py --dataset tinystories"""
+  .venv/bin/python data_prep/preprocess.py
+  .venv/bin/python data_prep/preprocess.py --input books/ --tokenizer train --vocab_size 16384
+  .venv/bin/python data_prep/preprocess.py --input notes.txt web.jsonl --text_key content --output_dir data/mine
+  .venv/bin/python data_prep/download_data.py tinystories && \\
+    .venv/bin/python data_prep/preprocess.py --dataset tinystories"""
 
 SMALL_DESCRIPTION = """\
 As preprocess.py with the same flags, but for the first N documents only: train_small.bin and val_small.bin, for a quick
@@ -24,8 +25,8 @@ training documents. Small and full files share the folder and its tokenizer/, wh
 whole train split in both cases, so a model trained on one can be evaluated on the other."""
 
 SMALL_EXAMPLES = """\
-  python data_prep/preprocess_small.py --num_documents 100
-  python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
+  .venv/bin/python data_prep/preprocess_small.py --num_documents 100
+  .venv/bin/python data_prep/preprocess_small.py --num_documents 1000 --dataset tinystories"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

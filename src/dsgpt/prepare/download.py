@@ -27,9 +27,9 @@ sets:
 """
 
 EXAMPLES = """\
-  python data_prep/download_data.py
-  python data_prep/download_data.py tinystories
-  python data_prep/download_data.py fineweb-edu --max_documents 100000"""
+  .venv/bin/python data_prep/download_data.py
+  .venv/bin/python data_prep/download_data.py tinystories
+  .venv/bin/python data_prep/download_data.py fineweb-edu --max_documents 100000"""
 
 _STDLIB_ABOUT = "the sources and documentation that ship with this Python, about 12 MB; needs no network (default)"
 

@@ -150,7 +150,7 @@ def _add_source_flags(parser: Parser, reader: Reader) -> None:
         metavar="NAME",
         type=reader.choice("--dataset", DATASETS, None),
         help=f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no "
-        "download; the others need `python data_prep/download_data.py NAME` first)",
+        "download; the others need `.venv/bin/python data_prep/download_data.py NAME` first)",
     )
     parser.add_argument(
         "--input",

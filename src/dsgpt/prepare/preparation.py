@@ -83,7 +83,7 @@ def _named_source(dataset: str, *, output_dir: Path) -> Source:
         return stdlib_source()
     raise UserError(
         f"--dataset {dataset}: has not been downloaded to {output_dir / 'raw'}; run "
-        f"`python data_prep/download_data.py {dataset}` first"
+        f"`.venv/bin/python data_prep/download_data.py {dataset}` first"
     )
 
 

@@ -29,15 +29,15 @@ data no record has is not drawn, and a line says why.
 EXAMPLES = """\
 examples:
   # one device against DeepSpeed
-  python charts/generate_charts.py --baseline-json checkpoint/baseline/training_metrics.json \\
+  .venv/bin/python charts/generate_charts.py --baseline-json checkpoint/baseline/training_metrics.json \\
       --optimized-json checkpoint/zero1/training_metrics.json
 
   # any number of runs, by folder, into a folder of their own
-  python charts/generate_charts.py --run baseline=checkpoint/baseline --run zero1=checkpoint/zero1 \\
+  .venv/bin/python charts/generate_charts.py --run baseline=checkpoint/baseline --run zero1=checkpoint/zero1 \\
       --run zero3=checkpoint/zero3 --output-dir charts/zero
 
   # a sweep of src/benchmark.py, for a page with dark and light readers
-  python charts/generate_charts.py --sweep checkpoint/sweep/scaling --format svg --theme both
+  .venv/bin/python charts/generate_charts.py --sweep checkpoint/sweep/scaling --format svg --theme both
 
 docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in the command line or an unreadable file;
 130: interrupted.

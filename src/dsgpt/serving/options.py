@@ -144,5 +144,5 @@ def check_packages(problems: Problems) -> None:
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         problems.add(
             f"serving needs {' and '.join(missing)}, not installed here: in the root of the repository, run "
-            'python -m pip install -e ".[serve]"'
+            '.venv/bin/python -m pip install -e ".[serve]"'
         )

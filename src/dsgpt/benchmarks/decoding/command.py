@@ -1,4 +1,4 @@
-"""``python src/benchmark.py decoding``: seconds of 100 tokens, beside other implementations in the same rounds."""
+"""``.venv/bin/python src/benchmark.py decoding``: seconds of 100 tokens, beside others in the same rounds."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -12,10 +12,10 @@ fp32 and bf16, and compare their seconds; measure how far the time of a token is
 code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py decoding
-  python src/benchmark.py decoding --only fp32 --rounds 9
-  python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
-  python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
+  .venv/bin/python src/benchmark.py decoding
+  .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
+  .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+  .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

@@ -21,8 +21,8 @@ def decoding_page(record: Record, *, source: str) -> str:
     head = f"""# How fast a model generates
 
 Generated from `{source}` by
-`python src/benchmark.py decoding --table-from {source} --page docs/decoding.md`;
-`python src/benchmark.py decoding` measures it on your machine.
+`.venv/bin/python src/benchmark.py decoding --table-from {source} --page docs/decoding.md`;
+`.venv/bin/python src/benchmark.py decoding` measures it on your machine.
 
 Every contender continues the same {work["prompt_tokens"]}-token prompts by {work["new_tokens"]} tokens, greedily, in
 one process with all cores. They run in turn, {record["rounds"]} turns each after a warm-up, so that all meet the same

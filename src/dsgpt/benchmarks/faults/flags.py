@@ -11,9 +11,9 @@ resume every run, which must end with the losses of an undisturbed run, to the l
 otherwise."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py faults
-  python src/benchmark.py faults --kills 200 --seed 1
-  python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
+  .venv/bin/python src/benchmark.py faults
+  .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
+  .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

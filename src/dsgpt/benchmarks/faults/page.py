@@ -63,7 +63,7 @@ def _head(record: Record, source: str) -> str:
     return f"""# A run that was stopped resumes to the same result
 
 Generated from `{source}` by
-`python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
+`.venv/bin/python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
 runs the campaign on your machine.
 
 {_summary(record)}

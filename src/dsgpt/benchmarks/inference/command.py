@@ -1,4 +1,4 @@
-"""``python src/benchmark.py inference``: what happens to waiting times and throughput when many ask at once."""
+"""``.venv/bin/python src/benchmark.py inference``: waiting times and throughput when many ask at once."""
 
 import os
 from collections.abc import Iterator, Sequence

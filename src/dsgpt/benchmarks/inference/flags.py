@@ -27,10 +27,10 @@ the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwi
 failed, without which the others go on."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
-  python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
-  python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
-  python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
+  .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
+  .venv/bin/python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
+  .venv/bin/python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
 
 `make vllm` installs vLLM into .venv-vllm."""
 

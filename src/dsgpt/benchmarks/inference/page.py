@@ -54,7 +54,7 @@ def _head(found: Concurrency, source: str) -> str:
     shape = f"{model['n_layer']} layers of width {model['n_embd']}, vocabulary {model['vocab_size']:,}"
     return f"""# Many requests at once
 
-Generated from `{source}` by `python src/benchmark.py inference --table-from {source}`.
+Generated from `{source}` by `.venv/bin/python src/benchmark.py inference --table-from {source}`.
 
 Every engine answered the same {found.requests} requests: {found.prompt_tokens:,} tokens of prompts and
 {found.new_tokens:,} new tokens, greedily, in fp32. A trace with seed {found.seed} says when they arrive (Poisson) and

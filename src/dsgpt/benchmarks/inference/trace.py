@@ -1,6 +1,6 @@
 """The trace: when requests arrive, how long their prompts are, and how many tokens each asks for.
 
-``python -m dsgpt.benchmarks.inference.trace`` writes the committed one, ``trace.json`` beside this file.
+``.venv/bin/python -m dsgpt.benchmarks.inference.trace`` writes the committed one, ``trace.json`` beside this file.
 """
 
 import math

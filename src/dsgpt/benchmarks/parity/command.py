@@ -1,4 +1,4 @@
-"""``python src/benchmark.py parity``: what the parity suite runs, prints and records."""
+"""``.venv/bin/python src/benchmark.py parity``: what the parity suite runs, prints and records."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

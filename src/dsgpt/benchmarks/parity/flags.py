@@ -11,10 +11,10 @@ AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then
 is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
 EXAMPLES = f"""\
 examples:
-  python src/benchmark.py parity
-  python src/benchmark.py parity --core
-  python src/benchmark.py parity --only zero1 zero3 --ranks 2
-  python src/benchmark.py parity --table-from checkpoint/parity/parity.json
+  .venv/bin/python src/benchmark.py parity
+  .venv/bin/python src/benchmark.py parity --core
+  .venv/bin/python src/benchmark.py parity --only zero1 zero3 --ranks 2
+  .venv/bin/python src/benchmark.py parity --table-from checkpoint/parity/parity.json
 
 strategies: {", ".join(STRATEGIES)}"""
 

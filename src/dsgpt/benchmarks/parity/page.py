@@ -55,7 +55,7 @@ def _head(record: Record, cells: Cells, bugs: Cells, source: str) -> str:
     return f"""# Every strategy trains the same model
 
 Generated from `{source}` by
-`python src/benchmark.py parity --table-from {source} --page docs/parity.md`;
+`.venv/bin/python src/benchmark.py parity --table-from {source} --page docs/parity.md`;
 `make parity` runs the whole suite on your machine.
 
 {len(cells)} cells: {count["passed"] + count["failed"]} trained and compared with plain PyTorch, {_outcome(count)};

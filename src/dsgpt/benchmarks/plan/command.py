@@ -1,4 +1,4 @@
-"""``python src/benchmark.py plan``: the planner's predictions, held against measurements."""
+"""``.venv/bin/python src/benchmark.py plan``: the planner's predictions, held against measurements."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

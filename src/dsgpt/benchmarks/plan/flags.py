@@ -11,9 +11,9 @@ estimator beside it, and step times in rounds without a profiler. Takes about 6 
 predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py plan
-  python src/benchmark.py plan --only zero fsdp --rounds 0
-  python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
+  .venv/bin/python src/benchmark.py plan
+  .venv/bin/python src/benchmark.py plan --only zero fsdp --rounds 0
+  .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

@@ -39,8 +39,8 @@ def plan_page(record: Record, *, source: str) -> str:
     head = f"""# What the planner predicts, and what is measured
 
 Generated from `{source}` by
-`python src/benchmark.py plan --table-from {source} --page docs/planner.md`;
-`python src/benchmark.py plan` measures it on your machine.
+`.venv/bin/python src/benchmark.py plan --table-from {source} --page docs/planner.md`;
+`.venv/bin/python src/benchmark.py plan` measures it on your machine.
 
 {_verdict(measured)}
 

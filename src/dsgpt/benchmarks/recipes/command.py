@@ -1,4 +1,4 @@
-"""``python src/benchmark.py recipes``: the search behind ``ds_configs/sizes``.
+"""``.venv/bin/python src/benchmark.py recipes``: the search behind ``ds_configs/sizes``.
 
 Every training sees the same number of tokens of the demo's text, in the same order for a seed, whatever its batch. The
 choice is made on one seed and shown on three others.

@@ -10,8 +10,8 @@ recipes: train small models with many learning rates, batches and schedules on t
 most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended."""
 EXAMPLES = f"""\
 examples:
-  python src/benchmark.py recipes
-  python src/benchmark.py recipes --size demo
+  .venv/bin/python src/benchmark.py recipes
+  .venv/bin/python src/benchmark.py recipes --size demo
 
 sizes: {", ".join(SEARCHES)}"""
 

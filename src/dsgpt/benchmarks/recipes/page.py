@@ -20,8 +20,8 @@ def recipes_page(record: Record, *, source: str) -> str:
     head = f"""# The search behind the recipes of small models
 
 Generated from `{source}` by
-`python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
-`python src/benchmark.py recipes` repeats it.
+`.venv/bin/python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
+`.venv/bin/python src/benchmark.py recipes` repeats it.
 
 The field's published settings are for models of 100 million parameters and more, and for batches of half a million
 tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a

@@ -11,9 +11,9 @@ of strategies share a run: one trains 10 steps and saves, the other resumes for 
 an undisturbed run. Exit code 0: they do; 1: otherwise."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py resume
-  python src/benchmark.py resume --pairs 100 --seed 1
-  python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
+  .venv/bin/python src/benchmark.py resume
+  .venv/bin/python src/benchmark.py resume --pairs 100 --seed 1
+  .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

@@ -31,8 +31,8 @@ def _head(record: Record, source: str) -> str:
     return f"""# Any strategy resumes the run of any other
 
 Generated from `{source}` by
-`python src/benchmark.py resume --table-from {source} --page docs/resume.md`;
-`python src/benchmark.py resume` runs it on your machine.
+`.venv/bin/python src/benchmark.py resume --table-from {source} --page docs/resume.md`;
+`.venv/bin/python src/benchmark.py resume` runs it on your machine.
 
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
   {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on

@@ -1,7 +1,8 @@
-"""``python src/benchmark.py saving``: how long training waits for checkpoints, with ``--save_mode`` sync and async.
+"""``.venv/bin/python src/benchmark.py saving``: how long training waits for checkpoints.
 
-The same baseline training runs with both modes in turn, so that other load on the machine affects both. The figures are
-those that a run records for every save. The last save of a run does not count, because it is sync in both modes.
+The same baseline training runs with ``--save_mode`` sync and async in turn, so that other load on the machine
+affects both. The figures are those that a run records for every save. The last save of a run does not count, because
+it is sync in both modes.
 """
 
 import json

@@ -9,8 +9,8 @@ saving: train the model `tiny` with --save_mode sync and async in turn, and comp
 checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py saving
-  python src/benchmark.py saving --rounds 10"""
+  .venv/bin/python src/benchmark.py saving
+  .venv/bin/python src/benchmark.py saving --rounds 10"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

@@ -16,8 +16,8 @@ def saving_page(record: Record, *, source: str) -> str:
     head = f"""# How long training waits for a checkpoint
 
 Generated from `{source}` by
-`python src/benchmark.py saving --table-from {source} --page docs/saving.md`;
-`python src/benchmark.py saving` measures it on your machine.
+`.venv/bin/python src/benchmark.py saving --table-from {source} --page docs/saving.md`;
+`.venv/bin/python src/benchmark.py saving` measures it on your machine.
 
 The model `{work["model_size"]}` with {record["parameters"]:,} parameters, whose checkpoint has {size:,.0f} MB, is
 trained {record["rounds"]} times with `--save_mode sync` and {record["rounds"]} times with `async`, in turn;

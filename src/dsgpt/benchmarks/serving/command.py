@@ -1,4 +1,4 @@
-"""``python src/benchmark.py serving``: a server under several times the requests that it can answer.
+"""``.venv/bin/python src/benchmark.py serving``: a server under several times the requests that it can answer.
 
 First as many clients as the server has places measure its capacity. Then requests arrive at random, several times
 as many per second, in rounds. Refused clients ask again when the server says. Every request must get one answer, with

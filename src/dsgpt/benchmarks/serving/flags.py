@@ -11,8 +11,8 @@ serving: ask a server of src/serve.py for several times the completions that it 
 Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise."""
 EXAMPLES = """\
 examples:
-  python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
-  python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
+  .venv/bin/python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

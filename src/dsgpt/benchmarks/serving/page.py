@@ -17,8 +17,8 @@ def serving_page(record: Record, *, source: str) -> str:
     head = f"""# A server under {record["times"]} times its capacity
 
 Generated from `{source}` by
-`python src/benchmark.py serving --table-from {source} --page docs/serving-load.md`;
-`python src/benchmark.py serving` measures it on your machine.
+`.venv/bin/python src/benchmark.py serving --table-from {source} --page docs/serving-load.md`;
+`.venv/bin/python src/benchmark.py serving` measures it on your machine.
 
 `src/serve.py` serves `{record["checkpoint"]}` and decodes {record["batch"]} sequences at a time; {record["queue"]} may
 wait. With a client for each of these places it answers {record["capacity_per_sec"]:.1f} requests a second, each a

@@ -1,4 +1,4 @@
-"""``python src/benchmark.py speed``: how fast a step is, beside other trainers on the same work at the same time."""
+"""``.venv/bin/python src/benchmark.py speed``: how fast a step is, beside other trainers on the same work."""
 
 import os
 import subprocess

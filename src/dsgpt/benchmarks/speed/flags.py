@@ -11,9 +11,9 @@ one; measure peak memory, start-up, and what this machine can do. Exit code 0: e
 EXAMPLES = """\
 examples:
   git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
-  python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
-  python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
-  python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT"""
+  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
+  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
+  .venv/bin/python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT"""
 
 
 def _add_flags(flags: SuiteFlags) -> None:

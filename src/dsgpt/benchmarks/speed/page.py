@@ -26,8 +26,8 @@ def speed_page(record: Record, *, source: str) -> str:
     head = f"""# How fast a step is
 
 Generated from `{source}` by
-`python src/benchmark.py speed --table-from {source} --page docs/speed.md`;
-`python src/benchmark.py speed --peer nanogpt=FOLDER` measures it on your machine.
+`.venv/bin/python src/benchmark.py speed --table-from {source} --page docs/speed.md`;
+`.venv/bin/python src/benchmark.py speed --peer nanogpt=FOLDER` measures it on your machine.
 
 Every row compares trainers that take whole optimizer steps with the same shapes, precision, threads and tokens. They
 run in turn, {record["rounds"]} turns each, so that all meet the same machine. A ratio is that of one turn to the turn

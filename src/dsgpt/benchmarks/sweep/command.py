@@ -1,4 +1,4 @@
-"""``python src/benchmark.py run``: sweeps over strategies, devices and settings.
+"""``.venv/bin/python src/benchmark.py run``: sweeps over strategies, devices and settings.
 
 Every turn is a training of its own under the launcher that users use. Its result is on disk before the next turn
 starts, so the same command continues an interrupted sweep.

@@ -1,4 +1,4 @@
-"""``python src/benchmark.py compare A B``: is B slower than A beyond noise?
+"""``.venv/bin/python src/benchmark.py compare A B``: is B slower than A beyond noise?
 
 A and B are two runs, paired by step, or two sweeps or cells of sweeps, paired by repeat.
 """

@@ -39,16 +39,16 @@ slower beyond noise.""",
 EXAMPLES = {
     "run": f"""\
 examples:
-  python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
-  python src/benchmark.py run --suite memory --devices 2 --repeats 1
-  python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
+  .venv/bin/python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
+  .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
+  .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
 
 suites: {", ".join(SUITES)}""",
     "compare": """\
 examples:
-  python src/benchmark.py compare checkpoint/before checkpoint/after
-  python src/benchmark.py compare before/sweep.json after/sweep.json
-  python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices\"""",
+  .venv/bin/python src/benchmark.py compare checkpoint/before checkpoint/after
+  .venv/bin/python src/benchmark.py compare before/sweep.json after/sweep.json
+  .venv/bin/python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices\"""",
 }
 
 

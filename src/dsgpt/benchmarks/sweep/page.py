@@ -48,7 +48,7 @@ def _head(sweep: Sweep, source: str) -> str:
     hardware = sweep.hardware
     return f"""# Sweep: {_text(sweep.suite)}
 
-Generated from `{source}` by `python src/benchmark.py run --table-from {source}`.
+Generated from `{source}` by `.venv/bin/python src/benchmark.py run --table-from {source}`.
 
 Every cell was trained {sweep.repeats} times. The turns of a repeat ran one after another in an order drawn with seed
 {sweep.seed}, then came the next repeat. A figure is the median over the repeats, with the smallest and largest value
