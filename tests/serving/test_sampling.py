@@ -27,25 +27,20 @@ from dsgpt.serving.scoring import Scorer
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=60)
 
 
-def drawn(logits: list[float], count: int = 400, **settings: Any) -> set[int]:
-    """The tokens that ``count`` sequences with the same logits draw, beside a greedy one and one with bad logits."""
+def drawn(rows: list[list[float]], settings: list[Sampling]) -> tuple[list[int], list[str]]:
+    """The token of each row of logits, each of another position, and the rows that failed."""
     failed: list[str] = []
     sampler = Sampler(failed.append)
-    all_settings = [Sampling(), *[Sampling(**{"temperature": 1.0} | settings)] * count, Sampling(temperature=1.0)]
     states = [
         SimpleNamespace(
             request_id=f"{row}", initial_tokens=[0] * row, generated_tokens=[], logit_processor_kwargs={"sampling": one}
         )
-        for row, one in enumerate(all_settings)
+        for row, one in enumerate(settings)
     ]
     sampler.prepare_tensor_args(
         [SimpleNamespace(state=state, has_new_token=True) for state in states], torch.empty(0, 1)
     )
-    scores = torch.tensor([logits] * (count + 1) + [[torch.nan] * len(logits)])
-    tokens = sampler(torch.empty(0), scores, torch.empty(0, 1)).argmax(-1).tolist()
-    assert tokens[0] == logits.index(max(logits))
-    assert failed == [f"{count + 1}"]
-    return set(tokens[1:-1])
+    return sampler(torch.empty(0), torch.tensor(rows), torch.empty(0, 1)).argmax(-1).tolist(), failed
 
 
 SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
@@ -69,27 +64,18 @@ SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
     ],
 )
 def test_only_the_allowed_tokens_are_drawn(settings, tokens):
-    assert drawn(SHARES, **settings) == tokens
-    assert drawn([38e37 * logit / 10 for logit in SHARES], **settings) == {1}  # no temperature overflows
+    """By 400 sequences, beside a greedy one and one with bad logits; no temperature overflows."""
+    beside = [Sampling(), *[Sampling(**{"temperature": 1.0} | settings)] * 400, Sampling(temperature=1.0)]
+    for logits, expected in ((SHARES, tokens), ([38e37 * logit / 10 for logit in SHARES], {1})):
+        found, failed = drawn([logits] * 401 + [[torch.nan] * 4], beside)
+        assert (found[0], set(found[1:-1]), failed) == (1, expected, ["401"])
 
 
 def test_shares_of_drawn_tokens_are_the_models():
-    numbers = [Sampling(seed="7").number(position) for position in range(4000)]
-    assert sum(numbers) / 4000 == pytest.approx(0.5, abs=0.02)  # four standard errors
-    assert 0 <= min(numbers) < 0.01 and 0.99 < max(numbers) < 1
-    sampler = Sampler(print)
-    sampler._states = [
-        SimpleNamespace(
-            initial_tokens=[0] * position,
-            generated_tokens=[],
-            logit_processor_kwargs={"sampling": Sampling(**settings)},
-        )
-        for settings in ({"temperature": 1.0, "seed": "7"}, {"temperature": 1.0, "seed": "7", "top_k": 4})
-        for position in range(4000)
-    ]
-    tokens = sampler(torch.empty(0), torch.tensor([SHARES] * 8000), torch.empty(0, 1)).argmax(-1)
-    for half in tokens.split(4000):
-        assert (half.bincount() / 4000).tolist() == pytest.approx(torch.tensor(SHARES).exp().tolist(), abs=0.03)
+    for more in ({}, {"top_k": 4}):
+        tokens, _ = drawn([SHARES] * 4000, [Sampling(temperature=1.0, seed="7", **more)] * 4000)
+        shares = torch.tensor(tokens).bincount() / 4000
+        assert shares.tolist() == pytest.approx(torch.tensor(SHARES).exp().tolist(), abs=0.03)
 
 
 def test_a_seed_repeats_an_answer_alone_and_beside_others(server: Server):
