@@ -64,7 +64,6 @@ def test_what_a_release_trains_wrong_is_refused(tmp_path, monkeypatch, release, 
 
 def test_a_machine_without_deepspeed_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(known_bad, "version", Mock(side_effect=PackageNotFoundError("deepspeed")))
-    assert not any("DeepSpeed" in line for line in asked(tmp_path, recipe=stage(2), run_type="ddp", ranks=2).notices)
     with pytest.raises(UserError, match=f"^--run_type optimized needs DeepSpeed: install it .*=={TESTED}"):
         asked(tmp_path, recipe=stage(2), ranks=2)
 

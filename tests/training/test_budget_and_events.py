@@ -170,7 +170,7 @@ def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
 
 def test_the_next_line_resumes_the_run_and_then_evaluates_it(sabotaged, tmp_path):
     """Pasted as they are; the folder has a space, and the flags of the run need quotes."""
-    done, _ = sabotaged(LIMIT_ON_THE_LAST_RANK, checkpoint_path=tmp_path / "a run")
+    done, _ = sabotaged(LIMIT_ON_THE_LAST_RANK, checkpoint_path=tmp_path / "a run", overwrite=True)
     words = next_words(done.stdout)
     assert words[0] == sys.executable
     assert words[-1] == "--resume"

@@ -166,8 +166,8 @@ class Trainer:
         self._journal.end_early("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         if isinstance(error, Interrupted) and error.together:
             logger.info(f"{error}; continue with --resume")
-            command = own_command()
-            logger.info(next_line([*command, *([] if "--resume" in command else ["--resume"])]))
+            command = [word for word in own_command() if word not in {"--resume", "--overwrite"}]
+            logger.info(next_line([*command, "--resume"]))
             barrier()  # the launcher ends all ranks when one exits, but the main rank may still be writing files
 
 
