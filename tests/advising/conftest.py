@@ -13,12 +13,12 @@ from dsgpt.common.script import exit_code_of
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Runs a command line in an empty folder, which must succeed; returns what it printed."""
+    """Runs a command line in an empty folder, which must end with ``code``; returns what it printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run(line: str) -> str:
+    def run(line: str, *, code: int = 0) -> str:
         options, problems = read_options(line.split())
-        assert act(options, problems, repository=REPOSITORY) == 0
+        assert act(options, problems, repository=REPOSITORY) == code
         return capsys.readouterr().out
 
     return run

@@ -12,6 +12,7 @@ from dsgpt.common.problems import Problems
 
 THREE_D = f"--deepspeed_config {REPOSITORY}/ds_configs/3d.json"
 XL = "--model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9"
+FSDP = "--strategy fsdp --activation_checkpointing"
 ZERO2 = f"--deepspeed_config {REPOSITORY}/ds_configs/zero2.json"
 
 
@@ -50,8 +51,56 @@ def test_what_a_plan_takes_from_the_flags(plan):
 
 def test_a_setup_that_does_not_fit_says_what_would(plan):
     t4 = "--model_size large --gpu t4 --tokens 1e9"
-    assert "it fits with --" in plan(f"{t4} --gpus 4 {ZERO2} --micro_batch_size_per_gpu 8")
-    assert "take --recommend" in plan(f"{t4} --gpus 1 {ZERO2} --run_type baseline")
+    out = plan(f"{t4} --gpus 4 {ZERO2} --micro_batch_size_per_gpu 8", code=1)
+    assert "it fits with --" in out
+    assert out.splitlines()[-1].startswith("DOES NOT FIT: 21.")
+    assert not [word for word in ("step:", "MFU", "$") if word in out]
+    assert "take --recommend" in plan(f"{t4} --gpus 1 {ZERO2} --run_type baseline", code=1)
+
+
+def test_headroom_decides_what_fits_and_is_printed(plan):
+    """16 GB less 20% and 0.6 GB are 12.2 GB."""
+    line = f"--model_size xl --gpu t4 --gpus 2 --global_batch_size 8 --micro_batch_size_per_gpu 4 --tokens 1B {FSDP}"
+    memory = json.loads(plan(f"{line} --json"))["memory"]
+    assert memory["usable_bytes"] == 0.92 * 16e9 - 0.6e9 > memory["bytes"]
+    assert (memory["headroom_percent"], memory["fixed_bytes"]) == (8.0, 600_000_000)
+    assert "12.2 GB is 16.0 GB less 20% headroom (--headroom) and 0.6 GB of" in plan(f"{line} --headroom 20", code=1)
+    full = json.loads(plan(f"{line} --headroom 20 --json", code=1))
+    assert (full["memory"]["fits"], full["step"], full["training"], full["costs"]) == (False, None, None, [])
+
+
+def test_a_strategy_is_trained_with_the_recipe_of_the_size(plan):
+    """The command without a recipe, that of the dashboard's page, and the search plan the same training."""
+    line = "--model_size small --gpu A100-80GB --gpus 8 --tokens 10B --json"
+    by_name, by_size = (json.loads(plan(f"{line} {more}")) for more in ("--strategy fsdp", "--run_type fsdp"))
+    assert by_name == by_size
+    assert by_name["training"]["steps"] == 19_073
+    found = json.loads(plan(f"{line} --recommend --micro_batch_size_per_gpu {by_name['micro_batch_size']}"))
+    (same,) = [each["plan"] for each in found["ranked"] if each["name"] == "fsdp"]
+    assert same == {key: value for key, value in by_name.items() if key != "assumptions"}
+
+
+def test_an_instance_is_its_gpus_network_and_price(plan):
+    line = "--model_size small --strategy zero1 --tokens 1e9 --gpus 16 --json"
+    found = json.loads(plan(f"{line} --instance P5.48xlarge"))
+    same = json.loads(plan(f"{line} --gpu h100 --network_gbps 3200"))
+    assert found["step"] == same["step"]
+    assert [cost["offer"] for cost in found["costs"]] == ["AWS p5.48xlarge"]
+    assert found["costs"][0] in same["costs"]
+    assert "p5.48xlarge, 2024-12-01: https://" in found["assumptions"][0]["value"]
+    slower = json.loads(plan(f"{line} --instance p5.48xlarge --network_gbps 25"))
+    assert slower["step"]["seconds"] > 2 * found["step"]["seconds"]
+
+
+def test_what_to_know_first_is_noted(plan):
+    found = json.loads(plan("--gpu H100 --tokens 50M --json"))
+    assert found["notes"] == [
+        "--gpu H100 is taken as h100-80gb",
+        "the training ends at step 95, and the recipe warms up for 715 steps: lower scheduler.params.warmup_num_steps, "
+        "or train on more tokens",
+        "list prices of 2024-06-01 are over a year old: check their source, or give --price_per_gpu_hour",
+    ]
+    assert json.loads(plan("--gpu h100-80gb --tokens 10b --price_per_gpu_hour 2 --json"))["notes"] == []
 
 
 def test_offload_needs_the_memory_of_the_host(plan):
@@ -60,7 +109,10 @@ def test_offload_needs_the_memory_of_the_host(plan):
         f"--model_size xl --gpu t4 --tokens 1e9 --micro_batch_size_per_gpu 1 "
         f"--deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json"
     )
-    little, much = (json.loads(plan(f"{line} --json --host_memory_gb {size}"))["memory"] for size in (20, 90))
+    little, much = (
+        json.loads(plan(f"{line} --json --host_memory_gb {size}", code=code))["memory"]
+        for size, code in ((20, 1), (90, 0))
+    )
     assert 12 * 1.56e9 < little["host_bytes"] == much["host_bytes"] < 72e9
     assert not little["fits"]
     assert much["fits"]
@@ -70,6 +122,8 @@ REFUSED = {
     "several mistakes": "--model_size huge --gpu a100 --gpus 0 --tokens none --num_heads 0 --deadline 3 --micro 2",
     "nothing": "",
     "no GPU of that name": "--gpu h10 --tokens 1e9",
+    "an instance that is none": "--instance p4d.24xlrge --strategy zero9 --headroom 100 --tokens 1Q",
+    "an instance and a GPU": "--instance p4d.24xlarge --gpu t4 --strategy ddp --recommend --tokens 1e9",
     "two machines": "--gpu t4 --machine calibration.json --tokens 1e9",
     "heads": f"{XL} --deepspeed_config {REPOSITORY}/ds_configs/tensor.json",
     "ranks": f"--gpu t4 --gpus 3 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/3d.json",

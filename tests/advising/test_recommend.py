@@ -1,7 +1,10 @@
 """The search finds what trying everything finds, and what it writes can be trained."""
 
 import json
+import math
 import os
+import random
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +15,7 @@ import pytest
 from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 
 from dsgpt.advising.options import read_options
-from dsgpt.advising.plan import plan_of
+from dsgpt.advising.plan import Plan, plan_of
 from dsgpt.advising.recommendation import command_text, write_recommendation
 from dsgpt.advising.request import PlanRequest, read_request
 from dsgpt.advising.search import Judged, search
@@ -26,6 +29,7 @@ from dsgpt.config.run_config import resolve
 from dsgpt.planning.prices import read_prices
 from dsgpt.runtime.topology import Topology
 
+CASES = 80
 SHAPE = f"--num_layers 4 --num_heads 4 --embedding_size 32 --max_position_embeddings {SEQUENCE}"
 
 
@@ -33,56 +37,78 @@ def request_of(line: str) -> PlanRequest:
     return read_request(*read_options(line.split()), repository=REPOSITORY)
 
 
-def everything(request: PlanRequest) -> dict[tuple[str, bool, int], float]:
-    """The time of every way, with and without checkpointing, at every micro batch, that fits into memory."""
-    found = {}
+def everything(request: PlanRequest) -> dict[tuple[str, bool], list[Plan]]:
+    """The plans of every way, with and without checkpointing, at every micro batch, that fit into memory."""
+    found: dict[tuple[str, bool], list[Plan]] = {}
     for way, checkpointing in product(ways(request.devices, together=8, repository=REPOSITORY), (False, True)):
-        recipe = way.recipe(request.recipe, Path("recipe.json"), train_batch_size=request.recipe.train_batch_size)
+        total = request.options.global_batch_size
+        recipe = way.recipe(request.recipe, Path("recipe.json"), train_batch_size=total)
         problems = Problems()
         check_split(request.training(recipe, way.run_type, problems=problems), problems)
         ranks = request.devices // recipe.parallel_of(way.run_type).ranks_per_copy
-        if problems or request.recipe.train_batch_size % ranks:
+        if problems or total % ranks:
             continue
-        share = request.recipe.train_batch_size // ranks
+        share = total // ranks
         for micro in divisors(share):
             batch = BatchPlan(
-                global_batch_size=share * ranks,
+                global_batch_size=total,
                 micro_batch_size=micro,
                 gradient_accumulation_steps=share // micro,
                 data_parallel_size=ranks,
             )
             setup = request.setup(recipe, way.run_type, batch, activation_checkpointing=checkpointing)
-            plan = plan_of(setup, request.machine, request.options, read_prices())
+            plan = plan_of(setup, request, read_prices())
             if plan.fits:
-                found[way.name, checkpointing, micro] = plan.run.seconds
+                found.setdefault((way.name, checkpointing), []).append(plan)
     return found
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--model_size large --gpu t4 --gpus 4 --tokens 1e9 --global_batch_size 64",
-        "--model_size medium --gpu a100-40gb --gpus 2 --tokens 1e9 --global_batch_size 48",
-        "--model_size large --gpu t4 --tokens 1e9 --global_batch_size 16",
-    ],
-)
-def test_the_search_finds_the_fastest_of_everything(line, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.json", train_batch_size=int(line.split()[-1]))
-    request = request_of(f"{line} --deepspeed_config {recipe}")
+def random_line(number: int) -> str:
+    """A few wide blocks, whose state is about as large as the memory of one or two GPUs, and any limits."""
+    draw = random.Random(number)
+    gpu, gpus = draw.choice(("t4", "v100-32gb", "l4", "a100-40gb")), draw.choice((1, 2, 3, 4))
+    shape = f"--num_layers {draw.randint(1, 4)} --num_heads {draw.choice((4, 6, 8, 25))}"
+    width = 600 * draw.randint(4, 20)
+    limits = draw.choice(("", f"--budget {draw.uniform(1, 60):.2f}", f"--deadline {draw.randint(1, 40)}h"))
+    return (
+        f"--gpu {gpu} --gpus {gpus} {shape} --embedding_size {width} --recommend {limits} --tokens 1e8 "
+        f"--global_batch_size {gpus * draw.choice((1, 2, 4, 6, 8))} --precision {draw.choice(('fp16', 'fp32'))}"
+    )
+
+
+def check_against_everything(line: str) -> str:
+    """Hold the search against brute force; return the name of what it recommends, empty if nothing fits."""
+    request = request_of(line)
+    options = request.options
     tried, found = everything(request), search(request, read_prices(), repository=REPOSITORY)
-    assert found[0].plan.run.seconds == pytest.approx(min(tried.values()))
-    assert {(each.way.name, each.activation_checkpointing) for each in found if each.fits} == {
-        (name, checkpointing) for name, checkpointing, _ in tried
+    within = {
+        key: fast
+        for key, plans in tried.items()
+        if (fast := min(plans, key=lambda plan: plan.run.seconds)).run.seconds <= (options.deadline or math.inf)
+        and (not options.budget or any(cost.usd <= options.budget for plan in plans for cost in plan.costs))
     }
-    for each in (each for each in found if each.fits):
-        same = [
-            seconds
-            for (name, checkpointing, _), seconds in tried.items()
-            if (name, checkpointing) == (each.way.name, each.activation_checkpointing)
-        ]
-        assert each.plan.run.seconds == pytest.approx(min(same))
-    seconds = [each.plan.run.seconds for each in found if each.fits]
-    assert seconds == sorted(seconds)
+    ranked = [each for each in found if each.fits]
+    assert {(each.way.name, each.activation_checkpointing) for each in ranked} == set(within), line
+    for each in ranked:
+        same = within[each.way.name, each.activation_checkpointing]
+        assert each.plan.run.seconds == pytest.approx(same.run.seconds), line
+    seconds = [each.plan.run.seconds for each in ranked]
+    assert seconds == sorted(seconds), line
+    return ranked[0].name if ranked else ""
+
+
+def test_the_search_finds_what_brute_force_finds():
+    """Seen failing: a search that ended at the first micro batch that does not fit missed setups in 7 of 80 cases."""
+    winners = [check_against_everything(random_line(number)) for number in range(CASES)]
+    assert len(set(winners)) >= 5, "the cases are all alike"
+
+
+def test_a_larger_micro_batch_may_fit_where_a_smaller_one_does_not():
+    """It accumulates nothing, so it needs no second copy of the gradients."""
+    line = "--model_size xl --gpu t4 --gpus 2 --tokens 1e9 --recommend --global_batch_size 8"
+    assert check_against_everything(line) == "fsdp, checkpointing"
+    micros = [plan.setup.micro_batch_size for plan in everything(request_of(line))["fsdp", True]]
+    assert micros == [4]
 
 
 def test_every_way_is_ranked_or_has_a_reason(plan):
@@ -98,7 +124,26 @@ def test_every_way_is_ranked_or_has_a_reason(plan):
     for each in out["ranked"]:
         assert each["plan"]["training"]["seconds"] <= 40 * 3600
         assert each["plan"]["costs"][0]["usd"] <= 110
-    assert out["recommended"]["plan"] == out["ranked"][0]["plan"]
+    assert out["recommended"]["plan"].items() >= out["ranked"][0]["plan"].items()
+
+
+def test_the_network_at_which_another_way_is_the_fastest():
+    """Planned again for speeds around the one that the plan names."""
+    line = "--gpu h100-80gb --gpus 16 --tokens 1e9 --num_layers 3 --embedding_size 1600 --num_heads 25 --recommend"
+
+    def best(network: float) -> Plan:
+        return search(request_of(f"{line} --network_gbps {network}"), read_prices(), repository=REPOSITORY)[0].plan
+
+    slow = best(25.0)
+    network, *_ = slow.assumptions
+    assert network.what == "network between machines"
+    name, at = re.fullmatch(r"(.*) is the fastest from ([\d,.]+) Gbit/s", network.break_even[0]).groups()
+    at = float(at.replace(",", ""))
+    assert best(0.97 * at).name == slow.name != name
+    assert best(1.03 * at).name == name
+    assert network.seconds["400 Gbit/s"] == pytest.approx(
+        plan_of(slow.setup, request_of(f"{line} --network_gbps 400"), read_prices()).run.seconds
+    )
 
 
 def test_a_micro_batch_that_is_asked_for_is_kept(plan):

@@ -2,6 +2,8 @@
 
 import json
 import re
+from importlib.metadata import PackageNotFoundError
+from unittest.mock import Mock
 
 import pytest
 from requests_here import resolved
@@ -58,6 +60,13 @@ def test_what_a_release_trains_wrong_is_refused(tmp_path, monkeypatch, release, 
     (line,) = caught.value.problems
     assert f"recipe.json: DeepSpeed {release} cannot train this: " in line
     assert f"(DeepSpeed's {thread}): install {TESTED}" in line
+
+
+def test_a_machine_without_deepspeed_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(known_bad, "version", Mock(side_effect=PackageNotFoundError("deepspeed")))
+    assert not any("DeepSpeed" in line for line in asked(tmp_path, recipe=stage(2), run_type="ddp", ranks=2).notices)
+    with pytest.raises(UserError, match=f"^--run_type optimized needs DeepSpeed: install it .*=={TESTED}"):
+        asked(tmp_path, recipe=stage(2), ranks=2)
 
 
 def test_a_dry_run_is_refused_and_the_user_may_insist_which_is_recorded(here, monkeypatch, capsys):

@@ -318,3 +318,36 @@ def test_my_runs_are_compared_and_the_references_only_when_asked(runs, open_page
     asked = open_page("compare", query={"runs": ["baseline", "reference/theirs"]})
     assert "theirs (another machine) against baseline" in texts(asked).replace("\\", "")
     assert "zero1" not in texts(open_page("live")) and "theirs" not in texts(open_page("live"))
+
+
+def test_runs_that_differ_in_the_seed_alone_are_their_mean_and_range_when_asked(runs, open_page):
+    """By hand: of 100, 130 and 160 s the mean is 130; the losses are those of the first plus 0, 0.1 and 0.5."""
+    for place, shift in enumerate((0.1, 0.5), start=1):
+        values = record(training_config__seed=7 + place, summary__train_time_sec=100.0 + 30 * place)
+        values["summary"]["final_val_loss"] = 3.25 + shift
+        write_run(runs / f"seed-{place}", values, lines=step_lines(shift=shift, every=10 * place))
+    for seed, seconds in ((7, 150.0), (8, 170.0)):
+        values = record(training_config__seed=seed, training_config__compile=True, summary__train_time_sec=seconds)
+        write_run(runs / f"compiled-{seed}", values, lines=step_lines())
+    names = ["baseline", "seed-1", "zero1", "seed-2", "compiled-7", "compiled-8"]
+    test = open_page("compare", query={"runs": names}, **{"losses-numbers": True, "smoothing": 1})
+    assert {*next(table.value for table in test.dataframe if "figure" in table.value)} >= {*names}
+    test.toggle("seeds").set_value(True).run()
+    assert not test.exception
+    mean = "baseline (mean of 3 seeds)"
+    figures = next(table.value for table in test.dataframe if "figure" in table.value).set_index("figure")
+    assert figures.columns[:3].tolist() == [mean, "zero1", "compiled-7 (mean of 2 seeds)"]
+    assert figures.loc["training time (s)", mean] == "130.0 (100.0 to 160.0)"
+    assert figures.loc["final validation loss (nats per token)", mean] == "3.4500 (3.2500 to 3.7500)"
+    assert figures.loc["speed-up in training time", "zero1"].startswith("2.17x")
+    assert [*figures.loc["training time (s)"]][3:] == ["+53.8 %", "no difference"]  # 150 to 170 s and 100 to 160 s
+    work = next(table.value for table in test.dataframe if "fact" in table.value).set_index("fact")
+    assert work.loc["seed", mean] == "7, 8, 9"
+    for kind, key, steps in (("training", "loss", 40), ("validation", "val_loss", 2)):
+        test.segmented_control("loss").set_value(kind).run()
+        losses = next(table.value for table in test.dataframe if "least" in table.value)
+        band = losses[losses["run"] == mean].iloc[-1]
+        assert len(losses[losses["run"] == mean]) == steps
+        first = [line[key] for line in step_lines() if key in line][-1]
+        found = [band[name] for name in (f"{kind} loss (nats per token)", "least", "most")]
+        assert found == pytest.approx([first + 0.2, first, first + 0.5])

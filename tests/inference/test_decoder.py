@@ -6,10 +6,12 @@ import pytest
 import torch
 from random_models import VOCABULARY, random_model, random_prompts, save_published
 
+from dsgpt.common.errors import UserError
 from dsgpt.inference import linear
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate, generate_batch
 from dsgpt.inference.linear import Packed, Plain, Transposed
+from dsgpt.inference.sampling import Sampling, random_stream
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.runtime.cpu_kernels import packs
 from dsgpt.runtime.huge_pages import HugePages
@@ -42,6 +44,18 @@ def test_padding_changes_no_logits():
     for row, prompt in enumerate(prompts):
         whole = MODEL(torch.tensor([[*prompt, 11, 12]]))[0, len(prompt) - 1 :]
         torch.testing.assert_close(torch.stack([logits[row] for logits in rows]), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_draw_nothing(temperature, penalty):
+    model = random_model()
+    torch.nn.init.constant_(model.ln_f.weight, 3e38)  # finite, but a product with it is not
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    with pytest.raises(UserError, match="the model's logits are NaN"):
+        list(
+            generate_batch(Decoder(model), [PROMPT], new_tokens=2, sampling=sampling, generators=[random_stream(1, 0)])
+        )
 
 
 @torch.inference_mode()

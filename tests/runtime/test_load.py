@@ -1,8 +1,11 @@
 """Whose CPU time counts as that of others. Other programs may use this machine meanwhile."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -39,6 +42,26 @@ def test_another_program_is(monkeypatch):
     share, seconds = found.figures()["cpu_share_of_others"], time.monotonic() - started
     assert found.own_seconds() - own < 0.5 and found.busy_seconds() - busy >= 0.9
     assert share * seconds * len(psutil.Process().cpu_affinity()) >= 0.5
+
+
+def refuses(*_: object, **__: object) -> None:
+    raise psutil.AccessDenied
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(psutil.Process, "children"), (psutil.Process, "cpu_affinity"), (Path, "read_text"), (os, "getloadavg")],
+)
+def test_what_the_system_hides_is_unknown(monkeypatch, owner, name):
+    """Linux with hidepid, macOS, a masked /proc: nothing ends a training."""
+    monkeypatch.setattr(load, "SHORTEST_SEC", 0.0)
+    before = LoadOfOthers()
+    if name == "cpu_affinity":
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, refuses if owner is psutil.Process else Mock(side_effect=OSError))
+    assert LoadOfOthers().figures()["cpu_share_of_others"] is None
+    before.figures()
 
 
 def test_a_short_measurement_judges_nothing():

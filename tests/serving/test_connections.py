@@ -136,6 +136,19 @@ def test_a_client_that_is_gone_is_noticed():
         within(lambda: slow.gone == 1)
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_body_that_is_no_http_logs_no_traceback(caplog, answered: bool):
+    """It arrives before the application, which does not wait for it, has answered, or afterwards."""
+    head, body = b"GET /health HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n", b"no chunk\r\n"
+    with listening(application()) as port:
+        client = connect(port, head if answered else head + body)
+        if answered:
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+            client.sendall(body)
+        assert rest(client).count(b"HTTP/1.1 400 ") == (not answered)
+    assert [entry.getMessage() for entry in caplog.records if entry.exc_info] == []
+
+
 HEADS: dict[str, tuple[bytes, int]] = {
     "fine": (HOST, 200),
     "a port": (b"Host: [::1]:8000\r\n", 200),

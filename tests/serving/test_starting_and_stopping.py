@@ -58,16 +58,9 @@ def test_without_a_key_no_other_machine_is_answered(tmp_path, monkeypatch):
 
 def test_a_file_of_keys_that_others_may_write_is_refused(tmp_path, capsys):
     file, options = _key(tmp_path), ServeOptions.__new__(ServeOptions)
-    for mode, writable in (
-        (0o600, False),
-        (0o400, False),
-        (0o444, False),
-        (0o640, False),
-        (0o620, True),
-        (0o606, True),
-    ):
+    for mode in (0o600, 0o444, 0o640, 0o620, 0o606):
         file.chmod(mode)
-        if writable:
+        if mode & 0o022:
             assert refusal(tmp_path, api_key_file=file).endswith(f"so choose the keys: chmod go-w {file}")
         else:
             object.__setattr__(options, "api_key_file", file)

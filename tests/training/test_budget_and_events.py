@@ -36,6 +36,13 @@ def reached(self):
         and len(calls) > 3 else None
 Budget.reached = reached
 """
+LIMIT_AFTER_ALL_STEPS = """
+complete = Trainer._complete
+def reached(self):
+    Budget.reached = lambda self: "--max_hours 3"
+    return complete(self)
+Trainer._complete = reached
+"""
 NO_MEMORY = """
 os.environ["TORCHELASTIC_ERROR_FILE"] = "error.json"  # as torchrun names one; its summary ends with what is in it
 def fails(*args, **named):
@@ -93,6 +100,12 @@ def test_every_rank_stops_at_the_limit_that_one_of_them_sees(sabotaged, tmp_path
     assert (done.returncode, events[1:]) == (EXIT_STOPPED, ["preempted"]), done.stderr
     done, events = sabotaged("", ranks, resume=True)
     assert (done.returncode, events[2:]) == (0, ["done"])
+
+
+def test_no_limit_stops_a_run_whose_steps_are_all_done(sabotaged, tmp_path):
+    done, events = sabotaged(LIMIT_AFTER_ALL_STEPS, no_inference=None)
+    assert (done.returncode, events) == (0, ["done"]), done.stderr
+    assert record(tmp_path / "run")["status"] == "completed"
 
 
 def test_money_counts_over_all_processes_of_a_run(sabotaged, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from run_folders import LONG, Killed, record
 from small_run import command_line
 
+from dsgpt.common.errors import UserError
 from dsgpt.main import train
 from dsgpt.planning.peak_memory import PARTS
 from dsgpt.training import checkpoint as checkpoint_module
@@ -90,6 +91,7 @@ def test_the_record_has_the_predicted_peak(finished_run):
         (RuntimeError("bf16 path needs avx512bw\nand more"), "bf16 path needs avx512bw; the trained model is saved"),
         (OSError(12, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory; the trained model is saved"),
         (MemoryError(), "MemoryError; the trained model is saved"),
+        (UserError("the model's logits are NaN"), "the model's logits are NaN; the trained model is saved"),
     ],
 )
 def test_a_training_does_not_fail_over_its_inference_figure(finished_run, tmp_path, monkeypatch, capsys, error, line):

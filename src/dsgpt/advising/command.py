@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsgpt.advising.options import PlanOptions
-from dsgpt.advising.plan import Plan, plan_of, what_would_fit
+from dsgpt.advising.plan import Plan, plan_of
 from dsgpt.advising.published import published_page
 from dsgpt.advising.recommendation import (
     best_of,
@@ -16,8 +16,8 @@ from dsgpt.advising.recommendation import (
 )
 from dsgpt.advising.request import PlanRequest, fixed_setup, read_request
 from dsgpt.advising.search import search
-from dsgpt.advising.table import plan_json, plan_lines
-from dsgpt.common.errors import EXIT_DONE, UserError
+from dsgpt.advising.table import plan_lines, with_assumptions
+from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.next_step import next_line, script_words
 from dsgpt.common.problems import Problems
@@ -49,10 +49,10 @@ def act(options: PlanOptions, problems: Problems, *, repository: Path) -> int:
     if options.recommend:
         return _recommend(request, repository=repository)
     prices = read_prices(options.prices or TABLE)
-    plan = plan_of(fixed_setup(request, problems), request.machine, request.options, prices)
+    plan = plan_of(fixed_setup(request, problems), request, prices)
     _draw(plan, options)
-    _print(plan_json(plan) if options.json else [*plan_lines(plan), *what_would_fit(plan, request.options, prices)])
-    return EXIT_DONE
+    _print(with_assumptions(plan) if options.json else plan_lines(plan))
+    return EXIT_DONE if plan.fits else EXIT_DOES_NOT_FIT
 
 
 def _calibrate(options: PlanOptions, problems: Problems) -> int:

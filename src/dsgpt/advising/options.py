@@ -31,6 +31,14 @@ examples:
     .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
 INTO = Path("plan")
+HEADROOM = 8.0
+"""Percent of a device's memory that a plan leaves free: fragmentation, and what the formulas do not know."""
+STRATEGIES = (
+    *("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"),
+    *("zeropp", "tensor", "sequence", "pipeline", "3d"),
+)
+"""Of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -47,16 +55,19 @@ class PlanOptions:
     seq_length: int | None = None
     run_type: str | None = None
     deepspeed_config: Path | None = None
+    strategy: str | None = None
     precision: str = "auto"
     activation_checkpointing: bool = False
     global_batch_size: int | None = None
     micro_batch_size_per_gpu: int | None = None
     grad_accum_steps: int | None = None
     gpu: str | None = None
+    instance: str | None = None
     gpus: int | None = None
     gpus_per_machine: int | None = None
     network_gbps: float | None = None
     host_memory_gb: float | None = None
+    headroom: float = HEADROOM
     machine: Path | None = None
     measured: tuple[Path, ...] = ()
     tokens: float | None = None
@@ -170,6 +181,8 @@ def _add_model(flags: _Flags) -> None:
     run_types = reader.choice("--run_type", RUN_TYPES, None)
     flags.value("--run_type", run_types, "TYPE", f"{', '.join(RUN_TYPES)} (default: optimized)")
     flags.path("--deepspeed_config", "JSON", "the recipe (default: the size's, in ds_configs/sizes)")
+    strategies = reader.choice("--strategy", STRATEGIES, None)
+    flags.value("--strategy", strategies, "S", f"{', '.join(STRATEGIES)}: in the size's recipe, with its batch")
     precision = reader.choice("--precision", PRECISIONS, "auto")
     flags.value("--precision", precision, "P", f"{', '.join(PRECISIONS)} (default: auto, as the machine trains)")
     flags.switch("--activation_checkpointing", "recompute each block in the backward pass")
@@ -180,19 +193,24 @@ def _add_model(flags: _Flags) -> None:
 
 def _add_machine(flags: _Flags) -> None:
     flags.value("--gpu", str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...")
+    flags.value("--instance", str, "NAME", "an instance of the price table: its GPU, number, network and price")
     flags.whole("--gpus", "how many devices (default: 1; of a calibration: all that it measured)")
     flags.whole("--gpus_per_machine", "GPUs of one machine (default: 8)")
     network = _amount(flags.reader, "--network_gbps", example="100")
     flags.value("--network_gbps", network, "X", "Gbit/s between machines (100)")
     host = _amount(flags.reader, "--host_memory_gb", example="512")
     flags.value("--host_memory_gb", host, "X", "memory of a machine for offload (default: twice that of its GPUs)")
+    headroom = flags.reader.value(
+        "--headroom", float, accepts=lambda value: 0 <= value < 100, must_be="a percentage from 0 to below 100"
+    )
+    flags.value("--headroom", headroom, "PERCENT", f"memory of a device that is left free (default: {HEADROOM:g})")
     flags.path("--machine", "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)")
     flags.paths("--measured", "JSON", "records of sweeps of this machine, to which the rates are fitted")
 
 
 def _add_run(flags: _Flags) -> None:
     reader = flags.reader
-    flags.value("--tokens", _amount(reader, "--tokens"), "N", "tokens of the whole training, such as 10e9")
+    flags.value("--tokens", _amount(reader, "--tokens"), "N", "tokens of the whole training, such as 10e9 or 10B")
     flags.whole("--eval_every", "optimizer steps between validations (default: none)", low=0)
     flags.value("--val_tokens", _amount(reader, "--val_tokens"), "N", "tokens of a validation")
     flags.whole("--save_every", "optimizer steps between checkpoints (default: 500; 0: only at the end)", low=0)
@@ -224,10 +242,15 @@ def _add_calibration(flags: _Flags) -> None:
 
 
 def _amount(reader: Reader, flag: str, *, example: str = "10e9") -> Callable[[str], float | None]:
-    """A reader of amounts above 0: ``10e9``, ``1_000_000``."""
+    """A reader of amounts above 0: ``10e9``, ``1_000_000``, ``10B``."""
+
+    def read(word: str) -> float:
+        scale = _COUNTS.get(word[-1:].lower())
+        return float(ungrouped(word[:-1])) * scale if scale else float(ungrouped(word))
+
     return reader.value(
         flag,
-        lambda word: float(ungrouped(word)),
+        read,
         accepts=lambda value: 0 < value < 1e18,
         must_be=f"a number above 0, such as {example}",
     )

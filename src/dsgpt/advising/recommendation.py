@@ -9,8 +9,8 @@ from typing import Any
 from dsgpt.advising.plan import Plan
 from dsgpt.advising.request import PlanRequest
 from dsgpt.advising.search import Judged, no_price
-from dsgpt.advising.table import plan_json, plan_lines
-from dsgpt.advising.words import dollars, duration, size
+from dsgpt.advising.table import assumption_in_words, plan_json, plan_lines, with_assumptions
+from dsgpt.advising.words import duration, priced, size
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import json_text, write_atomic
 from dsgpt.common.next_step import next_line
@@ -39,7 +39,7 @@ def _nothing_fits(found: Sequence[Judged], request: PlanRequest) -> str:
         assert fastest.plan is not None
         if request.options.budget is not None and not fastest.plan.costs:
             return f"--budget cannot be judged, because {request.machine.name} {no_price(request.options.spot)}"
-        cost = f" and costs {dollars(fastest.plan.costs[0].usd)}" if fastest.plan.costs else ""
+        cost = f" and costs {priced(fastest.plan.costs[0])}" if fastest.plan.costs else ""
         return (
             f"no setup on {where} is within the limits: the fastest, {fastest.name}, takes "
             f"{duration(fastest.plan.run.seconds)}{cost}: allow that, take more or faster GPUs, or fewer --tokens"
@@ -77,7 +77,7 @@ def recommendation_lines(found: Sequence[Judged], best: Judged, written: Sequenc
 def _row(judged: Judged, width: int) -> str:
     plan = judged.plan
     assert plan is not None
-    cost = f"  {dollars(plan.costs[0].usd):>8}" if plan.costs else ""
+    cost = f"  {priced(plan.costs[0]):>21}" if plan.costs else ""
     return (
         f"  {judged.name:<{width}}  micro batch {plan.setup.micro_batch_size:>3}  {size(plan.peak.total):>9}  "
         f"{plan.tokens_per_sec(plan.step.seconds):>11,.0f} tokens/s  {duration(plan.run.seconds):>10}{cost}"
@@ -88,7 +88,7 @@ def recommendation_json(found: Sequence[Judged], best: Judged, written: Sequence
     """The same as JSON."""
     assert best.plan is not None
     return {
-        "recommended": {"name": best.name, "plan": plan_json(best.plan)},
+        "recommended": {"name": best.name, "plan": with_assumptions(best.plan)},
         "ranked": [{"name": each.name, "plan": plan_json(each.plan)} for each in found if each.fits and each.plan],
         "refused": [{"name": each.name, "reason": each.reason} for each in found if not each.fits],
         "written": [path.as_posix() for path in written],
@@ -112,7 +112,7 @@ def recommendation_files(best: Judged, request: PlanRequest) -> dict[Path, bytes
     return {
         recipe: recipe_text(best.recipe.raw).encode(),
         command: command_text(best, request, recipe).encode(),
-        plan: json_text(plan_json(best.plan)).encode(),
+        plan: json_text(with_assumptions(best.plan)).encode(),
     }
 
 
@@ -124,7 +124,10 @@ def command_text(best: Judged, request: PlanRequest, recipe: Path) -> str:
     """
     words = [*launcher_words(best.way.run_type, request), "src/gpt2.py", *_training_words(best, request, recipe)]
     lines = ['PATH="$PWD/.venv/bin:$PATH"', f'exec {shlex.join(words)} "$@"']
-    if request.devices > request.machine.devices and request.machine.kind == "cuda":
+    if request.machines > 1 and request.machine.kind == "cuda":
+        assert best.plan is not None
+        network = next(each for each in best.plan.assumptions if each.what.startswith("network"))
+        lines.insert(0, f"# Planned for a {assumption_in_words(network)}.")
         lines.insert(0, "# Start it on every machine, with MASTER set to the address of one of them.")
     return "\n".join(["#!/bin/sh", *lines]).replace("'$MASTER:29500'", '"$MASTER:29500"') + "\n"
 
@@ -135,7 +138,7 @@ def launcher_words(run_type: str, request: PlanRequest) -> list[str]:
     if run_type == "baseline":
         return ["python"]
     if devices > together and request.machine.kind == "cuda":
-        machines = ["--nnodes", str(-(-devices // together)), "--nproc_per_node", str(together)]
+        machines = ["--nnodes", str(request.machines), "--nproc_per_node", str(together)]
         return ["torchrun", *machines, "--rdzv_backend", "c10d", "--rdzv_endpoint", "$MASTER:29500"]
     if run_type == "optimized":
         return ["deepspeed", "--quiet", "--num_gpus", str(devices)]

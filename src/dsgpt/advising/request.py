@@ -5,12 +5,13 @@ from pathlib import Path
 
 from dsgpt.advising.measured import read_measured
 from dsgpt.advising.options import PlanOptions
+from dsgpt.advising.ways import RECIPES, way_of
 from dsgpt.common.divisors import divisors_around, multiples_around
 from dsgpt.common.errors import UserError
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import BatchPlan
 from dsgpt.config.compatibility import Request, check_accumulation, check_split
-from dsgpt.config.options import Options
+from dsgpt.config.options import RUN_TYPES, Options
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.config.run_config import split_batch
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
@@ -18,6 +19,7 @@ from dsgpt.planning.calibrations import calibrated_machine, read_calibration
 from dsgpt.planning.datasheet_rates import DEVICES_PER_MACHINE, NETWORK_BYTES_PER_SEC, datasheet_machine
 from dsgpt.planning.fitting import fit
 from dsgpt.planning.hardware import find_gpu
+from dsgpt.planning.prices import TABLE, find_instance, read_prices
 from dsgpt.planning.rates import CALIBRATION, Machine
 from dsgpt.planning.setup import Setup
 from dsgpt.runtime.topology import Topology
@@ -36,6 +38,18 @@ class PlanRequest:
     devices: int
     precision: str
     seq_length: int
+    network_basis: str
+    """Where the speed between machines comes from; empty if it is assumed."""
+
+    @property
+    def network_gbps(self) -> float:
+        """Gbit/s between two machines."""
+        return self.options.network_gbps or NETWORK_BYTES_PER_SEC * 8 / 1e9
+
+    @property
+    def machines(self) -> int:
+        """How many the devices are in."""
+        return -(-self.devices // self.machine.devices)
 
     @property
     def run_type(self) -> str:
@@ -100,6 +114,7 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
     Raises:
         UserError: with every mistake, a line each.
     """
+    options, network_basis = _with_instance(_with_strategy(options, problems), problems)
     model = _model(options, problems)
     machine = _machine(options, problems, repository=repository)
     recipe = _recipe(options, problems, repository=repository)
@@ -123,7 +138,46 @@ def read_request(options: PlanOptions, problems: Problems, *, repository: Path) 
         devices=devices,
         precision=precision,
         seq_length=seq_length,
+        network_basis=network_basis,
     )
+
+
+def _with_strategy(options: PlanOptions, problems: Problems) -> PlanOptions:
+    """The flags with the run type of ``--strategy``."""
+    if options.strategy is None:
+        return options
+    given = {"--run_type": options.run_type, "--deepspeed_config": options.deepspeed_config}
+    for flag in [flag for flag, value in {**given, "--recommend": options.recommend}.items() if value]:
+        problems.add(f"{flag} and --strategy both name what is trained: leave one of them out")
+    return replace(
+        options, run_type=options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
+    )
+
+
+def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOptions, str]:
+    """The flags with those that ``--instance`` stands for, and where the speed of the network comes from."""
+    basis = "as given" if options.network_gbps else ""
+    if options.instance is None:
+        return options, basis
+    given = {"--gpu": options.gpu, "--machine": options.machine, "--gpus_per_machine": options.gpus_per_machine}
+    for flag in [flag for flag, value in given.items() if value is not None]:
+        problems.add(f"{flag} is what --instance names: leave one of them out")
+    try:
+        row = find_instance(read_prices(options.prices or TABLE), options.instance)
+    except UserError as error:
+        problems.add(*error.problems)
+        return options, basis
+    if row.network_gbps and not basis:
+        basis = f"{row.instance}, {row.network_known_on}: {row.network_source}"
+    return replace(
+        options,
+        instance=row.instance,
+        gpu=row.gpu,
+        gpus=options.gpus or row.gpus,
+        gpus_per_machine=row.gpus,
+        network_gbps=options.network_gbps or row.network_gbps,
+        machine=None,
+    ), basis
 
 
 def fixed_batch(request: PlanRequest, problems: Problems) -> BatchPlan | None:
@@ -161,12 +215,17 @@ def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Re
         return read_recipe(options.deepspeed_config, problems)
     path = repository / SIZES / f"{options.model_size}.json"
     recipe = read_recipe(path, problems)
+    if recipe and options.strategy:
+        way = way_of(options.strategy, repository=repository)
+        return way.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
     return replace(recipe, path=SIZES / path.name) if recipe else None
 
 
 def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> Machine | None:
     if options.gpu is not None and options.machine is not None:
         problems.add("--gpu and --machine are two machines: give one of them")
+    if options.gpu is None and problems.mention("--instance"):
+        return None
     try:
         if options.gpu is not None:
             if options.measured:

@@ -1,14 +1,14 @@
 """``--recommend``: plans every way to train, and ranks those that fit into memory, budget and deadline."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dsgpt.advising.plan import HOST_SHARE, Plan, plan_of
 from dsgpt.advising.request import PlanRequest
 from dsgpt.advising.ways import Way, ways
-from dsgpt.advising.words import dollars, duration, size
+from dsgpt.advising.words import dollars, duration, priced, size
 from dsgpt.common.divisors import divisors
 from dsgpt.common.problems import Problems
 from dsgpt.config.batch import LARGEST_BATCH, BatchPlan
@@ -28,7 +28,9 @@ class Judged:
     recipe: Recipe | None
     """With the batch; None if it was refused."""
     plan: Plan | None
-    """If it does not fit into memory, the plan with the smallest micro batch."""
+    """If it does not fit into memory, the plan that needs least."""
+    fitting: tuple[Plan, ...] = ()
+    """The plans of every micro batch that fits into memory."""
     reason: str
     """Why it is not recommended; empty if it is within all limits."""
 
@@ -46,7 +48,10 @@ class Judged:
 def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> list[Judged]:
     """Every way to train, judged: first those within all limits, the fastest first, then the others.
 
-    Micro batches grow until one does not fit: a larger one needs more memory.
+    All micro batches are planned, because those that fit are no range: the smallest may need more memory than a larger
+    one. With as many sequences in a step it accumulates, and then a rank holds buffers that a single micro batch does
+    without: the sum of the gradients beside those of the micro batch, 4 bytes for each parameter that it reduces.
+    The time of a plan is computed only if it fits.
     """
     found = [
         _judge(request, prices, way, activation_checkpointing=checkpointing)
@@ -54,6 +59,11 @@ def search(request: PlanRequest, prices: PriceTable, *, repository: Path) -> lis
         for checkpointing in (False, True)
     ]
     ranked = sorted((each for each in found if each.fits), key=_seconds)
+    if ranked:
+        best = ranked[0]
+        assert best.plan is not None
+        rivals = tuple(plan for each in found for plan in each.fitting)
+        ranked[0] = replace(best, plan=replace(best.plan, rivals=rivals))
     return [*ranked, *(each for each in found if not each.fits)]
 
 
@@ -66,12 +76,15 @@ def _seconds(judged: Judged) -> float:
 def _judge(request: PlanRequest, prices: PriceTable, way: Way, *, activation_checkpointing: bool) -> Judged:
     best: Plan | None = None
     chosen: Recipe | None = None
-    smallest: Plan | None = None
+    least: Plan | None = None
+    fitting: list[Plan] = []
     try:
         for recipe, plan in _plans(request, prices, way, activation_checkpointing=activation_checkpointing):
-            smallest = smallest or plan
+            if least is None or plan.peak.total < least.peak.total:
+                least = plan
             if not plan.fits:
-                break
+                continue
+            fitting.append(plan)
             if best is None or plan.run.seconds < best.run.seconds * (1 - _SHARE):
                 best, chosen = plan, recipe
     except _Refused as refusal:
@@ -86,8 +99,9 @@ def _judge(request: PlanRequest, prices: PriceTable, way: Way, *, activation_che
         way=way,
         activation_checkpointing=activation_checkpointing,
         recipe=chosen,
-        plan=best or smallest,
-        reason=_reason(request, best, smallest),
+        plan=best or least,
+        fitting=tuple(fitting),
+        reason=_reason(request, best, least),
     )
 
 
@@ -101,7 +115,8 @@ def _plans(
     """The plans of all micro batches, the smallest first."""
     for recipe, batch in _batches(request, way, activation_checkpointing=activation_checkpointing):
         setup = request.setup(recipe, way.run_type, batch, activation_checkpointing=activation_checkpointing)
-        yield recipe, plan_of(setup, request.machine, request.options, prices)
+        name = f"{way.name}, checkpointing" if activation_checkpointing else way.name
+        yield recipe, replace(plan_of(setup, request, prices), name=name)
 
 
 def _batches(request: PlanRequest, way: Way, *, activation_checkpointing: bool) -> Iterator[tuple[Recipe, BatchPlan]]:
@@ -180,23 +195,23 @@ def no_price(spot: bool) -> str:
     return f"has no known {'spot price' if spot else 'price'}: give --price_per_gpu_hour"
 
 
-def _reason(request: PlanRequest, best: Plan | None, smallest: Plan | None) -> str:
+def _reason(request: PlanRequest, best: Plan | None, least: Plan | None) -> str:
     """Why a way is not within the limits; empty if it is."""
     options = request.options
     if best is None:
-        assert smallest is not None
-        if smallest.peak.total <= smallest.usable_bytes:
-            room = size(HOST_SHARE * smallest.machine.host_bytes)
-            return f"does not fit: needs {size(smallest.host_bytes)} of {room} in the host's memory for each device"
-        part = max(smallest.peak.parts, key=lambda name: smallest.peak.parts[name])
+        assert least is not None
+        if least.peak.total <= least.usable_bytes:
+            room = size(HOST_SHARE * least.machine.host_bytes)
+            return f"does not fit: needs {size(least.host_bytes)} of {room} in the host's memory for each device"
+        part = max(least.peak.parts, key=lambda name: least.peak.parts[name])
         return (
-            f"does not fit: needs {size(smallest.peak.total)} of {size(smallest.usable_bytes)} with micro batch "
-            f"{smallest.setup.micro_batch_size}; most of it is {part} ({size(smallest.peak.parts[part])})"
+            f"does not fit: needs {size(least.peak.total)} of {size(least.usable_bytes)} with micro batch "
+            f"{least.setup.micro_batch_size}; most of it is {part} ({size(least.peak.parts[part])})"
         )
     if options.deadline is not None and best.run.seconds > options.deadline:
         return f"takes {duration(best.run.seconds)}, longer than the deadline of {duration(options.deadline)}"
     if options.budget is not None and not best.costs:
         return no_price(options.spot)
     if options.budget is not None and best.costs[0].usd > options.budget:
-        return f"costs {dollars(best.costs[0].usd)}, more than the budget of {dollars(options.budget)}"
+        return f"costs {priced(best.costs[0])}, more than the budget of {dollars(options.budget)}"
     return ""

@@ -34,6 +34,13 @@ class Way:
         return recipe_from(kept | self.blocks | more, path)
 
 
+def way_of(strategy: str, *, repository: Path) -> Way:
+    """The way that ``--strategy`` names."""
+    plain = strategy in {"baseline", "ddp", "fsdp"}
+    blocks = _blocks(repository, "zero0" if plain else strategy)
+    return Way(name=strategy, run_type=strategy if plain else "optimized", blocks=blocks)
+
+
 def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
     """Every way to train on ``devices``, the simplest first.
 

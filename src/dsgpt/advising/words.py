@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from dsgpt.planning.parameters import EMBEDDING, ParameterSize
+from dsgpt.planning.prices import Cost
 from dsgpt.planning.setup import Setup
 from dsgpt.runtime.topology import Topology
 
@@ -26,6 +27,11 @@ def duration(seconds: float) -> str:
 def dollars(amount: float) -> str:
     """``$12.34``; without cents from 100 on."""
     return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
+
+
+def priced(cost: Cost) -> str:
+    """``$12.34 (2024-06-01)``: a sum, and the date of the price that it follows from."""
+    return dollars(cost.usd) + (f" ({cost.known_on})" if cost.known_on else "")
 
 
 def between(low: float, high: float, form: Callable[[float], str]) -> str:

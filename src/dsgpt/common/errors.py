@@ -1,6 +1,8 @@
 """Errors that scripts turn into an exit code, and the exit codes (the table is in docs/exit-codes.md)."""
 
 EXIT_DONE = 0
+EXIT_DOES_NOT_FIT = 1
+"""``src/plan.py``: the setup that was asked for needs more memory than there is."""
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3
 EXIT_NOT_SAVED = 4

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
@@ -87,7 +87,14 @@ def check_version(request: Request, accumulation: int, problems: Problems, notic
     Returns:
         The threads of the faults that were allowed.
     """
-    if request.options.run_type != "optimized" or (installed := version("deepspeed")) == TESTED:
+    if request.options.run_type != "optimized":
+        return ()
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:
+        problems.add(f"--run_type optimized needs DeepSpeed: install it (pip install deepspeed=={TESTED})")
+        return ()
+    if installed == TESTED:
         return ()
     notices.append(f"DeepSpeed {installed} is installed; this program is tested with {TESTED} (requirements.txt)")
     found = [known for known in KNOWN_BAD if _affects(known, request, accumulation, installed)]

@@ -34,6 +34,9 @@ class Series:
     name: str
     x: Values
     y: Values
+    low: Values | None = None
+    """The least of the curves whose mean this is; None if it is one curve."""
+    high: Values | None = None
 
 
 def axes(price: float | None) -> dict[str, Axis]:
@@ -80,24 +83,38 @@ def difference(name: str, steps: Steps, baseline: Steps, *, validation: bool = F
 
 
 def points(series: Sequence[Series], *, most: int = POINTS) -> Table:
-    """The fields ``run``, ``x`` and ``y`` of at most ``most`` points of each curve: what a picture needs."""
-    return _table(series, lambda each: kept(each.y, points=most))
+    """The fields ``run``, ``x`` and ``y`` of at most ``most`` points of each curve: what a picture needs.
+
+    If a curve has a band, also ``low`` and ``high``.
+    """
+
+    def chosen(each: Series) -> NDArray[np.signedinteger[Any]]:
+        drawn = [values for values in (each.y, each.low, each.high) if values is not None]
+        return np.unique(np.concatenate([kept(values, points=most // len(drawn)) for values in drawn]))
+
+    return _table(series, chosen)
 
 
 def numbers(series: Sequence[Series], *, x: str, y: str) -> Table:
     """Every point, under the headings ``x`` and ``y``."""
     table = _table(series, lambda each: np.arange(len(each.y)))
-    return {"run": table["run"], x: table["x"], y: table["y"]}
+    titles = {"x": x, "y": y, "low": "least", "high": "most"}
+    return {titles.get(field, field): values for field, values in table.items()}
 
 
 def _table(series: Sequence[Series], places: Callable[[Series], NDArray[np.signedinteger[Any]]]) -> Table:
     table: Table = {"run": [], "x": [], "y": []}
+    if banded := any(each.low is not None for each in series):
+        table |= {"low": [], "high": []}
     for each in series:
         chosen = places(each)
         chosen = chosen[~(np.isnan(each.x[chosen]) | np.isnan(each.y[chosen]))]
         table["run"] += [each.name] * len(chosen)
         table["x"] += each.x[chosen].tolist()
         table["y"] += each.y[chosen].tolist()
+        if banded:
+            for field, values in (("low", each.low), ("high", each.high)):
+                table[field] += (each.y if values is None else values)[chosen].tolist()
     return table
 
 

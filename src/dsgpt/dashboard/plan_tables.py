@@ -43,29 +43,35 @@ def ways_table(found: Iterable[Judged]) -> Table:
         "tokens/s": [round(plan.tokens_per_sec(plan.step.seconds)) if plan else None for _, plan in rows],
         "training, hours": [_hours(plan.run.seconds) if plan else None for _, plan in rows],
         "US dollars": [_cents(plan.costs[0].usd) if plan and plan.costs else None for _, plan in rows],
+        "list price of": [_dated(plan) for _, plan in rows],
         "why not": [judged.reason for judged, _ in rows],
     }
 
 
 def gpus_table(plans: Iterable[tuple[str, Plan | str]]) -> Table:
     """The same setup on other GPUs."""
-    rows = [(gpu, None if isinstance(plan, str) else plan, plan) for gpu, plan in plans]
+    rows = [(gpu, None if isinstance(plan, str) or not plan.fits else plan, plan) for gpu, plan in plans]
     return {
         "GPU": [gpu for gpu, _, _ in rows],
         "precision": [plan.setup.precision if plan else None for _, plan, _ in rows],
-        "fits": [_verdict(plan, why) for _, plan, why in rows],
+        "fits": [_verdict(why) for _, _, why in rows],
         "tokens/s": [round(plan.tokens_per_sec(plan.step.seconds)) if plan else None for _, plan, _ in rows],
         "training, hours": [_hours(plan.run.seconds) if plan else None for _, plan, _ in rows],
         "at least, hours": [_hours(plan.run.least) if plan else None for _, plan, _ in rows],
         "at most, hours": [_hours(plan.run.most) if plan else None for _, plan, _ in rows],
         "US dollars": [_cents(plan.costs[0].usd) if plan and plan.costs else None for _, plan, _ in rows],
+        "list price of": [_dated(plan) for _, plan, _ in rows],
         "offer": [plan.costs[0].offer if plan and plan.costs else "" for _, plan, _ in rows],
     }
 
 
-def _verdict(plan: Plan | None, why: Plan | str) -> str:
-    if plan is None:
-        return str(why)
+def _dated(plan: Plan | None) -> str:
+    return (plan.costs[0].known_on or "your own") if plan and plan.costs else ""
+
+
+def _verdict(plan: Plan | str) -> str:
+    if isinstance(plan, str):
+        return plan
     return "yes" if plan.fits else "no"
 
 

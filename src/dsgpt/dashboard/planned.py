@@ -107,8 +107,8 @@ def planned(words: Sequence[str], *, repository: Path) -> Planned:
         best = best_of(found, request)
         assert best.plan is not None
         return Planned(request=request, plan=best.plan, best=best, found=tuple(found))
-    plan = plan_of(fixed_setup(request, problems), request.machine, options, prices)
-    advice = tuple(line for line in what_would_fit(plan, options, prices) if line)
+    plan = plan_of(fixed_setup(request, problems), request, prices)
+    advice = tuple(what_would_fit(plan))
     return Planned(request=request, plan=plan, advice=advice)
 
 
@@ -124,9 +124,8 @@ def offers(done: Planned) -> Iterator[tuple[str, Cost]]:
     if options.price_per_gpu_hour is not None:
         yield from (("yours", cost) for cost in plan.costs)
         return
-    prices = read_prices(options.prices or TABLE)
     for kind, spot in (("on demand", False), ("spot", True)):
-        again = plan_of(plan.setup, plan.machine, replace(options, spot=spot), prices)
+        again = replace(plan, request=replace(done.request, options=replace(options, spot=spot)))
         yield from ((kind, cost) for cost in again.costs)
 
 
@@ -141,7 +140,9 @@ def on_other_gpus(done: Planned, *, repository: Path) -> Iterator[tuple[str, Pla
 def _on(gpu: str, options: PlanOptions, prices: PriceTable, *, repository: Path) -> Plan | str:
     problems = Problems()
     try:
-        request = read_request(replace(options, gpu=gpu, machine=None, measured=()), problems, repository=repository)
-        return plan_of(fixed_setup(request, problems), request.machine, options, prices)
+        request = read_request(
+            replace(options, gpu=gpu, instance=None, machine=None, measured=()), problems, repository=repository
+        )
+        return plan_of(fixed_setup(request, problems), request, prices)
     except UserError as error:
         return error.problems[0]

@@ -36,10 +36,11 @@ def lines(
     rules: Mapping[str, float] | None = None,
     drawn: Sequence[str] | None = None,
     ordered: bool = False,
+    band: bool = False,
 ) -> dict[str, Any]:
     """A line for each name, which the mouse can move, and with Ctrl zoom.
 
-    The fields of its points are ``run``, ``x`` and ``y``.
+    The fields of its points are ``run``, ``x`` and ``y``; of a band, ``low`` and ``high``.
 
     Args:
         names: of the runs; their order decides the colours.
@@ -50,6 +51,7 @@ def lines(
         rules: horizontal lines by their label.
         drawn: those of ``names`` that have a curve, if not all.
         ordered: the field ``order`` of the points says in which order they are joined, if not that of ``x``.
+        band: the lines are means, drawn above their ranges.
     """
     scale: dict[str, Any] = {"type": "log"} if logarithmic else {"zero": from_zero}
     encoding: dict[str, Any] = {
@@ -70,7 +72,10 @@ def lines(
     zoom = {"name": ZOOM, "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
     legend = sum(ROW_HEIGHT + LINE_HEIGHT * len(in_lines(name)) for name in drawn or names) if len(names) > 1 else 0
-    return {"height": HEIGHT + legend, **({"layer": [curve, *_rules(rules)]} if rules else curve)}
+    ranges = {**{key: encoding[key] for key in ("x", "color")}, "y": {**encoding["y"], "field": "low"}}
+    area = {"mark": {"type": "area", "opacity": 0.2, "clip": True}, "encoding": {**ranges, "y2": {"field": "high"}}}
+    around = [*([area] if band else []), curve, *_rules(rules or {})]
+    return {"height": HEIGHT + legend, **({"layer": around} if len(around) > 1 else curve)}
 
 
 def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -132,6 +137,7 @@ def _look(names: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
         "symbolType": "stroke",
         "symbolSize": 400,
         "symbolStrokeWidth": 2,
+        "symbolOpacity": 1,
     }
     run = {
         "field": "run",

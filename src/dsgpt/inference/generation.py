@@ -44,7 +44,7 @@ def generate_batch(
     for left in reversed(range(new_tokens)):
         ids = chooser.choose(logits)
         found = ids.tolist()  # waits for the device
-        if max(found) >= decoder.config.vocab_size:  # a row of probabilities that are NaN has no id
+        if max(found) >= decoder.config.vocab_size:
             raise UserError("the model's logits are NaN or infinite, though its weights are finite: it is unusable")
         yield found
         if left:

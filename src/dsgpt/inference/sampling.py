@@ -69,14 +69,15 @@ class Chooser:
                 row[torch.tensor(prompt, device=device)] = True
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next ids, (B,), from ``logits``, (B, V) in fp32."""
+        """The next ids, (B,), from ``logits``, (B, V) in fp32; V for a row that has a NaN."""
         logits = self._penalized(logits)
         if self._sampling.temperature == 0:
-            ids = logits.max(dim=1).indices  # the first of equal ones; argmax takes three times as long on CPUs
+            largest = logits.max(dim=1)  # the first of equal ones; argmax takes three times as long on CPUs
+            ids = largest.indices.masked_fill(largest.values.isnan(), logits.shape[1])
         else:
             ids = self._draw(probabilities(logits, self._sampling))
         if self._seen is not None:
-            self._seen.scatter_(1, ids[:, None], True)
+            self._seen.scatter_(1, ids[:, None].clamp(max=logits.shape[1] - 1), True)
         return ids
 
     def distribution(self, logits: Tensor) -> Tensor:

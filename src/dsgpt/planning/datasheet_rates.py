@@ -38,6 +38,18 @@ DISK_BYTES_PER_SEC = Share(0.3e9, 1e9, 2e9)
 KERNEL_SEC = Share(8e-6, 4e-6, 2e-6)
 """A short kernel and its launch."""
 COLLECTIVE_SEC = Share(40e-6, 20e-6, 10e-6)
+ASSUMED = {
+    "matrix products": (("matrix",), MATRIX, 100, "% of the peak"),
+    "attention": (("attention",), ATTENTION, 100, "% of the peak"),
+    "memory": (("memory", "elementwise", "logits"), MEMORY, 100, "% of the bandwidth"),
+    "link between GPUs": (("bus",), LINK, 100, "% of the bandwidth"),
+    "link to the host": (("host_link",), HOST_LINK_BYTES_PER_SEC, 1e-9, " GB/s"),
+    "memory of the host": (("host_memory",), HOST_MEMORY_BYTES_PER_SEC, 1e-9, " GB/s"),
+    "disk": (("disk",), DISK_BYTES_PER_SEC, 1e-9, " GB/s"),
+    "start of an operation": (("kernel_sec",), KERNEL_SEC, 1e6, " \N{MICRO SIGN}s"),
+    "start of a collective operation": (("collective_sec",), COLLECTIVE_SEC, 1e6, " \N{MICRO SIGN}s"),
+}
+"""What is assumed: the fields of ``Rates``, the values, and their scale and unit for people."""
 BYTES_PER_LOGIT = {"fp32": 24, "bf16": 20, "fp16": 28}
 """What the steps of softmax and gradient read and write: logits, log-probabilities in fp32, their exponentials."""
 

@@ -15,6 +15,8 @@ from dsgpt.common.json_files import Positive, read_as
 from dsgpt.common.problems import did_you_mean
 
 TABLE = Path(__file__).with_name("hardware.json")
+MEANT = {"h100": "h100-80gb"}
+"""Names that leave out what decides, and the GPU of the table that is meant."""
 _LEAST, _MOST = 0.98, 1.12
 """Memory that a device reports, in units of the datasheet's: an H200 of 141 GB reports 151e9 bytes. A slice of a GPU
 (MIG) reports less, and reaches only a part of the peak."""
@@ -85,17 +87,17 @@ def gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU with this key.
+    """The GPU with this key, in any case; ``h100`` is that of most clouds.
 
     Raises:
         UserError: the table has none; the message names the nearest key and all keys.
     """
-    known = gpus()
-    if name not in known:
-        longer = [key for key in known if name and key.startswith(name.lower())]
+    known, key = gpus(), MEANT.get(name.lower(), name.lower())
+    if key not in known:
+        longer = [each for each in known if name and each.startswith(key)]
         near = f" (did you mean {in_words(longer)}?)" if longer else did_you_mean(name, known)
         raise UserError(f"no GPU {name} in the table{near}: known are {', '.join(known)}")
-    return known[name]
+    return known[key]
 
 
 def recognise(device_name: str, memory_bytes: int) -> Gpu | None:

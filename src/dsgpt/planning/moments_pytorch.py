@@ -24,7 +24,7 @@ def baseline(setup: Setup, *, device: str) -> list[Moment]:
         Moment(name="backward", blocks=layers, parts={"gradients": earlier, "new_gradients": embedding}),
         Moment(name="reduction", parts={"gradients": earlier, "new_gradients": backward}),
         Moment(name="step", parts={"gradients": sums, "new_gradients": new if separate else 0, "other": cast}),
-        Moment(name="evaluation", parts={"gradients": sums}),  # they are freed when the next step begins
+        Moment(name="evaluation", parts={}),
     ]
 
 
@@ -48,7 +48,7 @@ def ddp(setup: Setup, *, device: str) -> list[Moment]:  # noqa: ARG001 - of all 
         Moment(name="backward", blocks=layers, parts=earlier | {"new_gradients": embedding}),
         Moment(name="reduction", parts=last),
         Moment(name="step", parts=stepped),
-        Moment(name="evaluation", parts=stepped),
+        Moment(name="evaluation", parts={"buckets": buckets}),
     ]
 
 
@@ -107,10 +107,7 @@ def fsdp(setup: Setup, *, device: str) -> list[Moment]:
             name="step",
             parts={"gradients": shards + root_shard, "buckets": (1 + copies) * width * root},
         ),
-        Moment(
-            name="evaluation",
-            parts={"gradients": shards + root_shard, "gathered": setup.low * (root + kept * block)},
-        ),
+        Moment(name="evaluation", parts={"gathered": setup.low * (root + kept * block)}),
     ]
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import JsonError, Positive, read_as
+from dsgpt.common.problems import did_you_mean
 
 TABLE = Path(__file__).with_name("prices.json")
 SEC_PER_HOUR = 3600
@@ -36,6 +37,11 @@ class Price:
     """The date on which this was a list price."""
     source: str
     """The provider's page."""
+    network_gbps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Gbit/s between two of them; None where no page was read."""
+    network_known_on: str | None = None
+    """When the page said so, or was read if it has no date."""
+    network_source: str | None = None
 
     def per_hour(self, *, spot: bool) -> float | None:
         """Dollars of the instance; None where its spot price is unknown."""
@@ -82,8 +88,30 @@ def read_prices(path: Path = TABLE) -> PriceTable:
         ) from error
 
 
+def find_instance(table: PriceTable, name: str) -> Price:
+    """The row of an instance, by its name in any case.
+
+    Raises:
+        UserError: the table has none of that name; one line.
+    """
+    known = {price.instance: price for price in table.prices}
+    found = next((price for key, price in known.items() if key.lower() == name.lower()), None)
+    if found is None:
+        raise UserError(f"--instance {name}: not in the price table{did_you_mean(name, known)}: {', '.join(known)}")
+    return found
+
+
 def costs(
-    table: PriceTable, *, gpu: str, gpus: int, together: int, spot: bool, seconds: float, least: float, most: float
+    table: PriceTable,
+    *,
+    gpu: str,
+    gpus: int,
+    together: int,
+    spot: bool,
+    seconds: float,
+    least: float,
+    most: float,
+    instance: str | None = None,
 ) -> list[Cost]:
     """What every offer with this GPU costs, the cheapest first. Billed by the second, for whole instances.
 
@@ -96,11 +124,12 @@ def costs(
         seconds: the likely time of the training.
         least: its shortest time.
         most: its longest time.
+        instance: the only one that is an offer; None for all.
     """
     found = []
     for price in table.prices:
         hourly = price.per_hour(spot=spot)
-        if price.gpu != gpu or price.gpus < together or hourly is None:
+        if price.gpu != gpu or price.gpus < together or hourly is None or instance not in {None, price.instance}:
             continue
         instances = math.ceil(gpus / price.gpus)
         found.append(

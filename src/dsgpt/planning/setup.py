@@ -43,7 +43,7 @@ class Setup:
         if self.run_type == "optimized" and self.recipe.zero_plus_plus:
             raise ValueError(f"{self.recipe.path}: no formula predicts Zero++: plan with ds_configs/zero3.json")
 
-    @property
+    @cached_property
     def sizes(self) -> ParallelSizes:
         """How the model is split."""
         return self.recipe.parallel_of(self.run_type)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from dsgpt.model.config import GPT2Config
@@ -51,6 +52,7 @@ def stage_bounds(model: GPT2Config, *, stages: int, partition: str) -> list[int]
     return _balanced_bounds([int(pattern.search(layer.kind) is not None) for layer in layers], stages)
 
 
+@lru_cache(maxsize=256)
 def stage_parameters(model: GPT2Config, *, stages: int, partition: str) -> list[list[ParameterSize]]:
     """The parameters of every stage. The tied embedding comes first, as in ``PipelineModule``, and once per stage."""
     layers = pipeline_layers(model)

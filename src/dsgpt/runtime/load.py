@@ -13,6 +13,8 @@ SHORTEST_SEC = 20.0
 """The share of a shorter time is unknown: the system counts in ticks of 10 ms, and what has just ended matters."""
 _USER, _NICE, _SYSTEM, _STEAL = 1, 2, 3, 8
 """Columns of ``/proc/stat`` (proc_stat(5)). Interrupts are left out: they may be ours."""
+_HIDDEN = (AttributeError, OSError, psutil.Error)
+"""No CPU affinity and no ``/proc/stat`` (macOS), or a ``/proc`` that hides processes of other users (hidepid)."""
 
 
 class LoadOfOthers:
@@ -22,19 +24,26 @@ class LoadOfOthers:
     """
 
     def __init__(self, *, ranks: bool = False) -> None:
-        self._load_before = os.getloadavg()[0]
         self._root = [psutil.Process(), *(waiting_processes() if ranks else [])][-1]
-        self._cpus = {f"cpu{number}" for number in self._root.cpu_affinity()}
         self._started = time.monotonic()
-        self._busy, self._own = self.busy_seconds(), self.own_seconds()
+        self._load_before: float | None = None
+        self._counted: tuple[float, float] | None = None
+        with contextlib.suppress(*_HIDDEN):
+            self._load_before = os.getloadavg()[0]
+            self._cpus = {f"cpu{number}" for number in self._root.cpu_affinity()}
+            self._counted = self.busy_seconds(), self.own_seconds()
 
     def figures(self) -> dict[str, float | None]:
-        """For a record: processes that ran or waited in the minute before, and the share of the CPUs since then."""
+        """For a record: processes that ran or waited in the minute before, and the share of the CPUs since then.
+
+        None for what the system hides.
+        """
         seconds, share = time.monotonic() - self._started, None
-        busy = self.busy_seconds() - self._busy
-        if seconds >= SHORTEST_SEC and busy > 0 and self._root.is_running():
-            others = busy - (self.own_seconds() - self._own)
-            share = min(1.0, max(0.0, others / (seconds * len(self._cpus))))
+        if seconds >= SHORTEST_SEC and self._counted:
+            with contextlib.suppress(*_HIDDEN):
+                busy, own = self.busy_seconds() - self._counted[0], self.own_seconds() - self._counted[1]
+                if busy > 0 and self._root.is_running():
+                    share = min(1.0, max(0.0, (busy - own) / (seconds * len(self._cpus))))
         return {"load_average_before": self._load_before, "cpu_share_of_others": share}
 
     def busy_seconds(self) -> float:

@@ -97,6 +97,16 @@ class Connection(H11Protocol):
         elif self._head is None:
             self._expect_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in place of the application that reads its body; behind an answer, only hang up."""
+        if self.cycle is not None and not self.waits:
+            self.cycle.disconnected = True  # uvicorn would log a traceback of the answer that comes too late
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         """Close the connection of a client that will send nothing more."""
         self._silent_since = time.monotonic()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsgpt.common.errors import Interrupted
+from dsgpt.common.errors import Interrupted, UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.next_step import next_line, script_words
 from dsgpt.config.run_config import RunConfig
@@ -46,7 +46,8 @@ def measure_inference(
         logger.info("inference   not measured: the GPU has no memory left for a second copy of the model")
     # PyTorch raises no narrower type for what a CPU or a GPU lacks, mmap raises OSError without memory. The training is
     # done and saved, and no other rank takes part in the measurement: only its figure is lost.
-    except (RuntimeError, MemoryError, OSError) as error:
+    # UserError: the trained model's logits are not finite.
+    except (RuntimeError, MemoryError, OSError, UserError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logger.warning(f"inference   not measured: {reason}; the trained model is saved")
     if measured is not None:

@@ -65,9 +65,12 @@ def stalls_reported(config: RunConfig, budget: Budget) -> Iterator[None]:
                 logger.warning(f"no step for {duration(longest)}")
                 notify(config, "stalled")
 
+    thread = threading.Thread(target=watch, name="stalls", daemon=True)
     if config.topology.is_main:
-        threading.Thread(target=watch, name="stalls", daemon=True).start()
+        thread.start()
     try:
         yield
     finally:
         ended.set()
+        if thread.is_alive():
+            thread.join()  # a command that runs has a time limit, and hears of the end after it

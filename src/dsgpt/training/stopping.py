@@ -20,13 +20,17 @@ class Stopping:
         self._ranks = ranks
         self._limit: str | None = None
 
-    def agreed(self) -> bool:
+    def agreed(self, *, steps_left: bool = True) -> bool:
         """Whether any rank was asked to stop; collective, with the same answer on every rank.
 
         The loop calls it after every step and every batch of a validation.
+
+        Args:
+            steps_left: if not, no limit stops the run: it would only have to be started again to end.
         """
         self._budget.progress()
-        self._limit = self._limit or self._budget.reached()
+        if steps_left:
+            self._limit = self._limit or self._budget.reached()
         return bool(self._ranks.largest(int((self._interruption.reason or self._limit) is not None)))
 
     def stop(self, where: str, *, idle: bool = False) -> Interrupted:

@@ -85,7 +85,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Take the remaining steps; validate and save when they are due."""
-        if self._stopping.agreed():
+        if self._stopping.agreed(steps_left=self._done < self._config.total_steps):
             raise self._stopping.stop("before it took a step", idle=True)
         with contextlib.closing(training_batches(self._config, first_step=self._done)) as batches:
             self._take_steps(TimedBatches(batches))
@@ -118,7 +118,7 @@ class Trainer:
         """Validate and end the epoch at the checkpoint's step, if the run was stopped before it did."""
         step, validated = self._done, self._journal.last_val_step
         if not self._after_step(step):
-            raise self._stopping.stop(f"after step {step}, which is saved")
+            raise self._stopping.stop(f"after step {step}, which is saved", idle=True)
         if step == self._config.total_steps and self._journal.last_val_step != validated:
             self._saver.save(step, needed=True)  # the last checkpoint may be the best
 
@@ -155,7 +155,7 @@ class Trainer:
             journal.record.inference = measure_inference(
                 config, self._strategy, device=self._device, interruption=self._interruption
             )
-        if self._stopping.agreed():
+        if self._stopping.agreed(steps_left=False):
             raise self._stopping.stop("when all steps were done and saved, before the end of the run")
         journal.write("completed")
         if config.topology.is_main:

@@ -21,9 +21,12 @@ MEMORY = ("before", "opened", "watched")
 def costs(record: dict[str, Any], *, source: str) -> str:
     """The part of the page below ``HEADING``; ``source`` is the record's path, for the reader."""
     work, rounds, hardware = record["work"], record["rounds"], record["hardware"]
+    opened = dict(OPENED)
+    if "long" in rounds[0]["opened_sec"]:  # not in records of 1.0
+        opened["long"] = f"Compare opens {work['long_runs']} runs of {work['long_steps']:,} steps, and again"
     rows = [
         (what, ", ".join(_spread([each["opened_sec"][page][state] for each in rounds], " s") for state in (0, 1)))
-        for page, what in OPENED.items()
+        for page, what in opened.items()
     ]
     memory = [_spread([each["memory_bytes"][when] / 1e6 for each in rounds], " MB", digits=0) for when in MEMORY]
     rows.append(("memory of the server: before the first page, after these pages, after watching", ", ".join(memory)))

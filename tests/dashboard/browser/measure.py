@@ -1,5 +1,6 @@
 """How fast the dashboard opens, and what its server costs: 50 runs of 10,000 steps, and ten of them that grow.
 
+A second server has three runs of 100,000 steps, which Compare opens.
 The runs are copies of a committed one, whose steps are repeated with ascending numbers. The record has every round;
 each has a new server.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 from costs import PAGE, costs, page_with
 from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from dsgpt.benchmarks.harness.command import record_head
 from dsgpt.common.files import write_atomic, write_json_atomic
@@ -29,7 +30,7 @@ from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
 from dsgpt.telemetry.sources import hash_files, note_sources, unchanged
 from dsgpt.training.run_lock import RunLock
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 SOURCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-baseline"
 SOURCES = (
     *("charts/dashboard.py", "src/dsgpt/dashboard/**/*.py", "src/dsgpt/reports/*.py"),
@@ -37,8 +38,9 @@ SOURCES = (
 )
 """What the figures depend on most; the package's other rooms take part, too."""
 RUNS, STEPS = 50, 10_000
+LONG_RUNS, LONG_STEPS = 3, 100_000
 ROUNDS = 3
-GROWING, WATCHED_SEC, LEAST_WATCHED_SEC, STEP_SEC = 10, 60.0, 30.0, 0.1
+GROWING, WATCHED_SEC, LEAST_WATCHED_SEC, STEP_SEC = 10, 40.0, 30.0, 0.1
 PATIENCE_MS = 120_000
 VISIBLE = {"": "stDataFrame", "compare": "stVegaLiteChart", "live": "stVegaLiteChart"}
 """What must be seen of a page before it counts as open."""
@@ -64,6 +66,7 @@ def main() -> None:
         rounds.append(figures)
         print(f"[{number + 1}/{given.rounds}] {json.dumps(rounds[-1])}", flush=True)
     work = {"runs": RUNS, "steps": STEPS, "growing": GROWING, "watched_sec": given.watched_sec, "step_sec": STEP_SEC}
+    work |= {"long_runs": LONG_RUNS, "long_steps": LONG_STEPS}
     record = record_head(SCHEMA_VERSION, device="cpu") | {"work": work, "rounds": rounds}
     record["env"] |= {"streamlit_version": version("streamlit"), "chromium_version": chromium}
     record["seconds"] = round(time.perf_counter() - began, 1)
@@ -102,7 +105,7 @@ def _sources() -> dict[str, str]:
 
 
 def _round(watched_sec: float) -> tuple[Round, str]:
-    """The figures of one server: seconds, bytes and cores; and the browser's version."""
+    """The figures of new servers: seconds, bytes and cores; and the browser's version."""
     opened: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         runs = Path(name) / "runs"
@@ -115,13 +118,15 @@ def _round(watched_sec: float) -> tuple[Round, str]:
             browser = launch_browser(playwright)
             for _ in ("first", "later"):
                 for page, test_id in VISIBLE.items():
-                    opened.setdefault(page or "overview", []).append(_opened(browser, server, page, test_id))
+                    with browser.new_context() as context:
+                        opened.setdefault(page or "overview", []).append(_opened(context, server, page, test_id))
             memory["opened"] = _memory(server)
             growing = [runs / f"run-{number:02}" for number in range(GROWING)]
             cores = _watch(browser, server, growing, seconds=watched_sec)
             memory["watched"] = _memory(server)
-            chromium = browser.version
-            browser.close()
+        opened["long"] = _opened_long(browser, Path(name))
+        chromium = browser.version
+        browser.close()
     return {"opened_sec": opened, "memory_bytes": memory, "watching_cores": cores}, chromium
 
 
@@ -142,17 +147,28 @@ def _write_run(run_dir: Path, lines: list[str], *, status: str = "completed") ->
     (run_dir / STEPS_FILE).write_text("".join(lines), encoding="utf-8")
 
 
-def _opened(browser: Browser, server: Server, name: str, test_id: str) -> float:
-    """Seconds from the navigation until the page is shown, in a browser that has never seen it."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+def _opened_long(browser: Browser, folder: Path) -> list[float]:
+    """Seconds until Compare shows long runs: first, and again in the same browser, which kept the scripts."""
+    lines, names = list(islice(_lines(), LONG_STEPS)), [f"long-{number}" for number in range(LONG_RUNS)]
+    for name in names:
+        _write_run(folder / "long" / name, lines)
+    query = "?" + "&".join(f"runs={name}" for name in names)
+    with serving(folder / "long", log=folder / "long.txt") as server, browser.new_context() as context:
+        server.wait()
+        return [_opened(context, server, "compare", VISIBLE["compare"], query=query) for _ in ("first", "again")]
+
+
+def _opened(context: BrowserContext, server: Server, name: str, test_id: str, *, query: str = "") -> float:
+    """Seconds from the navigation until the page is shown, in a new tab."""
     page = context.new_page()
+    page.set_viewport_size({"width": 1280, "height": 900})
     page.set_default_timeout(PATIENCE_MS)
     began = time.perf_counter()
-    page.goto(f"{server.url}/{name}")
+    page.goto(f"{server.url}/{name}{query}")
     page.get_by_test_id(test_id).first.wait_for()
     settle(page, PAGES[name])
     seconds = time.perf_counter() - began
-    context.close()
+    page.close()
     return seconds
 
 

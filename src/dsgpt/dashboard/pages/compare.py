@@ -7,7 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard import curves, measures
+from dsgpt.dashboard import curves, measures, seeds
 from dsgpt.dashboard.answers import answers, newest
 from dsgpt.dashboard.figures import figure, show_table
 from dsgpt.dashboard.folders import current_folder, inside, is_reference
@@ -61,15 +61,17 @@ def _show_runs(folder: Path, names: Sequence[str]) -> None:
     if not recorded:
         st.info("Choose two or more runs. The first is the baseline.")
         return
-    price = _show_bars([*recorded.values()])
+    groups = _grouped([*recorded.values()])
+    price = _show_bars([seeds.mean_run(group) for group in groups])
     with above:
-        runs, steps = _with_steps(folder, recorded)
+        runs, steps = _with_steps(folder, recorded, groups)
         _show_verdict(runs)
     if steps:
         _show_losses(runs, steps, price)
-        _show_difference(runs, steps)
+        _show_difference(runs, {name: seeds.mean_steps(group) for name, group in steps.items()})
     st.header("All figures")
-    show_table(measures.as_table(result_rows(runs), first="figure"), key="results", name="figures of the runs")
+    results = seeds.with_ranges(result_rows(runs), groups)
+    show_table(measures.as_table(results, first="figure"), key="results", name="figures of the runs")
     with st.expander("What was trained, and how"):
         show_table(measures.as_table(work_rows(runs), first="fact"), key="work", name="work of the runs")
     notes = [(run.name, note) for run in runs for note in run.notes]
@@ -113,9 +115,19 @@ def _read(folder: Path, names: Sequence[str]) -> dict[str, Run]:
     return found
 
 
-def _with_steps(folder: Path, named: Mapping[str, Run]) -> tuple[list[Run], dict[str, Steps]]:
-    """The runs with the losses of their steps, and these steps by the runs' short names."""
-    runs, found = [], {}
+def _grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs that are shown as one: if the user asks for it, those that differ in the seed alone."""
+    groups = seeds.by_seed(runs)
+    if len(groups) < len(runs) and st.toggle("Show runs that differ in the seed alone as their mean", key="seeds"):
+        return groups
+    return [[run] for run in runs]
+
+
+def _with_steps(
+    folder: Path, named: Mapping[str, Run], groups: Sequence[Sequence[Run]]
+) -> tuple[list[Run], dict[str, list[Steps]]]:
+    """The runs of the groups with the losses of their steps, and by their names the steps of each seed."""
+    found: dict[str, Steps] = {}
     for name, run in named.items():
         try:
             with st.spinner(f"Reading the steps of {plain(name)}", show_time=True):
@@ -125,10 +137,14 @@ def _with_steps(folder: Path, named: Mapping[str, Run]) -> tuple[list[Run], dict
             steps = None
         if steps is not None and len(steps.train["step"]):
             found[run.name] = steps
-            runs.append(with_steps(run, steps))
-        else:
-            runs.append(run)
-    return runs, found
+    means = [seeds.mean_run(group) for group in groups]
+    parts = {
+        mean.name: seeds.aligned([found[run.name] for run in group])
+        for mean, group in zip(means, groups, strict=True)
+        if all(run.name in found for run in group)
+    }
+    runs = [with_steps(mean, seeds.mean_steps(parts[mean.name])) if mean.name in parts else mean for mean in means]
+    return runs, parts
 
 
 def _show_verdict(runs: Sequence[Run]) -> None:
@@ -180,31 +196,29 @@ def _show_bars(runs: Sequence[Run]) -> float | None:
     return price
 
 
-def _show_losses(runs: Sequence[Run], steps: Mapping[str, Steps], price: float | None) -> None:
+def _show_losses(runs: Sequence[Run], steps: Mapping[str, Sequence[Steps]], price: float | None) -> None:
     st.header("Loss")
     left, middle, right = st.columns([3, 4, 3])
     kind = left.segmented_control("Loss", ["training", "validation"], default="training", key="loss", required=True)
     known = curves.axes(price)
     axis = known[middle.segmented_control("Against", list(known), default="steps", key="axis", required=True)]
     validation = kind == "validation"
-    usual = max(window_of(len(each.train["step"])) for each in steps.values())
+    usual = max(window_of(len(group[0].train["step"])) for group in steps.values())
     window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
     series = []
     for run in runs:
         factor = curves.money_per_second(price, run.device_count) if axis.title.startswith("cost") else 1.0
         if run.name in steps and factor is not None:
-            own = curves.loss_series(
-                run.name,
-                steps[run.name],
-                validation=validation,
-                axis=axis,
-                factor=factor,
-                window=1 if validation else window,
-            )
-            series.append(own)
+            own = [
+                curves.loss_series(
+                    run.name, each, validation=validation, axis=axis, factor=factor, window=1 if validation else window
+                )
+                for each in steps[run.name]
+            ]
+            series.append(seeds.band(own, name=run.name))
     y = f"{kind} loss (nats per token)"
     figure(
-        lines([run.name for run in runs], x=axis.title, y=y),
+        lines([run.name for run in runs], x=axis.title, y=y, band=any(each.low is not None for each in series)),
         points=curves.points(series),
         numbers=lambda: curves.numbers(series, x=axis.title, y=y),
         title=f"{kind.capitalize()} loss against {axis.title}",

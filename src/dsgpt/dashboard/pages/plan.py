@@ -6,8 +6,9 @@ from typing import Any
 import streamlit as st
 
 from dsgpt.advising.line import words_of
-from dsgpt.advising.options import PlanOptions
+from dsgpt.advising.options import HEADROOM, PlanOptions
 from dsgpt.advising.plan import Plan
+from dsgpt.advising.table import assumption_in_words, needs_in_words, usable_in_words
 from dsgpt.advising.words import between, dollars, duration, size, strategy_name
 from dsgpt.common.errors import UserError
 from dsgpt.config.options import PRECISIONS
@@ -28,7 +29,7 @@ from dsgpt.dashboard.planned import (
     recommended_files,
 )
 from dsgpt.dashboard.refusals import refusal
-from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice
+from dsgpt.dashboard.split_setup import CHOICES, Choice
 from dsgpt.model.config import PRESETS
 from dsgpt.planning.prices import TABLE, read_prices
 
@@ -49,6 +50,10 @@ def show() -> None:
         done = _planned(tuple(words), _calibrated(options.machine))
     except UserError as error:
         st.error(refusal(error))
+        _command(options)
+        return
+    if not done.plan.fits:
+        _does_not_fit(done)
         _command(options)
         return
     _answer(done)
@@ -116,8 +121,7 @@ def _fixed(choice: Choice) -> dict[str, Any]:
     two.caption("Recompute blocks in the backward pass")
     again = two.toggle("Activation checkpointing", key="plan-again")
     return {
-        "run_type": choice.run_type,
-        "deepspeed_config": RECIPES / choice.recipe,
+        "strategy": Path(choice.recipe).stem if choice.run_type == "optimized" else choice.run_type,
         "micro_batch_size_per_gpu": micro,
         "activation_checkpointing": again,
     }
@@ -126,11 +130,13 @@ def _fixed(choice: Choice) -> dict[str, Any]:
 def _details(machine: MachineChoice) -> dict[str, Any]:
     with st.expander("Precision, machines, prices, checkpoints"):
         one, two, three = st.columns(3)
+        headroom = three.number_input("Headroom, percent of the memory", 0.0, 90.0, HEADROOM, key="plan-headroom")
         found: dict[str, Any] = {"precision": one.selectbox("Precision", PRECISIONS, key="plan-precision")}
         found["seq_length"] = two.number_input(
             "Sequence, tokens", 1, 1 << 20, None, key="plan-length", placeholder="the model's"
         )
         found["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
+        found["headroom"] = headroom
         price = one.number_input(
             "Your price, US dollars per GPU and hour", 0.01, 1e4, None, key="plan-price", placeholder="list prices"
         )
@@ -148,10 +154,18 @@ def _details(machine: MachineChoice) -> dict[str, Any]:
     return found
 
 
+def _does_not_fit(done: Planned) -> None:
+    """No time and no price: nobody can train so."""
+    st.caption(plain(usable_in_words(done.plan)))
+    for line in done.advice:
+        st.warning(plain(line))
+    st.error(f"### DOES NOT FIT\n{plain(needs_in_words(done.plan))}")
+
+
 def _answer(done: Planned) -> None:
     """The first screen: does it fit, how fast, how long, how much."""
     plan = done.plan
-    used = plan.peak.total / plan.usable_bytes if plan.usable_bytes else float("inf")
+    used = plan.peak.total / plan.usable_bytes
     speeds = between(
         plan.tokens_per_sec(plan.step.most), plan.tokens_per_sec(plan.step.least), lambda each: f"{each:,.0f}"
     )
@@ -159,23 +173,23 @@ def _answer(done: Planned) -> None:
     figures = (
         (
             "Memory of a device",
-            size(plan.peak.total) if plan.fits else "DOES NOT FIT",
-            f"{size(plan.peak.total)}: {used:.0%} of {size(plan.usable_bytes)}, rank {plan.rank}",
+            size(plan.peak.total),
+            f"fits: {used:.0%}, rank {plan.rank}. {usable_in_words(plan)}",
         ),
         ("Tokens/s", f"{plan.tokens_per_sec(plan.step.seconds):,.0f}", speeds),
         ("Training", duration(plan.run.seconds), between(plan.run.least, plan.run.most, duration)),
         (
             "Cost",
             dollars(cost.usd) if cost else "unknown",
-            f"{between(cost.least, cost.most, dollars)} on {cost.offer}" if cost else "no list price: give yours",
+            f"{between(cost.least, cost.most, dollars)} on {cost.offer}, price of {cost.known_on or 'yours'}"
+            if cost
+            else "no list price: give yours",
         ),
     )
-    if not plan.fits:
-        st.error("**It does not fit:** the other figures are of a training that would run out of memory.")
     for column, (label, value, more) in zip(st.columns(4), figures, strict=True):
         column.metric(label, value)
         column.caption(plain(more))
-    for line in done.advice:
+    for line in plan.notes:
         st.warning(plain(line))
     _basis(plan)
 
@@ -186,6 +200,8 @@ def _basis(plan: Plan) -> None:
         st.info(f"**Not measured.** Rates: {plain(plan.machine.basis)}.{mfu}", icon=":material/straighten:")
     else:
         st.success(f"**Measured.** Rates: {plain(plan.machine.basis)}.{mfu}", icon=":material/speed:")
+    for line in map(assumption_in_words, plan.assumptions):
+        st.caption(plain(f"Assumed: {line}."))
     setup = plan.setup
     st.caption(
         f"{plain(strategy_name(setup))}, {setup.precision}, micro batch {setup.micro_batch_size}, "

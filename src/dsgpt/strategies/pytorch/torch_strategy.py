@@ -115,6 +115,7 @@ class TorchStrategy(Strategy):
     @torch.no_grad()
     def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """See ``Strategy``."""
+        self._optimizer.zero_grad()  # whole logits may need the memory of the last step's gradients
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
         for _ in range(self._accumulation):
@@ -126,6 +127,7 @@ class TorchStrategy(Strategy):
 
     def iter_state(self) -> Iterator[tuple[str, ParamState]]:
         """See ``Strategy``."""
+        self._optimizer.zero_grad()  # gathered weights may need the memory of the last step's gradients
         for name, parameter in self._weights.parameters.items():
             moments = self._optimizer.state.get(parameter, {})
             whole = {key: self._whole(name, moments[key]) for key in STATE_NAMES if key in moments}
