@@ -23,6 +23,7 @@ from dsgpt.benchmarks.sweep.suites import STRATEGIES
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import DifferentRunError, UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.next_step import next_line
 from dsgpt.common.problems import Problems, did_you_mean
 from dsgpt.common.script import Terminated, complain, run_script
 from dsgpt.runtime.launcher import launcher_command
@@ -96,8 +97,8 @@ def main() -> int:
         print(f"\n[{number}/{len(steps)}] {title}", flush=True)
         if code := step(demo):
             return complain([f"the demo stopped at step {number}, {title} (exit code {code})"], code)
-    print(f"\nthe demo took {time.perf_counter() - started:.0f} s; ask its model for more with")
-    print(f"  .venv/bin/python {shlex.join(_sample_words(demo))}")
+    print(f"\nthe demo took {time.perf_counter() - started:.0f} s")
+    print(next_line([sys.executable, *_sample_words(demo)]))
     return 0
 
 

@@ -116,6 +116,17 @@ def test_no_text_names_a_program_that_works_only_in_an_activated_environment():
     assert not [(name, line) for name, text in texts.items() for line in re.findall(program, text)]
 
 
+def test_next_lines_name_scripts_and_flags_that_exist():
+    """Every place that prints one spells its words as literals; what stands between them is only known in a run."""
+    texts = [path.read_text(encoding="utf-8") for path in (*PACKAGE.rglob("*.py"), *(REPOSITORY / "src").glob("*.py"))]
+    calls = [call for text in texts for call in re.findall(r"\bscript_words\((\"[^\n]*)", text)]
+    assert len(calls) >= 8
+    for call in calls:
+        script, *words = re.findall(r'"([^"]+)"', call)
+        for flag in (word for word in words if word.startswith("--")):
+            assert re.search(rf"{flag}(?![\w-])", help_of(script)), call
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """A little more than one global batch of the recipes, in the longest sequences of the commands."""

@@ -1,6 +1,7 @@
 """A short calibration of this machine, and machines made from calibrations."""
 
 import json
+import shlex
 
 import pytest
 from calibration_record import RECORD
@@ -69,7 +70,11 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys)
     """Only that figures are there: how fast the machine is, is not a test's business."""
     monkeypatch.chdir(tmp_path)
     assert act(*read_options(["--calibrate", "--seconds", "1", "--gpus", "2"]), repository=REPOSITORY) == 0
-    assert capsys.readouterr().out == "checkpoint/calibration.json\n"
+    written, following = capsys.readouterr().out.splitlines()
+    assert written == "checkpoint/calibration.json"
+    words = shlex.split(following.removeprefix("next: "))
+    assert act(*read_options(words[2:]), repository=REPOSITORY) == 0
+    assert "13M parameters" in capsys.readouterr().out
     assert [each.name for each in (tmp_path / "checkpoint").iterdir()] == ["calibration.json"]
     calibration: Calibration = read_calibration(tmp_path / "checkpoint" / "calibration.json")
     assert [each.devices for each in calibration.ceilings] == [1, 2]

@@ -57,6 +57,15 @@ def slow(self, step):
     return take(self, step)
 Trainer._after_step = slow
 """
+SIGNAL = """
+import signal
+take = Trainer._after_step
+def signalled(self, step):
+    if step == 8:
+        signal.raise_signal(signal.SIGTERM)
+    return take(self, step)
+Trainer._after_step = signalled
+"""
 NOTE = "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + '\\n')"
 
 
@@ -87,8 +96,10 @@ def test_every_rank_stops_at_the_limit_that_one_of_them_sees(sabotaged, tmp_path
     assert f"stopped by --max_hours 3 after step {steps}, which is saved" in done.stdout
     assert (tmp_path / "run" / f"step-{steps:08}").is_dir()
     assert events == ["limit"]
+    done, events = sabotaged(SIGNAL, ranks, resume=True)
+    assert (done.returncode, events[1:]) == (EXIT_STOPPED, ["preempted"]), done.stderr
     done, events = sabotaged("", ranks, resume=True)
-    assert (done.returncode, events) == (0, ["limit", "done"])
+    assert (done.returncode, events[2:]) == (0, ["done"])
 
 
 def test_no_limit_stops_a_run_whose_steps_are_all_done(sabotaged, tmp_path):

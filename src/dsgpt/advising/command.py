@@ -19,6 +19,7 @@ from dsgpt.advising.search import search
 from dsgpt.advising.table import plan_lines, with_assumptions
 from dsgpt.common.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic
+from dsgpt.common.next_step import next_line, script_words
 from dsgpt.common.problems import Problems
 from dsgpt.planning.prices import TABLE, read_prices
 from dsgpt.planning.rates import CALIBRATION
@@ -64,6 +65,7 @@ def _calibrate(options: PlanOptions, problems: Problems) -> int:
     with _writing("--machine", path):  # the first thing that is measured is the disk of its folder
         calibrate(path, seconds=options.seconds, devices=options.gpus)
     print(path)
+    print(next_line(script_words("src/plan.py", "--machine", path, "--model_size", "tiny", "--tokens", "1e6")))
     return EXIT_DONE
 
 

@@ -15,6 +15,7 @@ from dsgpt.benchmarks.harness.sources import source_hashes, sources_paragraph
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.measured import busy_words
+from dsgpt.common.next_step import next_line
 from dsgpt.runtime.load import LoadOfOthers
 from dsgpt.telemetry.console import Console
 from dsgpt.telemetry.record import finite
@@ -124,8 +125,8 @@ def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path
     text = suite.page.text(record, source=options.output.as_posix())
     sources = sources_paragraph(options.output, name=name, repository=repository)
     write_page(options.page, text, record=record, sources=sources)
-    last = f"record {options.output}, page {options.page}"
-    for line in ["", *suite.page.summary(record), busy_words(record), last, *suite.closing_lines(failures)]:
+    last, shown = f"record {options.output}, page {options.page}", next_line(["less", options.page])
+    for line in ["", *suite.page.summary(record), busy_words(record), last, *suite.closing_lines(failures), shown]:
         console.say(line)
     return EXIT_FAILED if failures else 0
 
