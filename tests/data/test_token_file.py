@@ -163,9 +163,9 @@ def test_sidecars_with_a_wrong_value(tmp_path, snapshot, changes):
     ("text", "reason"),
     [
         (b"{", "Expecting property name"),
-        (b"\xff\xfe", "it is not UTF-8 text (byte 0)"),
+        (b"\xff\xfe", "it is UTF-16 text, not UTF-8"),
         (b"[" * 200_000, "its objects and arrays are nested more than 40 deep)"),
-        (b'{"tokens": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+        (b'{"tokens": ' + b"9" * 5000 + b"}", "a whole number in it has more than 4,300 digits"),
         (b'{"tokens": 1, "tokens": 2}', 'the key "tokens" is given twice: keep one of them)'),
         (b'{"tokens": NaN}', "NaN is not a JSON number)"),
         (b"[]", "Input should be an object, not [])"),

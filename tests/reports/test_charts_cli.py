@@ -82,7 +82,7 @@ def test_sweeps_have_charts_under_their_names(tmp_path, two_runs, capsys):
     names = ("overview", "scaling_scaling", "other_scaling")
     files = {f"{name}{theme}.{form}" for name in names for theme in ("", "-dark") for form in ("png", "svg")}
     assert {path.name for path in output.iterdir()} == files | {"comparison.md"}
-    assert capsys.readouterr().out.splitlines()[-1] == f"charts: {output}"
+    assert capsys.readouterr().out.splitlines()[-2] == f"charts: {output}"
     light, dark = ((output / f"other_scaling{theme}.svg").read_text() for theme in ("", "-dark"))
     assert (DARK.background in light, DARK.background in dark) == (False, True)
 
@@ -94,7 +94,7 @@ def test_a_chart_that_is_not_drawn_leaves_no_earlier_file(tmp_path, capsys):
         file = write_sweep(tmp_path / "sweep", scaling({"ddp": speeds}))
         assert main(["--sweep", str(file), *flags]) == 0
     assert list(output.iterdir()) == []
-    assert capsys.readouterr().out.splitlines()[-4:] == [
+    assert capsys.readouterr().out.splitlines()[-5:-1] == [
         "not drawn: scaling_scaling: no strategy trained on several numbers of devices",
         "not drawn: scaling_money: the sweep had no --price",
         "not drawn: memory: no run was given",

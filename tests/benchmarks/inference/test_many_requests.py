@@ -334,7 +334,7 @@ def test_mistakes_of_files_are_reported_together(tmp_path):
 def test_a_record_of_another_schema_is_refused(measured, tmp_path):
     record = json.loads((measured[1] / "inference.json").read_text(encoding="utf-8"))
     (tmp_path / "r.json").write_text(json.dumps(record | {"schema_version": "2.0"}))
-    with pytest.raises(UserError, match=r"has schema 2\.0, but this program reads 1\.0$"):
+    with pytest.raises(UserError, match=r"has schema 2\.0, and this program knows 1\.0"):
         read_concurrency(tmp_path / "r.json")
     assert isinstance(read_concurrency(measured[1] / "inference.json"), Concurrency)
 
