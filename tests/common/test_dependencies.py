@@ -16,7 +16,7 @@ NAMES = {"pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client"}
 OPTIONAL = {
     "eval": {"lm_eval"},
     "dashboard": {"streamlit"},
-    "serve": {"starlette", "uvicorn", "prometheus-client", "httpx2"},
+    "serve": {"starlette", "uvicorn", "prometheus-client", "httpx2", "h11"},
 }
 """The extras of features, and the packages that only the feature needs; the tests run with exact versions."""
 ELSEWHERE = {"vllm"}

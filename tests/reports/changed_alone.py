@@ -1,6 +1,7 @@
 """For each option, recipe key and model field, two runs that differ only in it."""
 
 from dataclasses import Field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from real_records import WITHOUT_SHAPE, Asked
@@ -155,6 +156,11 @@ CHANGED: dict[str, Pair] = {
     "--verify_data": flag("verify_data", True),
     "--no_inference": flag("no_inference", True),
     "--dry_run": flag("dry_run", True),
+    "--max_hours": flag("max_hours", 1.0),
+    "--max_cost": flag("max_cost", 1.0),
+    "--price_per_gpu_hour": flag("price_per_gpu_hour", 1.0),
+    "--plan": flag("plan", Path("plan.json")),
+    "--on_event": flag("on_event", "true"),
     "--local_rank": flag("local_rank", 0),
     "model.n_layer": flag("num_layers", 3),
     "model.n_head": flag("num_heads", 4),
