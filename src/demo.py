@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -255,8 +256,15 @@ def _refusal(words: Sequence[str]) -> UserError | OSError | None:
 
 def _run(command: list[str]) -> int:
     """Run ``command`` and return its exit code. A training that runs when the demo is asked to end saves first."""
-    with subprocess.Popen(command) as process:
+    ends = {signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # one that comes while it starts could not be passed on
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    with subprocess.Popen(command, preexec_fn=unblock) as process:
         try:
+            unblock()
             return process.wait()
         except Terminated:
             process.terminate()
