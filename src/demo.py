@@ -262,7 +262,7 @@ def _run(command: list[str]) -> int:
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    with subprocess.Popen(command, preexec_fn=unblock) as process:
+    with subprocess.Popen(command, preexec_fn=unblock) as process:  # noqa: PLW1509 - the demo has no threads
         try:
             unblock()
             return process.wait()

@@ -110,7 +110,7 @@ def test_stop_token_ids_end_a_completion_before_their_token(server: Server):
 
 def test_ends_of_a_completion():
     def ends(**fields: Any) -> frozenset[int]:
-        return read_request(json.dumps({"model": MODEL} | fields).encode()).ends(256)
+        return read_request(json.dumps({"model": MODEL} | fields).encode()).ends(frozenset({256}))
 
     assert (ends(), ends(ignore_eos=True), ends(stop_token_ids=[5])) == ({256}, set(), {5, 256})
     assert ends(stop_token_ids=[256], ignore_eos=True) == {256}

@@ -21,6 +21,10 @@ def no_difference(smallest: float, largest: float, *, than: tuple[float, float] 
     return smallest <= than[1] and than[0] <= largest
 
 
+BUSY = "**A busy machine: "
+"""How the paragraph of a page begins that says so."""
+
+
 def busy_words(figures: Mapping[str, Any]) -> str:
     """That others used the CPUs during a measurement; empty if they did not, or if it was not recorded.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, read_as
+from dsgpt.common.measured import BUSY
 
 SOURCES_FILE = "SOURCES.json"
 CHANGED_MEANWHILE = "changed while the record was made"
@@ -107,8 +108,8 @@ def by_folder(names: Sequence[str]) -> str:
 
 
 def without_sources(page: str) -> str:
-    """``page`` without the paragraph about sources, which changes with the sources and not with the record."""
-    return "\n\n".join(part for part in page.split("\n\n") if not part.startswith(PARAGRAPH))
+    """``page`` without what is written beside its text: the paragraphs about sources and about a busy machine."""
+    return "\n\n".join(part for part in page.split("\n\n") if not part.startswith((PARAGRAPH, BUSY)))
 
 
 def _read(folder: Path) -> SourcesFile:

@@ -10,7 +10,7 @@ from dsgpt.benchmarks.harness.sources import sources_paragraph
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
-from dsgpt.common.measured import NO_DIFFERENCE, busy_words, no_difference
+from dsgpt.common.measured import BUSY, NO_DIFFERENCE, busy_words, no_difference
 
 Record = dict[str, Any]
 _MAX_BYTES = 256 << 20
@@ -88,7 +88,7 @@ def wrong_records_refused(file: Path, *, of: str) -> Iterator[None]:
 def write_page(page: Path, text: str, *, record: Record, sources: str) -> None:
     """Write ``text`` to ``page``; before its first ``##`` heading ``sources``, and whether the machine was busy."""
     head, heading, rest = text.rstrip("\n").partition("\n\n## ")
-    busy = f"\n\n**A busy machine: {words}.**" if (words := busy_words(record)) else ""
+    busy = f"\n\n{BUSY}{words}.**" if (words := busy_words(record)) else ""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, f"{head}{busy}\n\n{sources}{heading}{rest}\n".encode())
 
