@@ -1,6 +1,8 @@
+# make install  set up .venv for everything below; trains nothing
 # make demo    text to two trained models to charts, on this machine
-# make check   style, types, and every test that starts no other process: under two minutes
+# make check   style, types, and every test that starts no other process: about four minutes on two cores
 # make test    style, types and the whole test suite; as root on Debian, installs g++, libaio and Chromium for it
+# make size    how much code there is, beside what is allowed
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
 # make vllm    vLLM in an environment of its own, .venv-vllm, for src/benchmark.py inference
@@ -25,7 +27,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help demo style check test test-pythons test-here parity faults vllm records charts dashboard screenshots
+.PHONY: help install size demo style check test test-pythons test-here parity faults vllm records charts dashboard screenshots
 .DEFAULT_GOAL := help
 
 help:
@@ -59,6 +61,8 @@ $(BIN)/.installed-for-dashboard: $(BIN)/.installed
 	$(install_package) --quiet -e '.[dashboard]'
 	@touch $@
 
+install: $(BIN)/.installed
+
 demo: $(BIN)/.installed
 	@$(BIN)/python src/demo.py --steps $(STEPS) --strategies "$(STRATEGIES)"
 
@@ -66,6 +70,9 @@ style: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+size:
+	@$(PYTHON) tests/size.py
 
 # Tests of one file, and tests that share launches, run in one process; see tests/scheduling.py.
 pytest = $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder

@@ -1,6 +1,6 @@
 """See runs, plan them and try the models, in a browser: ``.venv/bin/python charts/dashboard.py --help``."""
 
-from dsgpt.common.script import run_script
+from dsgpt.common.command_line import run_script
 from dsgpt.dashboard.command import is_served, main
 
 if is_served():

@@ -1,7 +1,7 @@
 """Draw the comparison of two or more training runs: ``.venv/bin/python charts/generate_charts.py --help``."""
 
-from dsgpt.common.script import run_script
-from dsgpt.reports.command import main
+from dsgpt.charts.command import main
+from dsgpt.common.command_line import run_script
 
 if __name__ == "__main__":
     run_script(main)

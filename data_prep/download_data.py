@@ -1,8 +1,8 @@
 """Fetch a text set and keep its documents as JSON lines; see --help."""
 
-from dsgpt.common.script import run_script
-from dsgpt.prepare.console import KEPT
-from dsgpt.prepare.download import main
+from dsgpt.common.command_line import run_script
+from dsgpt.data.download import main
+from dsgpt.data.options import KEPT
 
 if __name__ == "__main__":
     run_script(main, kept=KEPT)

@@ -1,8 +1,8 @@
 """Turn text into token files for training; see --help."""
 
-from dsgpt.common.script import run_script
-from dsgpt.prepare.command import main
-from dsgpt.prepare.console import KEPT
+from dsgpt.common.command_line import run_script
+from dsgpt.data.options import KEPT
+from dsgpt.data.preparation import main
 
 if __name__ == "__main__":
     run_script(main, kept=KEPT)

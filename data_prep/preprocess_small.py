@@ -1,8 +1,8 @@
 """Turn the first documents of a text into small token files; see --help."""
 
-from dsgpt.common.script import run_script
-from dsgpt.prepare.command import main_small
-from dsgpt.prepare.console import KEPT
+from dsgpt.common.command_line import run_script
+from dsgpt.data.options import KEPT
+from dsgpt.data.preparation import main_small
 
 if __name__ == "__main__":
     run_script(main_small, kept=KEPT)

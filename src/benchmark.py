@@ -16,27 +16,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.decoding.flags import SUITE as DECODING
-from dsgpt.benchmarks.faults.flags import SUITE as FAULTS
-from dsgpt.benchmarks.harness.committed import RECORDS
-from dsgpt.benchmarks.harness.flags import SuiteFlags
-from dsgpt.benchmarks.harness.pages import make_page
-from dsgpt.benchmarks.harness.records import check_lines, remake_records
-from dsgpt.benchmarks.harness.suite import Suite
-from dsgpt.benchmarks.inference.flags import PEERS
-from dsgpt.benchmarks.inference.flags import SUITE as INFERENCE
-from dsgpt.benchmarks.parity.flags import SUITE as PARITY
-from dsgpt.benchmarks.plan.flags import SUITE as PLAN
-from dsgpt.benchmarks.recipes.flags import SUITE as RECIPES
-from dsgpt.benchmarks.resume.flags import SUITE as RESUME
-from dsgpt.benchmarks.saving.flags import SUITE as SAVING
-from dsgpt.benchmarks.serving.flags import SUITE as SERVING
-from dsgpt.benchmarks.speed.command import read_peers
-from dsgpt.benchmarks.speed.flags import SUITE as SPEED
-from dsgpt.benchmarks.sweep import flags as sweep
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.benchmarks import sweep
+from dsgpt.benchmarks.decoding import SUITE as DECODING
+from dsgpt.benchmarks.faults import SUITE as FAULTS
+from dsgpt.benchmarks.frame import Suite, SuiteFlags, make_page
+from dsgpt.benchmarks.inference import PEERS
+from dsgpt.benchmarks.inference import SUITE as INFERENCE
+from dsgpt.benchmarks.parity import SUITE as PARITY
+from dsgpt.benchmarks.plan import SUITE as PLAN
+from dsgpt.benchmarks.recipes import SUITE as RECIPES
+from dsgpt.benchmarks.records import RECORDS, check_lines, remake_records
+from dsgpt.benchmarks.resume import SUITE as RESUME
+from dsgpt.benchmarks.saving import SUITE as SAVING
+from dsgpt.benchmarks.serving import SUITE as SERVING
+from dsgpt.benchmarks.speed import SUITE as SPEED
+from dsgpt.benchmarks.speed import read_peers
+from dsgpt.common.command_line import Parser, Reader, read_words, run_script
 from dsgpt.common.errors import EXIT_DONE
-from dsgpt.common.script import run_script
 
 SUITES: dict[str, Suite[Any]] = {
     "parity": PARITY,

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.script import run_script
+from dsgpt.common.command_line import Parser, Reader, read_words, run_script
 from dsgpt.config.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
 DESCRIPTION = """\
@@ -51,8 +50,8 @@ def main(words: Sequence[str] | None = None) -> None:
         if value is None and not reader.problems.mention(flag):
             reader.problems.add(f"{flag} is missing: give {what}")
     reader.problems.raise_if_any()
-    from dsgpt.exporting.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
-    from dsgpt.telemetry.console import Console  # noqa: PLC0415
+    from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.machine.console import Console  # noqa: PLC0415
 
     export(
         options.source,

@@ -19,15 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.sweep.cells import LAUNCHERS
-from dsgpt.benchmarks.sweep.suites import STRATEGIES
-from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.errors import DifferentRunError, UserError
+from dsgpt.benchmarks.sweep_cells import LAUNCHERS, STRATEGIES
+from dsgpt.common.command_line import Parser, Reader, Terminated, complain, read_words, run_script
+from dsgpt.common.errors import DifferentRunError, Problems, UserError, did_you_mean
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.next_step import next_line
-from dsgpt.common.problems import Problems, did_you_mean
-from dsgpt.common.script import Terminated, complain, run_script
-from dsgpt.runtime.launcher import launcher_command
+from dsgpt.common.text import next_line
+from dsgpt.machine.launcher import launcher_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GLOBAL_BATCH_SIZE = 8  # as in the recipe; the number of GPUs must divide it
@@ -85,7 +82,7 @@ class Demo:
 def main() -> int:
     """Run the steps, each of which skips what is already done; returns the exit code of the first that fails."""
     flags = _read_flags()
-    from dsgpt.runtime.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.machine.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     os.chdir(REPOSITORY)
     demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices(), strategies=flags.strategies)
@@ -244,7 +241,7 @@ def _resume_or_overwrite(words: Sequence[str]) -> str:
 
 def _refusal(words: Sequence[str]) -> UserError | OSError | None:
     """What a dry run finds wrong, or the error that stopped it; None if nothing is wrong."""
-    from dsgpt.main import check  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.training.command import check  # noqa: PLC0415 - torch takes seconds
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:

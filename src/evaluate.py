@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.next_step import next_line, script_words
-from dsgpt.common.script import run_script
+from dsgpt.common.command_line import Parser, Reader, read_words, run_script
+from dsgpt.common.text import next_line, script_words
 from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
-from dsgpt.evaluation.request import Request
-from dsgpt.inference.request import PRECISIONS, QUANTIZATIONS
+from dsgpt.inference.requests import PRECISIONS, QUANTIZATIONS
+from dsgpt.inference.requests import EvaluateRequest as Request
 
 DESCRIPTION = """\
 Measure the perplexity and the bits per byte of a text under a model, or let lm-evaluation-harness evaluate it (--tasks;
@@ -31,8 +30,8 @@ def main() -> None:
     request = Request(**given)
     request.check(reader.problems)
     reader.problems.raise_if_any()
-    from dsgpt.evaluation.evaluate import evaluate, lines_of  # noqa: PLC0415 - torch takes seconds; --help should not
-    from dsgpt.telemetry.console import Console  # noqa: PLC0415
+    from dsgpt.inference.evaluate import evaluate, lines_of  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.machine.console import Console  # noqa: PLC0415
 
     for line in lines_of(evaluate(request, console=Console(speaks=True))):
         print(line)

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.errors import UserError
-from dsgpt.common.problems import Problems
-from dsgpt.common.script import complain, run_script
+from dsgpt.common.command_line import Parser, Reader, complain, read_words, run_script
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
-from dsgpt.inference.ctrl_c import CtrlC
-from dsgpt.inference.request import PRECISIONS, QUANTIZATIONS, Request
+from dsgpt.inference.requests import PRECISIONS, QUANTIZATIONS
+from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.text import CtrlC
 
 if TYPE_CHECKING:
     from dsgpt.inference.sample import Writer

@@ -2,9 +2,9 @@
 
 import sys
 
-from dsgpt.common.script import prepare_output
-from dsgpt.main import train
-from dsgpt.runtime.leaving import leave
+from dsgpt.common.command_line import prepare_output
+from dsgpt.machine.launcher import leave
+from dsgpt.training.command import train
 
 if __name__ == "__main__":
     prepare_output(lose=True)  # a closed output does not end the run; train.log has every line

@@ -2,9 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dsgpt.advising.options import read_options
-from dsgpt.common.script import run_script
+from dsgpt.common.command_line import run_script
+from dsgpt.planner.options import read_options
+
+if TYPE_CHECKING:
+    from dsgpt.planner.plan import Plan
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -12,9 +16,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def main() -> int:
     """Read the flags, and calibrate, plan or recommend."""
     options, problems = read_options(sys.argv[1:])
-    from dsgpt.advising.command import act  # noqa: PLC0415 - --help needs none of it
+    from dsgpt.planner.command import act  # noqa: PLC0415 - --help needs none of it
 
-    return act(options, problems, repository=REPOSITORY)
+    return act(options, problems, repository=REPOSITORY, draw=_draw)
+
+
+def _draw(plan: "Plan", path: Path) -> None:
+    from dsgpt.charts.plan import draw_plan  # noqa: PLC0415 - matplotlib takes a second
+
+    draw_plan(plan, path)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.script import run_script
+from dsgpt.common.command_line import Parser, Reader, read_words, run_script
 from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
-from dsgpt.serving.options import API_KEY, Limits, ServeOptions, check_packages
+from dsgpt.inference.server.options import API_KEY, Limits, ServeOptions, check_packages
 
 DESCRIPTION = """\
 Answer requests for completions over HTTP, as OpenAI's interface does: /v1/completions, /v1/models, /health, and
@@ -34,7 +33,7 @@ def main() -> int:
         request_sec=flags.request_timeout,
         stall_sec=flags.stall_timeout,
     )
-    from dsgpt.serving.server import serve  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.inference.server.server import serve  # noqa: PLC0415 - torch takes seconds; --help should not
 
     return serve(
         ServeOptions(

@@ -15,10 +15,10 @@ from scheduling import SHARED, folder_of, pytest_collection_modifyitems, pytest_
 from small_run import REPOSITORY, command_line, write_inputs
 from system_packages import command, lacking
 
-from dsgpt.benchmarks.harness.corpus import Corpus, prepare_corpus
-from dsgpt.common.script import raise_on_signals
-from dsgpt.main import train
-from dsgpt.runtime.launcher import starts_launcher
+from dsgpt.benchmarks.cells import Corpus, prepare_corpus
+from dsgpt.common.command_line import raise_on_signals
+from dsgpt.machine.launcher import starts_launcher
+from dsgpt.training.command import train
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,7 +124,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(left_out)} tests left out; they need, as root: {command()}", yellow=True)
 
 
-RANKS = "dsgpt.benchmarks.harness.worker"
+RANKS = "dsgpt.benchmarks.worker"
 """The module that the suites launch, also as one rank without a launcher."""
 
 

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsgpt.benchmarks.harness.launch import ELSEWHERE, IMPORTS, environment_for
-from dsgpt.benchmarks.harness.worker import identify_cpu_once
-from dsgpt.runtime.leaving import leave
-from dsgpt.runtime.topology import free_port
+from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, environment_for
+from dsgpt.benchmarks.worker import identify_cpu_once
+from dsgpt.machine.launcher import leave
+from dsgpt.machine.topology import free_port
 
 MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
 """Modules that take long to import."""
@@ -112,21 +112,25 @@ def _run(request: dict[str, Any]) -> int:
         own = {key: str(value) for key, value in variables.items()} | meeting if request["ranks"] else {}
         child = os.fork()
         if not child:
-            _be_rank(request, request["environment"] | own)
+            outputs = request["outputs"]
+            be_script(request["words"], cwd=request["cwd"], environment=request["environment"] | own, outputs=outputs)
         running.add(child)
     return _first_failure(running)
 
 
-def _be_rank(request: dict[str, Any], environment: Mapping[str, str]) -> NoReturn:
-    """What a forked child does."""
+def be_script(
+    words: Sequence[str], *, cwd: str | Path, environment: Mapping[str, str], outputs: Sequence[str | Path]
+) -> NoReturn:
+    """Make this forked child the script ``words[0]``, whose standard output and standard error are ``outputs``."""
     code: Any = 1
     try:
-        for descriptor, path in enumerate([os.devnull, *request["outputs"]]):
+        for descriptor, path in enumerate([os.devnull, *outputs]):
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)
-        os.chdir(request["cwd"])
-        sys.argv = request["words"]
+        os.chdir(cwd)
+        sys.argv = list(words)
         sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

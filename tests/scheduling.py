@@ -14,7 +14,7 @@ ONE_PROCESS = SHARED | {"serving": "server", "dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
     *("benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting", "serving"),
-    "dashboard/browser",
+    *("goldens", "dashboard/browser"),
     *("benchmarks/speed", "benchmarks/plan", "benchmarks/sweep", "fuzz", ".", "prepare", "reports", "inference"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""

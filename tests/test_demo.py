@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.corpus import Corpus
+from dsgpt.benchmarks.cells import Corpus
+from dsgpt.common.command_line import Terminated
 from dsgpt.common.errors import UserError
-from dsgpt.common.script import Terminated
-from dsgpt.main import train
-from dsgpt.training import preparation
+from dsgpt.training import run as preparation
+from dsgpt.training.command import train
 
 
 @pytest.fixture
@@ -142,8 +142,12 @@ def test_a_signal_during_the_check_ends_the_demo(demo, monkeypatch, number):
         demo._resume_or_overwrite(words)
 
 
-def test_a_training_may_save_when_the_demo_is_terminated(demo, signals_of_a_script):
-    training = "trap 'echo saved > saved; exit 75' TERM; kill -TERM $PPID; sleep 60 & wait"
+def test_a_training_may_save_when_the_demo_is_terminated(demo, signals_of_a_script, monkeypatch):
+    """The signal comes once the demo waits: under xdist, threads of pytest may take one that the demo has blocked."""
+    wait = demo.subprocess.Popen.wait
+    monkeypatch.setattr(demo.subprocess.Popen, "wait", lambda self: Path("waiting").touch() or wait(self))
+    asked = "until [ -e waiting ]; do sleep 0.02; done; kill -TERM $PPID"
+    training = f"trap 'echo saved > saved; exit 75' TERM; {asked}; sleep 60 & wait"
     with pytest.raises(Terminated):
         demo._run(["sh", "-c", training])
     assert Path("saved").read_text() == "saved\n"

@@ -4,63 +4,32 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
-from dsgpt.config.trackers import PACKAGES
+from dsgpt.config.options import PACKAGES
 
 SOURCES = REPOSITORY / "src"
 PACKAGE = SOURCES / "dsgpt"
 
-_STEP = ("common", "runtime", "model", "data", "config", "optimization", "checkpointing", "strategies")
-"""What executing an optimizer step needs."""
-_RUN = (*_STEP, "formats", "telemetry", "planning", "inference", "training")
-_SUITE = (*_RUN, "main", "benchmarks.harness")
-ROOMS: dict[str, tuple[str, ...]] = {
-    "common": (),
-    "runtime": ("common",),
-    "model": ("common",),
-    "data": ("common", "runtime"),
-    "formats": ("common", "model"),
-    "config": ("common", "runtime", "model", "data", "formats"),
-    "optimization": ("config",),
-    "telemetry": ("common", "runtime", "data"),
-    "planning": ("common", "runtime", "model", "config", "telemetry"),
-    "checkpointing": ("common", "model", "formats", "optimization"),
-    "strategies": _STEP,
-    "strategies.pytorch": _STEP,
-    "strategies.deepspeed": _STEP,
-    "inference": ("common", "runtime", "model", "formats", "telemetry", "checkpointing"),
-    "training": (*_RUN, "strategies.pytorch", "strategies.deepspeed"),
-    "main": ("common", "runtime", "data", "config", "telemetry", "training"),
-    "exporting": ("common", "model", "formats", "optimization", "telemetry", "checkpointing"),
-    "evaluation": (*_STEP[:4], "formats", "telemetry", "checkpointing", "inference", "exporting"),
-    "serving": ("common", "runtime", "formats", "telemetry", "exporting"),
-    "prepare": ("common", "data", "formats"),
-    "reports": ("common", "config", "telemetry"),
-    "calibration": ("common", "runtime", "model", "telemetry", "planning"),
-    "advising": ("common", "runtime", "model", "config", "telemetry", "planning", "reports", "calibration"),
-    "dashboard": (*_RUN, "exporting", "reports", "calibration", "advising"),
-    "benchmarks.harness": _SUITE,
-    "benchmarks.parity": (*_SUITE, "strategies.pytorch", "strategies.deepspeed"),
-    "benchmarks.resume": _SUITE,
-    "benchmarks.faults": _SUITE,
-    "benchmarks.saving": _SUITE,
-    "benchmarks.speed": _SUITE,
-    "benchmarks.inference": (*_SUITE, "exporting", "reports"),
-    "benchmarks.decoding": (*_SUITE, "evaluation"),
-    "benchmarks.plan": (*_SUITE, "strategies.deepspeed", "calibration"),
-    "benchmarks.serving": _SUITE,
-    "benchmarks.recipes": _SUITE,
-    "benchmarks.sweep": (*_SUITE, "reports"),
-}
-"""The rooms that each room of the package may import from, besides itself. A cycle is impossible, because a room only
-names rooms above it."""
-CORRIDORS = ("strategies", "benchmarks")
-"""Folders whose subfolders are separate rooms."""
+FLOORS = (
+    ("common",),
+    ("machine", "model"),
+    ("formats", "data"),
+    ("config",),
+    ("record",),
+    ("telemetry", "checkpoints"),
+    ("planner", "strategies"),
+    ("inference",),
+    ("training",),
+    ("charts",),
+    ("dashboard", "benchmarks"),
+)
+"""The rooms of the package, from the ground up. A room imports only from rooms that stand before it, so no cycle is
+possible."""
+ROOMS = [room for floor in FLOORS for room in floor]
 
 
 def imported(path: Path) -> set[str]:
@@ -75,34 +44,20 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def room_of(parts: Sequence[str]) -> str:
-    """The room of a module, given as the parts of its name below ``dsgpt``."""
-    inner = ".".join(parts[:2])
-    return inner if parts[0] in CORRIDORS and inner in ROOMS else parts[0]
-
-
 def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
 
-def test_a_room_names_only_rooms_above_it():
-    seen: set[str] = set()
-    for room, others in ROOMS.items():
-        assert set(others) - {room} <= seen
-        seen.add(room)
-
-
 def test_every_module_is_in_a_room():
-    assert {room_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in modules()} == ROOMS.keys()
+    assert {path.relative_to(PACKAGE).parts[0] for path in modules()} == set(ROOMS)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_follow_the_rooms(path):
-    own = room_of(path.relative_to(PACKAGE).with_suffix("").parts)
+def test_imports_follow_the_floors(path):
+    own = ROOMS.index(path.relative_to(PACKAGE).parts[0])
     for name in imported(path):
         if name.startswith("dsgpt."):
-            other = room_of(name.split(".")[1:])
-            assert other == own or other in ROOMS[own], f"{own} imports {name}"
+            assert name.split(".")[1] in ROOMS[: own + 1], f"{ROOMS[own]} imports {name}"
 
 
 def test_a_room_itself_imports_nothing():
@@ -118,8 +73,8 @@ def test_the_common_room_needs_nothing_but_the_standard_library_and_pydantic():
 
 
 FOUNDATIONS = {
-    "config": ("batch", "options", "recipe", "recipe_blocks", "recipe_values", "recipe_zero", "same_work"),
-    "runtime": ("interruption", "machine_probe", "topology"),
+    "config": ("batch", "options", "recipe", "recipe_blocks", "same_work"),
+    "machine": ("topology",),
 }
 """Modules outside the common room that need no more than it does."""
 
@@ -129,25 +84,6 @@ def test_foundations_need_nothing_but_the_standard_library_and_pydantic(room):
     for module in FOUNDATIONS[room]:
         outside = {name.split(".")[0] for name in imported(PACKAGE / room / f"{module}.py")}
         assert outside <= sys.stdlib_module_names | {"dsgpt", "pydantic"}, module
-
-
-@pytest.mark.parametrize(
-    ("room", "scripts", "contracts"),
-    [
-        ("reports", "charts", {"config.same_work", "telemetry.record", "telemetry.sources"}),
-        ("prepare", "data_prep", {"data.sidecar", "data.token_file", "formats.tokenizer_files"}),
-    ],
-)
-def test_reports_and_data_preparation_know_only_the_file_contracts(room, scripts, contracts):
-    """Besides the common room: their other code knows nothing of models and training."""
-    used = {
-        name.removeprefix("dsgpt.").rpartition(".")[0]
-        for folder in (PACKAGE / room, REPOSITORY / scripts)
-        for path in folder.glob("*.py")
-        for name in imported(path)
-        if name.startswith("dsgpt.")
-    }
-    assert {module for module in used if module.split(".")[0] not in {"common", "dashboard", room}} == contracts
 
 
 def test_nothing_in_the_package_imports_a_script():
@@ -160,7 +96,7 @@ def test_nothing_in_the_package_imports_a_script():
 def test_only_deepspeeds_strategies_import_it():
     files = [*SOURCES.rglob("*.py"), *(REPOSITORY / "charts").glob("*.py"), *(REPOSITORY / "data_prep").glob("*.py")]
     users = {path for path in files if any(name.split(".")[0] == "deepspeed" for name in imported(path))}
-    assert PACKAGE / "strategies" / "deepspeed" / "pipeline_layers.py" in users
+    assert PACKAGE / "strategies" / "deepspeed" / "pipeline.py" in users
     assert {path.parent for path in users} == {PACKAGE / "strategies" / "deepspeed"}
 
 
@@ -182,15 +118,15 @@ def imported_by(*arguments: object, cwd: Path) -> set[str]:
 
 LIGHT = {
     "common": sorted(path.stem for path in (PACKAGE / "common").glob("[a-z]*.py")),
-    "config": ["batch", "flags", "options", "recipe", "run_config", "same_work"],
+    "config": ["batch", "options", "recipe", "run_config", "same_work"],
     "data": ["order", "token_file"],
     "formats": ["tokenizer_files"],
-    "model": ["config"],
-    "planning": ["calibrations", "hardware", "peak_memory", "prices", "run_time"],
-    "runtime": ["interruption", "launcher", "machine_probe", "topology"],
-    "serving": ["options"],
-    "telemetry": ["record", "sources"],
-    "training": ["run_lock", "status"],
+    "inference": ["requests", "server.options"],
+    "machine": ["launcher", "probe", "topology"],
+    "model": ["config", "names"],
+    "planner": ["hardware", "memory", "rates", "step_time"],
+    "record": sorted(path.stem for path in (PACKAGE / "record").glob("[a-z]*.py")),
+    "training": ["status"],
 }
 """Modules of each room that scripts import before they know what they have to do."""
 

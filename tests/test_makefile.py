@@ -10,7 +10,19 @@ import pytest
 from small_run import REPOSITORY
 
 MAKE = shutil.which("make")
-GOALS = ["demo", "check", "test", "parity", "faults", "vllm", "records", "charts", "dashboard", "screenshots"]
+GOALS = [
+    "install",
+    "demo",
+    "check",
+    "test",
+    "parity",
+    "faults",
+    "vllm",
+    "records",
+    "charts",
+    "dashboard",
+    "screenshots",
+]
 WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
 
@@ -135,7 +147,7 @@ def test_help_is_the_default(clone):
     command = [MAKE, "--no-print-directory"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
     goals = {line.split()[1] for line in done.stdout.splitlines()}
-    assert goals == {*GOALS, "test-pythons"}
+    assert goals == {*GOALS, "size", "test-pythons"}
 
 
 def test_other_pythons_are_found_or_skipped(clone, tmp_path):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.committed import RECORDS
-from dsgpt.benchmarks.harness.records import show_words
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.benchmarks.records import RECORDS, show_words
+from dsgpt.record.provenance import without_sources
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 IMAGES = REPOSITORY / "docs" / "images"
@@ -59,22 +58,20 @@ def test_the_committed_comparison_is_what_the_records_give(comparison):
 
 
 def test_every_result_is_a_row_of_the_comparison(comparison):
-    results = README.split("## Results", 1)[1].split("\n## ", 1)[0]
+    results = README.split("## Try it", 1)[1].split("\n## ", 1)[0]
     rows = [line for line in results.splitlines() if line.startswith("|") and "---" not in line][1:]
     assert len(rows) >= 6
     for row in rows:
         assert row in comparison.splitlines()
-    assert "same work: yes" in comparison
+    assert "same work: yes" in comparison and "The work is the same." in results
     machine = re.search(r"^machine: (.*?)\.", comparison, flags=re.MULTILINE).group(1)
     assert machine in results
 
 
-def answer() -> str:
-    return README.split("## The answer", 1)[1].split("\n## ", 1)[0]
-
-
 def test_the_plan_is_what_its_command_prints(tmp_path):
-    command, shown = re.search(r"```bash\n(.*plan\.py.*)\n```.*?```text\n(.*?)```", answer(), flags=re.DOTALL).groups()
+    command, shown = re.search(
+        r"```bash\n(.*plan\.py.*)\n```.*?```text\n(.*?)```", README.split("## Plan", 1)[1], flags=re.DOTALL
+    ).groups()
     words = [sys.executable, *shlex.split(command)[1:], "--into", str(tmp_path)]
     done = subprocess.run(words, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     lines = [line for line in shown.splitlines() if line.strip() != "..."]
@@ -85,8 +82,9 @@ def test_the_plan_is_what_its_command_prints(tmp_path):
 def test_the_sweep_is_that_of_its_page():
     """``tests/benchmarks/sweep`` holds the page to the record."""
     page = (REPOSITORY / "docs" / "sweep-strategies.md").read_text(encoding="utf-8")
-    rows = [line for line in answer().splitlines() if line.startswith("|") and "---" not in line]
-    assert len(rows) >= 6
+    compared = README.split("## Compare", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in compared.splitlines() if line.startswith("|") and "---" not in line]
+    assert len(rows) >= 5
     assert [row for row in rows if row not in page.splitlines()] == []
-    words = re.search(r"benchmark\.py run (.*)", answer()).group(1).split()
+    words = re.search(r"benchmark\.py run (.*)", compared).group(1).split()
     assert words[words.index("--repeats") + 1] in re.search(r"trained (\d+) times", page).group(1)

@@ -8,12 +8,12 @@ from fnmatch import fnmatch
 
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan.page import MOMENTS
-from dsgpt.checkpointing.segment import Segment
+from dsgpt.benchmarks.plan_page import MOMENTS
+from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
-from dsgpt.planning.peak_memory import PARTS
-from dsgpt.telemetry.gpus import GpuSample
-from dsgpt.telemetry.interval import IntervalFigures
+from dsgpt.machine.gpus import GpuSample
+from dsgpt.planner.memory import PARTS
+from dsgpt.telemetry.meter import IntervalFigures
 
 RECORDS = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs
 
-from dsgpt.common.command_line import Reader, read_words
+from dsgpt.common.command_line import Reader, exit_code_of, read_words
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.common.script import exit_code_of
-from dsgpt.config.flags import build_parser
-from dsgpt.main import train
+from dsgpt.config.options import build_parser
+from dsgpt.training.command import train
 
 FOLDERS = ("src", "charts", "data_prep")
 SCRIPTS = sorted(
@@ -99,7 +98,7 @@ def test_generate_ends_when_its_output_is_closed(run_folder, no_reader, tmp_path
 
 SIGNALLED = """
 import os, runpy, time
-from dsgpt.exporting import export
+from dsgpt.inference import export
 
 def signalled(*_args, **_named):
     os.kill(os.getpid(), {number})

@@ -6,7 +6,7 @@ import sys
 
 from small_run import REPOSITORY
 
-from dsgpt.runtime.launcher import starts_launcher
+from dsgpt.machine.launcher import starts_launcher
 
 
 def test_which_commands_start_a_launcher():

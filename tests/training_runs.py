@@ -11,8 +11,8 @@ import small_run
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.corpus import Corpus
-from dsgpt.runtime.launcher import launcher_command
+from dsgpt.benchmarks.cells import Corpus
+from dsgpt.machine.launcher import launcher_command
 
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
 SHAPE = ["--num_layers", "2", "--num_heads", "2", "--embedding_size", "32", "--max_position_embeddings", "64"]

@@ -6,11 +6,11 @@ import pytest
 from calibration_record import RECORD
 from small_run import REPOSITORY
 
-from dsgpt.advising.measured import read_measured
 from dsgpt.common.errors import UserError
-from dsgpt.planning.calibrations import Calibration, Ceilings, calibrated_machine
-from dsgpt.planning.fitting import fit
-from dsgpt.planning.step_time import predict_step
+from dsgpt.planner.fitting import fit
+from dsgpt.planner.rates import Calibration, Ceilings, calibrated_machine
+from dsgpt.planner.request import read_measured
+from dsgpt.planner.step_time import predict_step
 
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 8192}
 

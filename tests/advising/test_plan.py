@@ -5,10 +5,10 @@ import json
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.advising.options import read_options
-from dsgpt.advising.picture import held_in_words
-from dsgpt.advising.request import fixed_batch, read_request
-from dsgpt.common.problems import Problems
+from dsgpt.charts.plan import held_in_words
+from dsgpt.common.errors import Problems
+from dsgpt.planner.options import read_options
+from dsgpt.planner.request import fixed_batch, read_request
 
 THREE_D = f"--deepspeed_config {REPOSITORY}/ds_configs/3d.json"
 XL = "--model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9"

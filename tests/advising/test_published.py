@@ -3,8 +3,8 @@
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.advising.published import Published, predict, published_page, read_published
-from dsgpt.planning.hardware import gpus
+from dsgpt.planner.hardware import gpus
+from dsgpt.planner.published import Published, predict, published_page, read_published
 
 TABLE = read_published()
 

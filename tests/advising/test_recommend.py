@@ -14,20 +14,18 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 
-from dsgpt.advising.options import read_options
-from dsgpt.advising.plan import Plan, plan_of
-from dsgpt.advising.recommendation import command_text, write_recommendation
-from dsgpt.advising.request import PlanRequest, read_request
-from dsgpt.advising.search import Judged, search
-from dsgpt.advising.ways import ways
-from dsgpt.common.divisors import divisors
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems
+from dsgpt.common.text import divisors
 from dsgpt.config.batch import BatchPlan
 from dsgpt.config.compatibility import check_split
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
-from dsgpt.planning.prices import read_prices
-from dsgpt.runtime.topology import Topology
+from dsgpt.machine.topology import Topology
+from dsgpt.planner.hardware import read_prices
+from dsgpt.planner.options import read_options
+from dsgpt.planner.plan import Plan, plan_of
+from dsgpt.planner.request import PlanRequest, read_request, ways
+from dsgpt.planner.search import Judged, command_text, search, write_recommendation
 
 CASES = 80
 SHAPE = f"--num_layers 4 --num_heads 4 --embedding_size 32 --max_position_embeddings {SEQUENCE}"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsgpt.checkpointing import store
-from dsgpt.checkpointing.manifest import parse_manifest, read_manifest
-from dsgpt.checkpointing.run_state import RunState
-from dsgpt.checkpointing.selection import find_checkpoint
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import RunState, parse_manifest, read_manifest
+from dsgpt.checkpoints.selection import find_checkpoint
 from dsgpt.common.errors import UserError
 
 

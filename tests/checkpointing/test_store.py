@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsgpt.checkpointing import store
-from dsgpt.checkpointing.manifest import read_manifest
-from dsgpt.checkpointing.random_state import load_random_state, save_random_state
-from dsgpt.checkpointing.run_state import Change, Epoch, RunState, read_run_state
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import Change, Epoch, RunState, read_manifest, read_run_state
+from dsgpt.checkpoints.training_state import load_random_state, save_random_state
 from dsgpt.common.errors import UserError
 
 UNKNOWN = dict.fromkeys(each.name for each in fields(Epoch))

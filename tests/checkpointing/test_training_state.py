@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsgpt.checkpointing.training_state import (
+from dsgpt.checkpoints.training_state import (
     Counters,
     KeptState,
     LossScaleState,

@@ -8,8 +8,7 @@ from typing import Any
 
 from small_run import REPOSITORY
 
-from dsgpt.config.options import TRACKERS
-from dsgpt.config.trackers import PACKAGES
+from dsgpt.config.options import PACKAGES, TRACKERS
 
 NAMES = {"pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client"}
 """Packages that are installed under another name than they are imported."""

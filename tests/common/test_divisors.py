@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsgpt.common.divisors import divisors, divisors_around, largest_divisor, multiples_around
+from dsgpt.common.text import divisors, divisors_around, largest_divisor, multiples_around
 
 
 @pytest.mark.parametrize("number", [*range(1, 50), 97, 360, 4096])

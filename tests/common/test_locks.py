@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsgpt.common.locks import Lock, NoLocksError
+from dsgpt.common.files import Lock, NoLocksError
 
 
 def test_a_lock_has_one_holder_until_it_is_released(tmp_path: Path):

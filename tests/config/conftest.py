@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_run import command_line, write_data, write_recipe
 
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 
 @pytest.fixture

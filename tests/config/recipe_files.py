@@ -6,8 +6,7 @@ from typing import Any
 
 from small_run import RECIPE, REPOSITORY
 
-from dsgpt.common.errors import UserError
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.config.recipe import Recipe, read_recipe
 
 SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))

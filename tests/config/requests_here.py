@@ -5,9 +5,9 @@ from typing import Any
 
 from small_run import command_line
 
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.topology import read_topology
 
 
 def resolved(folder: Path, environment: dict[str, str] | None = None, **changes: Any) -> RunConfig:

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from dsgpt.common.errors import UserError
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
 
 TOTALS = (None, 1, 2, 6, 7, 8, 12, 32, 36, 97, 480)

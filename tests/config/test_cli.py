@@ -9,8 +9,7 @@ import pytest
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
-from dsgpt.config.flags import parse_arguments
-from dsgpt.config.options import Options
+from dsgpt.config.options import Options, parse_arguments
 
 SCRIPT = REPOSITORY / "src" / "gpt2.py"
 

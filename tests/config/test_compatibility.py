@@ -8,12 +8,12 @@ from small_run import RECIPE, command_line, write_data, write_recipe
 
 from dsgpt.common.errors import UserError
 from dsgpt.config import compatibility
-from dsgpt.config.flags import parse_arguments
-from dsgpt.config.recipe_zero import ZeroRecipe
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.runtime import device
-from dsgpt.runtime.topology import Topology
+from dsgpt.machine import device
+from dsgpt.machine.topology import Topology
+from dsgpt.planner.setup import model_parameters, total
 from dsgpt.strategies.deepspeed.setup import engine_config
 from dsgpt.training.run_description import describe_run, setup_of
 

@@ -10,9 +10,9 @@ from requests_here import resolved
 from small_run import RECIPE, TOKENS, command_line, random_ids, write_recipe, write_tokens
 
 from dsgpt.common.errors import UserError
-from dsgpt.main import train
-from dsgpt.runtime import cpu_kernels
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine import device as cpu_kernels
+from dsgpt.machine.topology import read_topology
+from dsgpt.training.command import train
 
 Refused = Callable[..., list[str]]
 

@@ -11,10 +11,10 @@ from small_run import RECIPE, REPOSITORY, command_line, write_recipe
 from test_compatibility import asked
 
 from dsgpt.common.errors import UserError
-from dsgpt.config import known_bad
-from dsgpt.config.known_bad import ALLOW, KNOWN_BAD, TESTED, KnownBad
-from dsgpt.main import train
-from dsgpt.runtime import device
+from dsgpt.config import compatibility as known_bad
+from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad
+from dsgpt.machine import device
+from dsgpt.training.command import train
 
 SPLIT = {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}
 

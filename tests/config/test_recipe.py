@@ -9,9 +9,8 @@ from recipe_files import SHIPPED, understood
 from small_run import RECIPE, write_recipe
 
 from dsgpt.config.recipe import RecipeSettings
-from dsgpt.config.recipe_blocks import Bf16, DdpRecipe, FsdpRecipe, OptimizerRecipe, SchedulerRecipe
-from dsgpt.config.recipe_zero import ZeroRecipe
-from dsgpt.runtime.topology import ParallelSizes
+from dsgpt.config.recipe_blocks import Bf16, DdpRecipe, FsdpRecipe, OptimizerRecipe, SchedulerRecipe, ZeroRecipe
+from dsgpt.machine.topology import ParallelSizes
 
 
 def test_each_written_key_is_read(file):

@@ -10,11 +10,10 @@ from recipe_files import SHIPPED, understood
 from small_run import REPOSITORY, command_line, write_data
 
 from dsgpt.config import compatibility
-from dsgpt.config.flags import parse_arguments
-from dsgpt.config.recipe_blocks import Bf16, Fp16, SchedulerRecipe
-from dsgpt.config.recipe_zero import OffloadOptimizer, OffloadParam, ZeroRecipe
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.recipe_blocks import Bf16, Fp16, OffloadOptimizer, OffloadParam, SchedulerRecipe, ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.topology import ParallelSizes, read_topology
+from dsgpt.machine.topology import ParallelSizes, read_topology
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 OURS_ALONE = {"overlap_comm", "buffer_count", "buffer_size", "offload_optimizer", "offload_param"}

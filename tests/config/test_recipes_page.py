@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.tested import STRATEGIES
-from dsgpt.benchmarks.parity.matrix import select, whole_matrix
-from dsgpt.common.problems import Problems
-from dsgpt.config.flags import parse_arguments
+from dsgpt.benchmarks.cells import STRATEGIES
+from dsgpt.benchmarks.parity import select, whole_matrix
+from dsgpt.common.errors import Problems
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe import Recipe, read_recipe
-from dsgpt.config.recipe_zero import ZeroRecipe
+from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.model.config import PRESETS, GPT2Config
-from dsgpt.planning.communication import most_sent_bytes
-from dsgpt.planning.gathering import gathered
-from dsgpt.planning.model_state import ModelState, largest_model_state
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.planning.setup import Setup
+from dsgpt.planner.model_state import ModelState, largest_model_state
+from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.traffic import gathered, most_sent_bytes
 
 FOLDER = REPOSITORY / "ds_configs"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from small_run import SEQUENCE, TOKENS, command_line, random_ids, write_tokens
 
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 Refused = Callable[..., list[str]]
 

@@ -1,7 +1,7 @@
 """Requests that cannot be trained are refused, with one line per mistake.
 
-The tests call ``dsgpt.main.train``, as ``src/gpt2.py`` does. It exits with code 2 before a model is built and before
-anything is written.
+The tests call ``dsgpt.training.command.train``, as ``src/gpt2.py`` does. It exits with code 2 before a
+model is built and before anything is written.
 """
 
 import copy
@@ -15,9 +15,10 @@ import pytest
 from requests_here import resolved
 from small_run import RECIPE, REPOSITORY, command_line, random_ids, write_recipe, write_tokens
 
-from dsgpt.config import compatibility, trackers
+from dsgpt.config import compatibility
+from dsgpt.config import options as trackers
 from dsgpt.config.compatibility import nvme_paths
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 Refused = Callable[..., list[str]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems
 from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS
 

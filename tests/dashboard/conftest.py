@@ -8,7 +8,7 @@ import pytest
 from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
-from dsgpt.dashboard.readers import contents_of
+from dsgpt.dashboard.summaries import contents_of
 
 SECONDS = {"baseline": 100.0, "zero1": 60.0}
 

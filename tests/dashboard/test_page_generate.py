@@ -14,13 +14,12 @@ from opened_pages import open_page
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.kept import Kept
-from dsgpt.dashboard.trying import Answer, answer, checkpoints_of, in_page, path_of
-from dsgpt.inference.likeliest import likeliest
+from dsgpt.dashboard.model_session import Answer, answer, checkpoints_of, in_page, path_of
+from dsgpt.dashboard.runs import Kept
+from dsgpt.inference.generation import Sampling, likeliest
 from dsgpt.inference.loading import load
-from dsgpt.inference.request import Request
+from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
-from dsgpt.inference.sampling import Sampling
 
 PROMPT = "def ma"
 

@@ -10,14 +10,23 @@ import pytest
 from opened_pages import open_page
 from small_run import REPOSITORY
 
-from dsgpt.advising.command import act
-from dsgpt.advising.line import words_of
-from dsgpt.advising.options import PlanOptions, read_options
-from dsgpt.advising.table import with_assumptions
-from dsgpt.advising.words import dollars, duration, size
-from dsgpt.dashboard.plan_tables import gpus_table, offers_table, parts_table, ways_table
-from dsgpt.dashboard.planned import command_line, machines, offers, on_other_gpus, planned, recommended_files
-from dsgpt.planning.prices import read_prices
+from dsgpt.charts.plan import draw_plan
+from dsgpt.dashboard.plans import (
+    command_line,
+    gpus_table,
+    machines,
+    offers,
+    offers_table,
+    on_other_gpus,
+    parts_table,
+    planned,
+    recommended_files,
+    ways_table,
+)
+from dsgpt.planner.command import act
+from dsgpt.planner.hardware import read_prices
+from dsgpt.planner.options import PlanOptions, read_options, words_of
+from dsgpt.planner.plan import dollars, duration, size, with_assumptions
 
 RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "plan.json"
 ONE = PlanOptions(
@@ -34,7 +43,7 @@ BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=T
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
     options, problems = read_options([*words, "--json"])
-    assert act(options, problems, repository=REPOSITORY) == 0
+    assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
     found: dict = json.loads(capsys.readouterr().out)
     return found
 

@@ -8,19 +8,15 @@ import pytest
 from opened_pages import open_page
 from small_run import REPOSITORY
 
+from dsgpt.charts.options import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.formats import memory
-from dsgpt.dashboard.holding import holdings
-from dsgpt.dashboard.holding_picture import holding_svg
-from dsgpt.dashboard.lessons import lessons
-from dsgpt.dashboard.split_setup import CHOICES, Split, copied_rows, held_rows, sent_rows, split_of
-from dsgpt.dashboard.step_line import Line, step_lines
-from dsgpt.dashboard.step_picture import step_svg
-from dsgpt.planning.communication import step_traffic
-from dsgpt.planning.model_state import model_state
-from dsgpt.planning.peak_memory import peak_memory
-from dsgpt.planning.step_time import bubble_fraction
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
+from dsgpt.dashboard.split import CHOICES, Split, copied_rows, held_rows, lessons, sent_rows, split_of
+from dsgpt.planner.memory import peak_memory
+from dsgpt.planner.model_state import model_state
+from dsgpt.planner.step_time import bubble_fraction
+from dsgpt.planner.traffic import step_traffic
 
 CHOSEN = {choice.name: choice for choice in CHOICES}
 POSSIBLE = [name for name in CHOSEN if name not in {"ZeRO++", "One device"}]

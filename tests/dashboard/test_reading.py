@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from dsgpt.common.errors import UserError
-from dsgpt.common.locks import Lock, holder_of
-from dsgpt.dashboard.folders import contents, inside, own_file
-from dsgpt.dashboard.formats import plain
-from dsgpt.dashboard.model_names import model_name
-from dsgpt.dashboard.sampling import kept, smoothed
-from dsgpt.dashboard.specifications import bars, lines
-from dsgpt.dashboard.steps import StepReader, _parsed, last_entries
+from dsgpt.common.files import Lock, holder_of
+from dsgpt.dashboard.curves import bars, lines
+from dsgpt.dashboard.formats import model_name, plain
+from dsgpt.dashboard.runs import contents, inside, own_file
+from dsgpt.dashboard.steps import StepReader, _parsed, kept, last_entries, smoothed
 from dsgpt.model.config import PRESETS
-from dsgpt.reports.curves import read_step_curves
-from dsgpt.reports.fields import Fields
+from dsgpt.record.fields import Fields
+from dsgpt.record.runs import read_step_curves
 from dsgpt.training.status import SILENT_SEC, Signs, Status, signs_of_life, status_of
 
 COMMITTED = Path(__file__).parents[2] / "checkpoint" / "reference" / "cpu-2-cores"

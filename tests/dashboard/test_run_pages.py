@@ -13,12 +13,12 @@ import pytest
 from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
-from dsgpt.common.locks import Lock
-from dsgpt.dashboard.answers import answers
+from dsgpt.charts.options import DARK, LIGHT
+from dsgpt.common.files import Lock
+from dsgpt.dashboard.curves import in_lines, lines
 from dsgpt.dashboard.figures import as_csv
-from dsgpt.dashboard.specifications import in_lines, lines
-from dsgpt.reports.runs import read_run
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.dashboard.summaries import answers
+from dsgpt.record.runs import read_run
 
 ROOT = Path(__file__).parents[2]
 EVIL = "*x* [y](http:z) $a$ :red[b] <img src=q> :smile:"

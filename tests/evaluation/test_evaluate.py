@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
 
+from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
-from dsgpt.common.script import exit_code_of
-from dsgpt.exporting.export import export
-from dsgpt.inference.request import Request as WriterRequest
+from dsgpt.inference.export import export
+from dsgpt.inference.requests import GenerateRequest as WriterRequest
 from dsgpt.inference.sample import Writer
-from dsgpt.main import train
-from dsgpt.telemetry import console
-from dsgpt.telemetry.console import Console
+from dsgpt.machine import console
+from dsgpt.machine.console import Console
+from dsgpt.training.command import train
 
 SCRIPT = REPOSITORY / "src" / "evaluate.py"
 
@@ -138,8 +138,8 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
 
 def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is_text(folder, tmp_path):
     """As training encodes it."""
-    from dsgpt.evaluation.texts import read_text
     from dsgpt.formats.tokenizer_files import open_tokenizer
+    from dsgpt.inference.perplexity import read_text
 
     tokenizer = open_tokenizer(folder / "tokenizer", what="it")
     write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from dsgpt.evaluation.perplexity import Prediction, predict, windows_of
+from dsgpt.inference.perplexity import Prediction, predict, windows_of
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
+from dsgpt.model.gpt2 import GPT2, initialize
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=40)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from small_run import REPOSITORY
 
-from dsgpt.common.script import exit_code_of
+from dsgpt.common.command_line import exit_code_of
 from dsgpt.model.config import GPT2Config
 
 SCRIPT = REPOSITORY / "src" / "convert.py"

@@ -21,9 +21,9 @@ from small_run import REPOSITORY, command_line, write_inputs, write_recipe
 from torch import Tensor
 from training_runs import finished
 
-from dsgpt.exporting.deepspeed_layout import LAYOUT_VERSION
-from dsgpt.main import train
+from dsgpt.inference.export import LAYOUT_VERSION
 from dsgpt.model.gpt2 import GPT2
+from dsgpt.training.command import train
 
 STEP = "step-00000003"
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}

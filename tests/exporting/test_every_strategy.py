@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from training_runs import SCRIPT, data_flags, finished, write_recipe
 from transformers import AutoModelForCausalLM
 
-from dsgpt.benchmarks.harness.corpus import Corpus
-from dsgpt.formats.pretrained import PretrainedWeights
+from dsgpt.benchmarks.cells import Corpus
+from dsgpt.formats.hugging_face import PretrainedWeights
 from dsgpt.model.gpt2 import parameter_shapes
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}

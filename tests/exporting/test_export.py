@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from small_run import command_line, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dsgpt.inference.request import Request
+from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.sample import Writer
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from small_run import VOCABULARY, command_line, write_inputs, write_tokenizer
 from transformers import GPT2Model
 
 from dsgpt.common.errors import UserError
-from dsgpt.formats.pretrained import PretrainedWeights
-from dsgpt.main import train
+from dsgpt.formats.hugging_face import PretrainedWeights
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.training.command import train
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=VOCABULARY)
 

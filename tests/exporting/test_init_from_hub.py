@@ -12,7 +12,7 @@ from published import publish
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs, write_tokenizer
 from stand_in_hub import hub
 
-from dsgpt.runtime.topology import free_port
+from dsgpt.machine.topology import free_port
 
 
 @pytest.fixture

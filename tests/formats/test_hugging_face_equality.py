@@ -7,8 +7,7 @@ from transformers import GPT2LMHeadModel
 
 from dsgpt.formats.hugging_face import to_hugging_face
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
+from dsgpt.model.gpt2 import GPT2, initialize
 
 SHAPES = [
     {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 101},

@@ -15,33 +15,30 @@ from mangling import mangle_bytes, mangle_inside, mangle_json, mangle_lines, man
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line
 
-from dsgpt.benchmarks.sweep.description import read_description
-from dsgpt.checkpointing import store
-from dsgpt.checkpointing.run_state import read_run_state, write_run_state
-from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
+from dsgpt.benchmarks.sweep_cells import read_description
+from dsgpt.charts.comparison import comparison_markdown, console_summary
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import read_run_state, write_run_state
+from dsgpt.checkpoints.selection import find_checkpoint, open_model_files
+from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
-from dsgpt.common.problems import Problems
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.formats.hugging_face import published_shape
-from dsgpt.formats.pretrained import PretrainedWeights, read_json, weight_files
-from dsgpt.formats.vocabulary_files import end_of_text_id, token_ids
-from dsgpt.inference.trained_model import load_model
-from dsgpt.main import train
+from dsgpt.data.preparation import Place
+from dsgpt.data.sources import SourceFile, downloaded_source, json_lines_reader
+from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
+from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
+from dsgpt.inference.loading import load_model
+from dsgpt.machine.process_group import HostGroup
+from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import GPT2Config
-from dsgpt.prepare.documents import SourceFile, json_lines_reader
-from dsgpt.prepare.downloaded_set import downloaded_source
-from dsgpt.prepare.preparation import Place
-from dsgpt.reports.comparison import comparison_markdown, console_summary
-from dsgpt.reports.runs import read_run
-from dsgpt.reports.sweeps import read_sweep
-from dsgpt.runtime.process_group import HostGroup
-from dsgpt.runtime.topology import read_topology
+from dsgpt.record.runs import read_run
+from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
+from dsgpt.record.sweeps import read_sweep
 from dsgpt.telemetry.meter import StepMeter
-from dsgpt.telemetry.record import STEPS_FILE, drop_steps_after, read_steps
-from dsgpt.training.earlier_record import EarlierRecord, read_earlier_record
+from dsgpt.training.command import train
 from dsgpt.training.journal import Journal
-from dsgpt.training.resume import plan_resume
+from dsgpt.training.resume import EarlierRecord, plan_resume, read_earlier_record
 from dsgpt.training.run_description import CHANGES_KEY, describe_run, settings_to_match
 from dsgpt.training.sinks import open_sinks
 
@@ -207,12 +204,12 @@ def page(suite: str) -> Callable[[Path], None]:
     """Make the page of a suite from a record, as ``--table-from`` does."""
 
     def read(folder: Path) -> None:
-        from dsgpt.benchmarks.faults.command import PAGE as FAULTS
-        from dsgpt.benchmarks.harness.pages import make_page
-        from dsgpt.benchmarks.parity.command import PAGE as PARITY
-        from dsgpt.benchmarks.resume.command import PAGE as RESUME
-        from dsgpt.benchmarks.saving.command import PAGE as SAVING
-        from dsgpt.benchmarks.sweep.command import PAGE as SWEEP
+        from dsgpt.benchmarks.faults import PAGE as FAULTS
+        from dsgpt.benchmarks.frame import make_page
+        from dsgpt.benchmarks.parity import PAGE as PARITY
+        from dsgpt.benchmarks.resume import PAGE as RESUME
+        from dsgpt.benchmarks.saving import PAGE as SAVING
+        from dsgpt.benchmarks.sweep import PAGE as SWEEP
 
         pages = {page.name: page for page in (PARITY, RESUME, FAULTS, SAVING, SWEEP)}
         make_page(pages[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
@@ -222,8 +219,8 @@ def page(suite: str) -> Callable[[Path], None]:
 
 def compare_sweeps(folder: Path) -> None:
     """Compare a sweep with itself, and say what its charts say."""
-    from dsgpt.benchmarks.sweep.compare import compare
-    from dsgpt.reports.sweep_plots import charts_of_sweep
+    from dsgpt.benchmarks.compare import compare
+    from dsgpt.charts.sweeps import charts_of_sweep
 
     charts_of_sweep(read_sweep(folder / "sweep.json"), name="mine")
     compare(str(folder / "sweep.json"), str(folder / "sweep.json"), allow_unequal=True)

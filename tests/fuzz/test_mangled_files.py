@@ -10,9 +10,9 @@ from file_kinds import KINDS, RUN, write_all, write_pickled
 from small_run import command_line, write_data, write_recipe, write_tokenizer
 
 from dsgpt.common.errors import UserError
-from dsgpt.exporting.export import export
-from dsgpt.main import train
-from dsgpt.telemetry.console import Console
+from dsgpt.inference.export import export
+from dsgpt.machine.console import Console
+from dsgpt.training.command import train
 
 SEED = 8
 FEW = 20

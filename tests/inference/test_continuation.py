@@ -6,7 +6,7 @@ import pytest
 from small_run import END_OF_TEXT, write_tokenizer
 
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.continuation import Continuation
+from dsgpt.inference.text import Continuation
 
 
 @pytest.fixture(scope="module")

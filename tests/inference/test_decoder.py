@@ -9,12 +9,10 @@ from random_models import VOCABULARY, random_model, random_prompts, save_publish
 from dsgpt.common.errors import UserError
 from dsgpt.inference import linear
 from dsgpt.inference.decoder import Decoder
-from dsgpt.inference.generation import generate, generate_batch
+from dsgpt.inference.generation import Sampling, generate, generate_batch, random_stream
 from dsgpt.inference.linear import Packed, Plain, Transposed
-from dsgpt.inference.sampling import Sampling, random_stream
+from dsgpt.machine.device import HugePages, packs
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.runtime.cpu_kernels import packs
-from dsgpt.runtime.huge_pages import HugePages
 
 MODEL = random_model()
 PROMPT = [5, 100, 0, 17, 42]

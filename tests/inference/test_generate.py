@@ -28,15 +28,15 @@ from small_run import (
     write_tokens,
 )
 
+from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
-from dsgpt.common.script import exit_code_of
-from dsgpt.exporting.export import export
+from dsgpt.inference.export import export
 from dsgpt.inference.loading import load
-from dsgpt.inference.request import Request
+from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.sample import Writer
-from dsgpt.main import train
-from dsgpt.runtime import cpu_kernels
-from dsgpt.telemetry.console import Console
+from dsgpt.machine import device as cpu_kernels
+from dsgpt.machine.console import Console
+from dsgpt.training.command import train
 
 SCRIPT = REPOSITORY / "src" / "generate.py"
 

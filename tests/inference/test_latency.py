@@ -4,8 +4,8 @@ import pytest
 import torch
 from random_models import VOCABULARY, random_model
 
-from dsgpt.inference import latency
-from dsgpt.inference.latency import measure_latency
+from dsgpt.inference import generation as latency
+from dsgpt.inference.generation import measure_latency
 
 
 @pytest.mark.parametrize(

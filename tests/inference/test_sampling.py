@@ -5,8 +5,7 @@ import torch
 from random_models import VOCABULARY, random_model, random_prompts
 
 from dsgpt.inference.decoder import Decoder
-from dsgpt.inference.generation import generate_batch
-from dsgpt.inference.sampling import Chooser, Sampling, probabilities, random_stream
+from dsgpt.inference.generation import Chooser, Sampling, generate_batch, probabilities, random_stream
 
 MODEL = random_model()
 SETTINGS = [

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initial_value, initialize
+from dsgpt.model.gpt2 import GPT2, initial_value, initialize
 
 CONFIG = GPT2Config(n_layer=8, n_head=4, n_embd=64, block_size=256, vocab_size=1000)
 

@@ -5,9 +5,8 @@ import torch
 
 from dsgpt.config.recipe_blocks import OptimizerRecipe
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
-from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
+from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.strategies.optimizer import build_optimizer, parameter_groups
 
 
 def small_model(vocab_size: int) -> GPT2:

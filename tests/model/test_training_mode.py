@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
+from dsgpt.model.gpt2 import GPT2, initialize
 
 SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 101}
 IDS = torch.randint(0, 101, (4, 17), generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsgpt.optimization.optimizer import BLOCK, block_norms, global_norm, square_sum
+from dsgpt.strategies.optimizer import BLOCK, block_norms, global_norm, square_sum
 
 
 def in_float64(gradients: list[torch.Tensor]) -> float:

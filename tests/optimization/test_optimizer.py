@@ -5,9 +5,9 @@ import torch
 
 from dsgpt.config.recipe_blocks import OptimizerRecipe
 from dsgpt.model.config import GPT2Config
-from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.initialization import initialize
-from dsgpt.optimization.optimizer import begin_state, build_optimizer, decays, parameter_groups, set_learning_rate
+from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.model.names import decays
+from dsgpt.strategies.optimizer import begin_state, build_optimizer, parameter_groups, set_learning_rate
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=101)
 ADAMW = OptimizerRecipe(type="AdamW", lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)

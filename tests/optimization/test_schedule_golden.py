@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from dsgpt.config.recipe_blocks import SchedulerRecipe
-from dsgpt.optimization.schedule import build_schedule
+from dsgpt.strategies.schedule import build_schedule
 
 BASE_LR = 3e-4
 STEPS = 60

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems
 from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import GPT2Config
-from dsgpt.planning.setup import Setup
+from dsgpt.planner.setup import Setup
 
 TINY = GPT2Config(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=64)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dsgpt.planning.rates import Machine, Rates
+from dsgpt.planner.rates import Machine, Rates
 
 RATES = Rates(
     matrix={"fp32": {1: {1: 1e9}}, "bf16": {1: {1: 4e9}}},

@@ -5,9 +5,8 @@ import json
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.plan.cells import PlanCell, cells
-from dsgpt.planning.moments import STEP
-from dsgpt.planning.peak_memory import peak_memory
+from dsgpt.benchmarks.plan import PlanCell, cells
+from dsgpt.planner.memory import STEP, peak_memory
 
 RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "plan.json"
 PEAKS = {

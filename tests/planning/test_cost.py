@@ -8,11 +8,10 @@ import pytest
 from round_machine import machine
 
 from dsgpt.common.errors import UserError
-from dsgpt.planning.hardware import gpus
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.planning.prices import TABLE, costs, own_cost, read_prices
-from dsgpt.planning.run_time import START_SEC, Length, run_time
-from dsgpt.planning.step_time import predict_step
+from dsgpt.planner.hardware import PRICES as TABLE
+from dsgpt.planner.hardware import costs, gpus, own_cost, read_prices
+from dsgpt.planner.setup import model_parameters, total
+from dsgpt.planner.step_time import START_SEC, Length, predict_step, run_time
 
 
 def test_steps_validations_and_checkpoints(setup):

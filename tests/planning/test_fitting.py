@@ -3,10 +3,10 @@
 import pytest
 from round_machine import machine
 
-from dsgpt.planning.fitting import MeasuredStep, fit
-from dsgpt.planning.rates import Machine
-from dsgpt.planning.setup import Setup
-from dsgpt.planning.step_time import predict_step
+from dsgpt.planner.fitting import MeasuredStep, fit
+from dsgpt.planner.rates import Machine
+from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import predict_step
 
 
 def slower(setup: Setup, *, compute: float, communication: float) -> MeasuredStep:

@@ -3,12 +3,10 @@
 import pytest
 
 from dsgpt.model.config import PRESETS, GPT2Config
-from dsgpt.planning.communication import most_sent_bytes, sent_bytes, step_traffic
-from dsgpt.planning.gathering import gathered
-from dsgpt.planning.model_state import largest_model_state, model_state
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.planning.peak_memory import peak_memory
-from dsgpt.planning.setup import Setup
+from dsgpt.planner.memory import peak_memory
+from dsgpt.planner.model_state import largest_model_state, model_state
+from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.traffic import gathered, most_sent_bytes, sent_bytes, step_traffic
 
 TINY = GPT2Config(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=64)
 P = 64 * 8 + 16 * 8 + 2 * (12 * 64 + 13 * 8) + 16

@@ -3,7 +3,7 @@
 import pytest
 
 from dsgpt.common.errors import UserError
-from dsgpt.planning.hardware import find_gpu, gpus, recognise
+from dsgpt.planner.hardware import find_gpu, gpus, recognise
 
 MIB = 1 << 20
 REPORTED = [

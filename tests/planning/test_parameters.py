@@ -7,12 +7,20 @@ import pytest
 
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.optimization.optimizer import decays
-from dsgpt.planning.flat_groups import FlatGroup
-from dsgpt.planning.parameters import model_parameters, on_tensor_rank, total
-from dsgpt.planning.sharded import fsdp_piece, zero_piece
-from dsgpt.planning.stages import _balanced_bounds, _even_bounds, stage_parameters, stages_with_embedding
-from dsgpt.strategies.deepspeed.tensor_layout import is_split
+from dsgpt.model.names import decays
+from dsgpt.planner.setup import (
+    FlatGroup,
+    _balanced_bounds,
+    _even_bounds,
+    fsdp_piece,
+    model_parameters,
+    on_tensor_rank,
+    stage_parameters,
+    stages_with_embedding,
+    total,
+    zero_piece,
+)
+from dsgpt.strategies.deepspeed.state import is_split
 
 ODD = GPT2Config(n_layer=3, n_head=2, n_embd=34, block_size=48, vocab_size=300)
 

@@ -3,10 +3,10 @@
 import pytest
 from round_machine import machine
 
-from dsgpt.planning.communication import step_traffic
-from dsgpt.planning.parameters import total
-from dsgpt.planning.passes import gradient_bytes, low_arithmetic_bytes, optimizer_bytes
-from dsgpt.planning.step_time import predict_step
+from dsgpt.planner.setup import total
+from dsgpt.planner.step_time import predict_step
+from dsgpt.planner.traffic import step_traffic
+from dsgpt.planner.work import gradient_bytes, low_arithmetic_bytes, optimizer_bytes
 
 ALONE = {"run_type": "baseline", "world_size": 1}
 

@@ -6,23 +6,21 @@ from dataclasses import replace
 import pytest
 from small_run import command_line, write_inputs
 
-from dsgpt.benchmarks.plan.tensor_memory import TensorMemory
-from dsgpt.checkpointing.training_state import write_training_state
-from dsgpt.config.flags import parse_arguments
+from dsgpt.benchmarks.plan_rank import TensorMemory
+from dsgpt.checkpoints.training_state import write_training_state
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
+from dsgpt.machine.device import bring_up
+from dsgpt.machine.topology import read_topology
 from dsgpt.model import linear_cross_entropy
 from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.planning import activations
-from dsgpt.planning.moments import MOMENTS, STEP
-from dsgpt.planning.moments_zero import zero1
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.planning.peak_memory import PARTS, largest_micro_batch, peak_memory, worst_peak
-from dsgpt.runtime.device import bring_up
-from dsgpt.runtime.topology import read_topology
-from dsgpt.strategies.build import build_strategy
-from dsgpt.training.batches import training_batches
+from dsgpt.planner import work as activations
+from dsgpt.planner.memory import MOMENTS, PARTS, STEP, largest_micro_batch, peak_memory, worst_peak, zero1
+from dsgpt.planner.setup import model_parameters, total
+from dsgpt.strategies.base import build_strategy
 from dsgpt.training.run_description import setup_of
+from dsgpt.training.trainer import training_batches
 
 MODEL = GPT2Config(n_layer=4, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 

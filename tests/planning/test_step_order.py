@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems
 from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import PRESETS
-from dsgpt.planning.communication import step_traffic
-from dsgpt.planning.gathering import gathered, gathered_forward
-from dsgpt.planning.host_link import copied
-from dsgpt.planning.setup import Setup
-from dsgpt.planning.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD, passes, placed_traffic
+from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD, copied, passes, placed_traffic
+from dsgpt.planner.traffic import gathered, gathered_forward, step_traffic
 
 RECIPES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "sequence", "pipeline", "3d")
 

@@ -6,14 +6,12 @@ import pytest
 from round_machine import RATES, machine
 
 from dsgpt.model.config import PRESETS
-from dsgpt.planning.communication import step_traffic
-from dsgpt.planning.datasheet_rates import datasheet_machine
-from dsgpt.planning.hardware import find_gpu
-from dsgpt.planning.parameters import model_parameters, total
-from dsgpt.planning.rates import at_ranks
-from dsgpt.planning.step_time import bubble_fraction, predict_step
-from dsgpt.planning.transfers import bus_rate, calls
-from dsgpt.planning.work import Work, block_backward, block_forward, head_and_loss
+from dsgpt.planner.hardware import find_gpu
+from dsgpt.planner.rates import at_ranks, datasheet_machine
+from dsgpt.planner.setup import model_parameters, total
+from dsgpt.planner.step_time import bubble_fraction, bus_rate, calls, predict_step
+from dsgpt.planner.traffic import step_traffic
+from dsgpt.planner.work import Work, block_backward, block_forward, head_and_loss
 
 C, LAYERS, VOCABULARY, TOKENS, LENGTH = 8, 2, 64, 8, 4
 """Of the tiny model, and of its micro batch of 2 sequences of 4 tokens."""

@@ -7,8 +7,7 @@ from calibration_record import RECORD
 
 from dsgpt.common.json_files import parse_as
 from dsgpt.model.config import PRESETS
-from dsgpt.planning.calibrations import Calibration
-from dsgpt.planning.utilisation import utilisation
+from dsgpt.planner.rates import Calibration, utilisation
 
 H200 = {"gpu_name": "NVIDIA H200", "gpu_memory_bytes": 150_754_820_096, "world_size": 4}
 SMALL = PRESETS["small"]

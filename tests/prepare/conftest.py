@@ -11,7 +11,7 @@ from forked_ranks import run_script
 from prep_helpers import CORPUS, SCRIPTS
 from small_run import write_tokenizer
 
-from dsgpt.prepare import command
+from dsgpt.data import preparation as command
 
 CLOSED_PORT = "http://127.0.0.1:9"
 

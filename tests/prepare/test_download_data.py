@@ -9,11 +9,11 @@ import pytest
 from prep_helpers import documents_of, errors
 from pyarrow import parquet
 
+from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
-from dsgpt.common.script import exit_code_of
-from dsgpt.prepare import download
-from dsgpt.prepare.console import KEPT
-from dsgpt.prepare.hub_sets import HUB_SETS, HubSet, join_articles
+from dsgpt.data import download
+from dsgpt.data.options import KEPT
+from dsgpt.data.sources import HUB_SETS, HubSet, join_articles
 
 STORIES = [f"story {number}\nwith “two” lines" for number in range(300)]
 VALIDATION = [f"held out {number}" for number in range(20)]

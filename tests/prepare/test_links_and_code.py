@@ -11,7 +11,7 @@ from prep_helpers import errors, hashes
 from small_run import write_tokenizer
 
 from dsgpt.common.errors import UserError
-from dsgpt.prepare import command
+from dsgpt.data import preparation as command
 
 
 @pytest.fixture

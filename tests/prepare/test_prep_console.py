@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsgpt.prepare import download
-from dsgpt.prepare.console import counted, duration, progress
-from dsgpt.prepare.options import parse_options
+from dsgpt.data import download
+from dsgpt.data.options import counted, duration, parse_options, progress
 
 
 class Terminal(io.StringIO):

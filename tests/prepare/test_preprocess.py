@@ -16,8 +16,8 @@ from small_run import REPOSITORY, write_tokenizer
 from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
+from dsgpt.data.preparation import locked_folder
 from dsgpt.data.token_file import open_token_file
-from dsgpt.prepare.preparation import locked_folder
 
 
 def test_every_document_comes_back_byte_for_byte(prepared: Path):

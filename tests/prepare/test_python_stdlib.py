@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from dsgpt.data import download
+from dsgpt.data.sources import STDLIB_NAME, downloaded_source, stdlib_source
 from dsgpt.data.token_file import open_token_file
-from dsgpt.prepare import download
-from dsgpt.prepare.downloaded_set import downloaded_source
-from dsgpt.prepare.stdlib_corpus import STDLIB_NAME, stdlib_source
 
 
 def test_contents():

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from prep_helpers import CORPUS
 
-from dsgpt.prepare.documents import Document
-from dsgpt.prepare.own_text import own_source
-from dsgpt.prepare.splitting import divide, pieces
-from dsgpt.prepare.vocabulary import encode, open_vocabulary
+from dsgpt.data.sources import Document, own_source
+from dsgpt.data.vocabulary import divide, encode, open_vocabulary, pieces
 
 
 def collection(count: int) -> list[tuple[None, Document]]:

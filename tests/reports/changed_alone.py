@@ -7,9 +7,8 @@ from typing import Any
 from real_records import WITHOUT_SHAPE, Asked
 from small_run import SEQUENCE
 
-from dsgpt.config.initial_weights import InitFrom
-from dsgpt.config.recipe_blocks import ActivationCheckpointing
-from dsgpt.config.recipe_zero import AioRecipe, OffloadOptimizer, OffloadParam, ZeroRecipe
+from dsgpt.config.inputs import InitFrom
+from dsgpt.config.recipe_blocks import ActivationCheckpointing, AioRecipe, OffloadOptimizer, OffloadParam, ZeroRecipe
 from dsgpt.config.run_config import RunConfig
 
 Pair = tuple[Asked, Asked]

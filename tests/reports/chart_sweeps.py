@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dsgpt.reports.footprint import Footprint
-from dsgpt.reports.sweeps import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
+from dsgpt.record.runs import Footprint
+from dsgpt.record.sweeps import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
 
 MB = 10**6
 STATE = {"weights": 8.0 * MB, "gradients": 8.0 * MB, "optimizer": 16.0 * MB}

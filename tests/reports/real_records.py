@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from small_run import RECIPE, command_line, write_data
 
-from dsgpt.common.problems import Problems
-from dsgpt.config.flags import parse_arguments
+from dsgpt.common.errors import Problems
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe import read_recipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.reports.runs import Run, read_run
-from dsgpt.runtime.process_group import HostGroup
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.process_group import HostGroup
+from dsgpt.machine.topology import read_topology
+from dsgpt.record.runs import Run, read_run
 from dsgpt.strategies.base import StepResult
 from dsgpt.training.data_check import data_hash, initial_weights_hash
 from dsgpt.training.journal import Journal

@@ -1,5 +1,6 @@
 """The command: what it writes, which mistakes it reports, and what it does not import."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from chart_sweeps import scaling, write_sweep
 from messages import without_paths
 from small_run import REPOSITORY
 
-from dsgpt.common.script import exit_code_of
-from dsgpt.reports import command
-from dsgpt.reports.themes import DARK
-from dsgpt.telemetry.sources import PARAGRAPH, hash_files, note_sources
+from dsgpt.charts import command
+from dsgpt.charts.options import DARK
+from dsgpt.common.command_line import exit_code_of
+from dsgpt.record.provenance import PARAGRAPH
 
 SCRIPT = REPOSITORY / "charts" / "generate_charts.py"
 CHARTS = {"training_time", "throughput", "inference_latency", "inference_throughput", "peak_memory", "overview"}
@@ -51,26 +52,18 @@ def test_two_runs_from_any_folder_twice_the_same_bytes(tmp_path, two_runs):
     assert {path.name: path.read_bytes() for path in (tmp_path / "charts").iterdir()} == first
 
 
-def test_the_comparison_says_whether_the_sources_of_its_records_have_changed(tmp_path, two_runs):
-    """For records that a ``SOURCES.json`` names, as the committed ones."""
-    runs = [word for path in two_runs for word in ("--run", f"{path.parent.name}={path.parent}")]
-    arguments = [*runs, "--only", "throughput", "--format", "png", "--output-dir", str(tmp_path / "charts")]
+def test_the_comparison_says_whether_the_sources_of_committed_records_have_changed(tmp_path, two_runs):
+    def paragraphs(*runs: Path) -> list[str]:
+        named = [word for path in runs for word in ("--run", f"{path.parent.name}={path.parent}")]
+        output = tmp_path / "charts"
+        assert main([*named, "--only", "throughput", "--format", "png", "--output-dir", str(output)]) == 0
+        return [part for part in (output / "comparison.md").read_text().split("\n\n") if part.startswith(PARAGRAPH)]
 
-    def paragraphs() -> list[str]:
-        assert main(arguments) == 0
-        text = (tmp_path / "charts" / "comparison.md").read_text()
-        return [part for part in text.split("\n\n") if part.startswith(PARAGRAPH)]
-
-    assert paragraphs() == []
-    sources = hash_files(REPOSITORY, [REPOSITORY / "src" / "gpt2.py", REPOSITORY / "src" / "demo.py"])
-    note_sources(tmp_path, two_runs[0], git_commit="abc", sources=sources)
-    start = (
-        "Sources: `SOURCES.json` names the 2 files from which A was made, with their sha256. When this page was made,"
-    )
-    assert paragraphs() == [f"{start} none of them had changed."]
-    note_sources(tmp_path, two_runs[0], git_commit="abc", sources=sources | {"src/demo.py": "other", "src/old.py": "x"})
-    (changed,) = paragraphs()
-    assert changed.endswith("2 of them had changed: src: demo.py, old.py.")
+    assert paragraphs(*two_runs) == []
+    committed = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-zero1" / "training_metrics.json"
+    commit = json.loads(committed.read_text(encoding="utf-8"))["git_commit"]
+    (paragraph,) = paragraphs(committed, *two_runs)
+    assert commit[:12] in paragraph
 
 
 def test_sweeps_have_charts_under_their_names(tmp_path, two_runs, capsys):
@@ -215,11 +208,11 @@ def test_help_has_flags_and_examples(tmp_path):
     ("action", "modules"),
     [
         ("try: command.main(['--help'])\nexcept SystemExit: pass", ["torch", "matplotlib", "seaborn", "numpy"]),
-        ("from dsgpt.reports import plots", ["torch", "deepspeed", "transformers"]),
+        ("from dsgpt.charts import plots", ["torch", "deepspeed", "transformers"]),
     ],
 )
 def test_modules_that_are_not_imported(action, modules):
-    code = f"import sys\nfrom dsgpt.reports import command\n{action}\n"
+    code = f"import sys\nfrom dsgpt.charts import command\n{action}\n"
     code += f"loaded = [name for name in {modules} if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,10 +3,10 @@
 import pytest
 from chart_records import flat_record, record, step_lines, write_run
 
+from dsgpt.charts.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
 from dsgpt.dashboard.summaries import read_recorded
-from dsgpt.reports.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
-from dsgpt.reports.runs import read_run
-from dsgpt.training.preparation import _earlier_record
+from dsgpt.record.runs import read_run
+from dsgpt.training.run import _earlier_record
 
 
 @pytest.fixture

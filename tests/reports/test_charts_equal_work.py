@@ -5,9 +5,18 @@ import copy
 import pytest
 from chart_records import flat_record, record, step_lines, without, write_run
 
-from dsgpt.reports.equal_work import equal_loss_line, inference_stamps, judge, largest_gap, partial_stamps, work_stamps
-from dsgpt.reports.machines import machine_line, machine_stamps, setup_stamps
-from dsgpt.reports.runs import read_run
+from dsgpt.record.equal_work import (
+    equal_loss_line,
+    inference_stamps,
+    judge,
+    largest_gap,
+    machine_line,
+    machine_stamps,
+    partial_stamps,
+    setup_stamps,
+    work_stamps,
+)
+from dsgpt.record.runs import read_run
 
 WORK = {
     "training_config__global_batch_size": (32, "global batch 8 vs 32"),

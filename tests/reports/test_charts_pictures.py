@@ -6,22 +6,12 @@ from chart_records import flat_record, record, step_lines, write_run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from dsgpt.reports.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, memory_bars
-from dsgpt.reports.curves import window_of
-from dsgpt.reports.lines import (
-    EPOCHS,
-    SMALLEST_SPAN,
-    STEPS,
-    draw_losses,
-    ends_can_be_labelled,
-    step_axis,
-    time_axis,
-)
-from dsgpt.reports.plots import charts_of_runs
-from dsgpt.reports.rows import in_two_lines
-from dsgpt.reports.runs import read_run
-from dsgpt.reports.style import look, quiet_style
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.charts.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, in_two_lines, memory_bars
+from dsgpt.charts.curves import EPOCHS, SMALLEST_SPAN, STEPS, draw_losses, ends_can_be_labelled, step_axis, time_axis
+from dsgpt.charts.options import DARK, LIGHT
+from dsgpt.charts.plots import charts_of_runs
+from dsgpt.charts.style import look, quiet_style
+from dsgpt.record.runs import read_run, window_of
 
 LAST_DIGITS = {"a": 8.616005635, "b": 8.616005659}
 STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput", "latency_vs_throughput"]

@@ -7,8 +7,7 @@ from chart_records import flat_record, record, step_lines, without, write_run
 from messages import without_paths
 
 from dsgpt.common.errors import UserError
-from dsgpt.reports.curves import smoothed
-from dsgpt.reports.runs import read_run
+from dsgpt.record.runs import read_run, smoothed
 
 
 def test_a_complete_record_is_read(tmp_path):

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from chart_records import record, step_lines, write_run
 
-from dsgpt.reports.comparison import comparison_markdown, console_summary
-from dsgpt.reports.equal_work import judge
-from dsgpt.reports.machines import machine_line, machine_stamps, segment_stamps, setup_stamps
-from dsgpt.reports.plots import _warnings
-from dsgpt.reports.runs import Run, read_run
-from dsgpt.reports.segments import Segment, over_time
+from dsgpt.charts.comparison import comparison_markdown, console_summary
+from dsgpt.charts.plots import _warnings
+from dsgpt.record.equal_work import judge, machine_line, machine_stamps, segment_stamps, setup_stamps
+from dsgpt.record.runs import Run, read_run
+from dsgpt.record.work import Segment, over_time
 
 OTHER_CPU = {"cpu_name": "Other CPU"}
 TWO_RANKS = {"world_size": 2}

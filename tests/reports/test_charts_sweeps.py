@@ -11,23 +11,18 @@ from chart_sweeps import FOOTPRINT, MB, STATE, cell, compared, scaling, spread, 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from dsgpt.charts.command import Inputs
+from dsgpt.charts.curves import STEPS, curve_of, draw_losses, in_money, money_axis, token_axis
+from dsgpt.charts.hardware import read_samples, utilisation_chart
+from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
+from dsgpt.charts.options import DARK, LIGHT, THEMES, contrast
+from dsgpt.charts.plots import charts_of, charts_of_runs
+from dsgpt.charts.style import Frame, quiet_style
+from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
 from dsgpt.common.errors import UserError
-from dsgpt.reports.charts import charts_of
-from dsgpt.reports.footprint import Footprint, quantile, quantiles
-from dsgpt.reports.inputs import Inputs
-from dsgpt.reports.lines import STEPS, curve_of, draw_losses, in_money, money_axis, token_axis
-from dsgpt.reports.measured import Measured, of_cells, of_runs
-from dsgpt.reports.memory import memory_chart
-from dsgpt.reports.plots import charts_of_runs
-from dsgpt.reports.predictions import read_predictions
-from dsgpt.reports.runs import read_run
-from dsgpt.reports.scaling import efficiency_rows, scaling_chart
-from dsgpt.reports.step_times import communication_chart, step_times_chart
-from dsgpt.reports.style import Frame, quiet_style
-from dsgpt.reports.sweep_plots import charts_of_sweep
-from dsgpt.reports.sweeps import Comparison, State, read_sweep
-from dsgpt.reports.themes import DARK, LIGHT, THEMES, contrast
-from dsgpt.reports.utilisation import read_samples, utilisation_chart
+from dsgpt.record.runs import Footprint, quantile, quantiles, read_run
+from dsgpt.record.suites import read_predictions
+from dsgpt.record.sweeps import Comparison, Measured, State, of_cells, of_runs, read_sweep
 
 NO_TEXT = {"warnings": [], "captions": []}
 SPEEDS = {"ddp": {1: 0.98, 2: 1.8}, "zero1": {2: 1.7}}

@@ -18,22 +18,25 @@ from dsgpt.config.options import Options
 from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_blocks import (
     ActivationCheckpointing,
+    AioRecipe,
     Bf16,
+    Block,
     DdpRecipe,
     Fp16,
     FsdpRecipe,
+    OffloadOptimizer,
+    OffloadParam,
     OptimizerRecipe,
     PipelineRecipe,
     SchedulerRecipe,
     TensorParallelRecipe,
     TorchStrategies,
+    ZeroRecipe,
 )
-from dsgpt.config.recipe_values import Block
-from dsgpt.config.recipe_zero import AioRecipe, OffloadOptimizer, OffloadParam, ZeroRecipe
 from dsgpt.config.same_work import BLOCKS, COUNTED, HARMLESS, LATER_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.model.config import GPT2Config
-from dsgpt.reports.equal_work import judge
-from dsgpt.reports.runs import Run, read_run
+from dsgpt.record.equal_work import judge
+from dsgpt.record.runs import Run, read_run
 from dsgpt.training import run_description
 
 

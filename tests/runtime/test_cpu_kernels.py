@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsgpt.runtime.cpu_kernels import multiplies, packs, slow_precision
+from dsgpt.machine.device import multiplies, packs, slow_precision
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

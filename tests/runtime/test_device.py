@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsgpt.runtime import device
-from dsgpt.runtime.topology import Topology
+from dsgpt.machine import device
+from dsgpt.machine.topology import Topology
 
 TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "11"}
 

@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
-from dsgpt.runtime.host_memory import keep_freed_memory
+from dsgpt.machine.probe import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsgpt.runtime.huge_pages import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, huge_page_setting
+from dsgpt.machine.device import CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, huge_page_setting
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -53,7 +53,7 @@ def test_the_system_is_asked_for_huge_pages_from_a_boundary_on():
     [("always [madvise] never\n", "madvise"), ("[always] madvise never\n", "always"), (None, None)],
 )
 def test_the_setting_of_the_system(tmp_path, monkeypatch, text, setting):
-    monkeypatch.setattr("dsgpt.runtime.huge_pages.SETTING", tmp_path / "enabled")
+    monkeypatch.setattr("dsgpt.machine.device.SETTING", tmp_path / "enabled")
     if text:
         (tmp_path / "enabled").write_text(text)
     assert huge_page_setting() == setting

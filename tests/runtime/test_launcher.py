@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsgpt.runtime.launcher import launcher_command, starts_launcher
+from dsgpt.machine.launcher import launcher_command, starts_launcher
 
 RANK = """
-from dsgpt.runtime.launcher import Launcher
+from dsgpt.machine.launcher import Launcher
 launcher = Launcher()
 print(launcher.is_gone(), flush=True)
 input()

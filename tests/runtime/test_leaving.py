@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TRAINING, CELLS, SPEED = "src/gpt2.py", "src/dsgpt/benchmarks/harness/worker.py", "src/dsgpt/benchmarks/speed/worker.py"
+TRAINING, CELLS, SPEED = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py", "src/dsgpt/benchmarks/speed_work.py"
 ENDED_BY = {
     "src/dsgpt/training/run.py": TRAINING,
-    "src/dsgpt/calibration/ranks.py": "src/dsgpt/calibration/ranks.py",
-    "src/dsgpt/benchmarks/parity/rank.py": CELLS,
-    "src/dsgpt/benchmarks/plan/rank.py": CELLS,
-    "src/dsgpt/benchmarks/resume/rank.py": CELLS,
-    "src/dsgpt/benchmarks/speed/trainers.py": SPEED,
+    "src/dsgpt/planner/calibrate.py": "src/dsgpt/planner/calibrate.py",
+    "src/dsgpt/benchmarks/parity_rank.py": CELLS,
+    "src/dsgpt/benchmarks/plan_rank.py": CELLS,
+    "src/dsgpt/benchmarks/resume_rank.py": CELLS,
+    "src/dsgpt/benchmarks/speed_trainers.py": SPEED,
     "tests/runtime/test_process_group.py": "tests/runtime/test_process_group.py",
     "tests/strategies/strategy_worker.py": CELLS,
     "tests/strategies/torch_on_ranks.py": "tests/strategies/torch_on_ranks.py",
@@ -38,8 +38,7 @@ def test_whoever_joins_a_group_leaves_at_once():
 
 
 def test_it_writes_what_was_printed_and_runs_nothing_more():
-    code = (
-        "import atexit; from dsgpt.runtime.leaving import leave; atexit.register(print, 'more'); print('all'); leave(3)"
-    )
+    code = "from dsgpt.machine.launcher import leave; import atexit; atexit.register(print, 'more'); "
+    code += "print('all'); leave(3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (3, "all\n")

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from dsgpt.runtime import load
-from dsgpt.runtime.load import LoadOfOthers
+from dsgpt.machine import probe as load
+from dsgpt.machine.probe import LoadOfOthers
 
 BURN = "import time\nwhile time.process_time() < 1: pass"
 BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from messages import without_paths
 
-from dsgpt.runtime import machine_probe
-from dsgpt.runtime.machine_probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
+from dsgpt.machine import probe as machine_probe
+from dsgpt.machine.probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
 
 
 def a_compiler(path: Path, script: str) -> str:
@@ -114,7 +114,7 @@ def test_memory_that_may_be_locked():
     once = f"""
 import ctypes, os, resource, sys
 sys.path[:0] = {sys.path!r}
-from dsgpt.runtime.machine_probe import may_lock
+from dsgpt.machine.probe import may_lock
 
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**20, 2**20))
 if os.getuid() == 0:

@@ -9,9 +9,9 @@ from forked_ranks import run_script
 CODE = """
 import os, sys
 import torch, torch.distributed as dist
-from dsgpt.runtime.leaving import leave
-from dsgpt.runtime.process_group import joined
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.launcher import leave
+from dsgpt.machine.process_group import joined
+from dsgpt.machine.topology import read_topology
 
 topology = read_topology()
 try:
@@ -38,9 +38,9 @@ def test_a_single_process_forms_a_group(tmp_path, end, state, leftover):
 
 RANKS = """
 import torch
-from dsgpt.runtime.leaving import leave
-from dsgpt.runtime.process_group import HostGroup, joined
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.launcher import leave
+from dsgpt.machine.process_group import HostGroup, joined
+from dsgpt.machine.topology import read_topology
 
 topology = read_topology()
 with joined(topology, torch.device("cpu")):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from dsgpt.runtime import topology
-from dsgpt.runtime.topology import ParallelSizes, Topology, free_port
+from dsgpt.machine import topology
+from dsgpt.machine.topology import ParallelSizes, Topology, free_port
 
 
 def place(rank: int, world_size: int, **sizes: int) -> Topology:

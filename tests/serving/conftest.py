@@ -7,7 +7,7 @@ import pytest
 from running_server import BATCH, PLACES, POSITIONS, Server, ready, running
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,9 @@ import pytest
 from small_run import END_OF_TEXT, write_tokenizer
 
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.serving.answers import Answer, Choice, add_logprobs
-from dsgpt.serving.engine import Sequence
-from dsgpt.serving.requests import Prompt
-from dsgpt.serving.text import TextStream
+from dsgpt.inference.server.completions import Answer, Choice, TextStream, add_logprobs
+from dsgpt.inference.server.engine import Sequence
+from dsgpt.inference.server.requests import Prompt
 
 
 @pytest.fixture(scope="module")

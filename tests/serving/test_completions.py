@@ -11,9 +11,9 @@ import torch
 from running_server import BATCH, MODEL, POSITIONS, Server, within
 from small_run import REPOSITORY
 
-from dsgpt.checkpointing.selection import find_checkpoint, open_model_files
+from dsgpt.checkpoints.selection import find_checkpoint, open_model_files
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.trained_model import load_model
+from dsgpt.inference.loading import load_model
 
 PROMPTS = ["def ", "x", "import os\n", "  return é", "a" * 60, "日本", "\n\n", "if True:"]
 NEW = 40

@@ -18,11 +18,10 @@ import uvicorn
 from running_server import within
 from small_run import REPOSITORY
 
-from dsgpt.serving import connection
-from dsgpt.serving.app import make_app
-from dsgpt.serving.metrics import Metrics
-from dsgpt.serving.options import Key
-from dsgpt.serving.server import http_config
+from dsgpt.inference.server import server as connection
+from dsgpt.inference.server.http import Metrics
+from dsgpt.inference.server.options import Key
+from dsgpt.inference.server.server import http_config, make_app
 
 KEY = "0123456789abcdef"
 HOST = b"Host: localhost\r\n"
@@ -213,8 +212,8 @@ LIMITED = """
 import asyncio, resource, sys, uvicorn
 sys.path[:0] = sys.argv[1:]
 from test_connections import application
-from dsgpt.serving.connection import connection_limit, quieten_logs
-from dsgpt.serving.server import http_config
+from dsgpt.inference.server.server import connection_limit, quieten_logs
+from dsgpt.inference.server.server import http_config
 app = application()
 import socket
 listener = socket.create_server(("127.0.0.1", 0))

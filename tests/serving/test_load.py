@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 from running_server import MODEL, Server
 
-from dsgpt.benchmarks.serving.command import ANSWERED, PROMPTS, ServingOptions, _ServingCommand, round_of
-from dsgpt.benchmarks.serving.load import Load, Served
-from dsgpt.benchmarks.serving.page import serving_page
-from dsgpt.benchmarks.serving.process import ServerProcess
+from dsgpt.benchmarks.serving import (
+    ANSWERED,
+    PROMPTS,
+    Load,
+    Served,
+    ServerProcess,
+    ServingOptions,
+    _ServingCommand,
+    round_of,
+    serving_page,
+)
 from dsgpt.common.errors import UserError
-from dsgpt.serving.errors import ApiError
-from dsgpt.serving.gate import Gate
-from dsgpt.serving.metrics import Metrics
-from dsgpt.serving.options import Limits
+from dsgpt.inference.server.http import ApiError, Gate, Metrics
+from dsgpt.inference.server.options import Limits
 
 
 def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server):

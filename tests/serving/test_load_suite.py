@@ -13,13 +13,24 @@ from typing import Any
 import pytest
 from running_server import within
 
-from dsgpt.benchmarks.serving import load as load_module
-from dsgpt.benchmarks.serving import process as process_module
-from dsgpt.benchmarks.serving.command import BATCH, MAX_TOKENS, PROMPTS, QUEUE, SEED, ServingOptions, _ServingCommand
-from dsgpt.benchmarks.serving.load import Load, Served
-from dsgpt.benchmarks.serving.page import serving_page, summary_lines
-from dsgpt.benchmarks.serving.process import MODEL, ServerProcess
-from dsgpt.telemetry.console import Console
+from dsgpt.benchmarks import serving as load_module
+from dsgpt.benchmarks import serving as process_module
+from dsgpt.benchmarks.serving import (
+    BATCH,
+    MAX_TOKENS,
+    MODEL,
+    PROMPTS,
+    QUEUE,
+    SEED,
+    Load,
+    Served,
+    ServerProcess,
+    ServingOptions,
+    _ServingCommand,
+    serving_page,
+    summary_lines,
+)
+from dsgpt.machine.console import Console
 
 FOLDER = Path("no-folder")
 OPTIONS = ServingOptions(

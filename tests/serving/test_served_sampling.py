@@ -12,17 +12,12 @@ import pytest
 import torch
 from running_server import MODEL, Server
 
-from dsgpt.serving.app import make_app
-from dsgpt.serving.completions import Completions
-from dsgpt.serving.engine import Engine
-from dsgpt.serving.errors import ApiError
-from dsgpt.serving.gate import Gate
-from dsgpt.serving.metrics import Metrics
-from dsgpt.serving.opening import open_served
-from dsgpt.serving.options import Limits
-from dsgpt.serving.requests import read_request
-from dsgpt.serving.sampling import Sampler, Sampling
-from dsgpt.serving.scoring import Scorer
+from dsgpt.inference.server.completions import Completions
+from dsgpt.inference.server.engine import Engine, Scorer, open_served
+from dsgpt.inference.server.http import ApiError, Gate, Metrics
+from dsgpt.inference.server.options import Limits
+from dsgpt.inference.server.requests import Sampler, Sampling, read_request
+from dsgpt.inference.server.server import make_app
 
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=60)
 
@@ -174,7 +169,7 @@ def test_a_request_is_read_beside_the_event_loop(run_dir, monkeypatch):
         assert arrived.acquire(timeout=20)
         raise ApiError(400, "read")
 
-    monkeypatch.setattr("dsgpt.serving.completions.read_body", body)
-    monkeypatch.setattr("dsgpt.serving.completions.read_request", reads)
+    monkeypatch.setattr("dsgpt.inference.server.completions.read_body", body)
+    monkeypatch.setattr("dsgpt.inference.server.completions.read_request", reads)
     *answers, _ = in_process(run_dir, {}, {}, during=True)
     assert [answer.json()["error"]["message"] for answer in answers] == ["read", "read"]

@@ -20,15 +20,11 @@ from harmful_tokenizers import bring_code, seal
 from running_server import BATCH, MODEL, PLACES, Server, ready, running, within
 
 from dsgpt.common.errors import UserError
-from dsgpt.serving.app import make_app
-from dsgpt.serving.completions import Completions
-from dsgpt.serving.engine import Engine
-from dsgpt.serving.gate import Gate
-from dsgpt.serving.metrics import Metrics
-from dsgpt.serving.opening import open_served
-from dsgpt.serving.options import Key, Limits, ServeOptions, keys_of
-from dsgpt.serving.scoring import Scorer
-from dsgpt.serving.server import http_config, serve
+from dsgpt.inference.server.completions import Completions
+from dsgpt.inference.server.engine import Engine, Scorer, open_served
+from dsgpt.inference.server.http import Gate, Metrics
+from dsgpt.inference.server.options import Key, Limits, ServeOptions, keys_of
+from dsgpt.inference.server.server import http_config, make_app, serve
 
 KEY, SLOW_KEY = "0123456789abcdef", "fedcba9876543210"
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=10)

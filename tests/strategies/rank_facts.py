@@ -8,7 +8,7 @@ import pytest
 from forked_ranks import run_script
 from training_runs import SHAPE, data_flags, finished, write_recipe
 
-from dsgpt.benchmarks.harness.corpus import Corpus
+from dsgpt.benchmarks.cells import Corpus
 
 RANKS, ACCUMULATION, LAYERS = 2, 3, 2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

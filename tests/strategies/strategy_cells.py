@@ -11,13 +11,9 @@ import pytest
 from small_run import REPOSITORY
 from training_runs import data_flags
 
-from dsgpt.benchmarks.harness.cells import Cell
-from dsgpt.benchmarks.harness.corpus import Corpus
-from dsgpt.benchmarks.harness.launch import IMPORTS, Assignment, Launch, run_job
-from dsgpt.benchmarks.harness.rank_files import read_rank
-from dsgpt.benchmarks.harness.tested import STRATEGIES
-from dsgpt.benchmarks.harness.work import write_recipe
-from dsgpt.runtime.machine_probe import compiler, libaio_problem
+from dsgpt.benchmarks.cells import STRATEGIES, Cell, Corpus, write_recipe
+from dsgpt.benchmarks.launch import IMPORTS, Assignment, Launch, read_rank, run_job
+from dsgpt.machine.probe import compiler, libaio_problem
 
 NO_LIBAIO = not (found := compiler()) or bool(libaio_problem(found))
 LAYERS = ("--num_layers", "6")

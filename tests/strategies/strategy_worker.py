@@ -19,23 +19,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import roll_back
 
-from dsgpt import main as command
-from dsgpt.benchmarks.harness.rank_files import rank_file
-from dsgpt.checkpointing.training_state import StateReader, write_training_state
+from dsgpt.benchmarks.launch import rank_file
+from dsgpt.checkpoints.training_state import StateReader, write_training_state
 from dsgpt.common.files import write_json_atomic
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.model.gpt2 import parameter_shapes
-from dsgpt.model.initialization import initial_value
-from dsgpt.runtime.device import bring_up
-from dsgpt.runtime.process_group import barrier, joined
-from dsgpt.runtime.topology import read_topology
-from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.build import build_strategy
+from dsgpt.machine.device import bring_up
+from dsgpt.machine.process_group import barrier, joined
+from dsgpt.machine.topology import read_topology
+from dsgpt.model.gpt2 import initial_value, parameter_shapes
+from dsgpt.strategies.base import Strategy, build_strategy
 from dsgpt.strategies.initial_weights import DTYPES
-from dsgpt.telemetry.model_state import state_bytes
-from dsgpt.training.batches import training_batches
+from dsgpt.telemetry.memory import state_bytes
+from dsgpt.training import command
 from dsgpt.training.run import dropout_seed
+from dsgpt.training.trainer import training_batches
 
 STEPS = 2
 """Steps of an observed strategy; the first one already changes weights."""
@@ -154,8 +152,9 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _measure_while_built(held: Held) -> None:
     """Measure with ``held`` while a model is built in parts, but not while an engine is made from it."""
-    from dsgpt.strategies.deepspeed import pipeline_layers, zero
-    from dsgpt.strategies.pytorch import fsdp
+    from dsgpt.strategies import pytorch as fsdp
+    from dsgpt.strategies.deepspeed import pipeline as pipeline_layers
+    from dsgpt.strategies.deepspeed import zero
 
     def watched(build: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +227,7 @@ OBSERVATIONS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 
 
 def observe(words: list[str], folder: Path) -> None:
-    """The call of every cell; see ``dsgpt.benchmarks.harness.launch.Assignment``."""
+    """The call of every cell; see ``dsgpt.benchmarks.launch.Assignment``."""
     observation, *flags = words
     facts = OBSERVATIONS[observation](flags)
     write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "time": time.time(), **facts})

@@ -21,7 +21,7 @@ from strategy_cells import (
 from training_runs import read_lines, roll_back
 
 from dsgpt.common.errors import EXIT_NOT_SAVED
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 LAST = Path("step-00000004") / "model.safetensors"
 

@@ -13,12 +13,12 @@ from messages import without_paths
 from strategy_cells import NO_LIBAIO
 
 from dsgpt.common.errors import UserError
-from dsgpt.strategies.deepspeed import compiled_ops
-from dsgpt.strategies.deepspeed.compiled_ops import load_ops
+from dsgpt.strategies.deepspeed import setup as compiled_ops
+from dsgpt.strategies.deepspeed.setup import load_ops
 
 LOAD_AND_LOOK = """
 import ctypes
-from dsgpt.strategies.deepspeed import compiled_ops
+from dsgpt.strategies.deepspeed import setup as compiled_ops
 
 compiled_ops.load_ops("AsyncIOBuilder")
 assert ctypes.CDLL(None).deepspeed_pin_tensor_mgr_holder

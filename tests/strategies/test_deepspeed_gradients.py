@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsgpt.strategies.deepspeed.bf16_gradients import spare_passes
-from dsgpt.strategies.deepspeed.gradient_norm import take_norms_of_blocks
+from dsgpt.strategies.deepspeed.engine import take_norms_of_blocks
+from dsgpt.strategies.deepspeed.zero import spare_passes
 
 
 class DeepSpeedZeroOptimizer(SimpleNamespace):

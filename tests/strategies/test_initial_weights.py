@@ -6,9 +6,9 @@ from small_run import command_line, write_inputs
 from strategy_cells import DEEP, LAYERS, NO_LIBAIO, NVME, START_BF16, START_FP32, THREE_D, Asked
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.topology import read_topology
 from dsgpt.strategies.deepspeed.zero import _build_whole
 
 BUILT_IN_PARTS = [

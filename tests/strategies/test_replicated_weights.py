@@ -4,7 +4,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.topology import read_topology
 from dsgpt.strategies.deepspeed.zero import Zero
 
 

@@ -7,12 +7,12 @@ import torch
 from small_run import write_data, write_recipe
 from step_counts import Counts
 
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.topology import read_topology
-from dsgpt.strategies.build import build_strategy
-from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy
-from dsgpt.training.batches import training_batches
+from dsgpt.machine.topology import read_topology
+from dsgpt.strategies.base import build_strategy
+from dsgpt.strategies.pytorch import TorchStrategy
+from dsgpt.training.trainer import training_batches
 
 LAYERS, WIDTH, BATCH, LENGTH, VOCABULARY, POSITIONS = 2, 32, 4, 16, 257, 16
 ROWS = 320

@@ -14,15 +14,15 @@ import pytest
 from messages import without_paths
 
 from dsgpt.common.errors import UserError
-from dsgpt.runtime.topology import Topology
-from dsgpt.strategies.deepspeed import swap_space
-from dsgpt.strategies.deepspeed.swap_space import SwapSpace
+from dsgpt.machine.topology import Topology
+from dsgpt.strategies.deepspeed import setup as swap_space
+from dsgpt.strategies.deepspeed.setup import SwapSpace
 
 MAIN = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed")
 HOLD = """
 import sys
 from pathlib import Path
-from dsgpt.strategies.deepspeed.swap_space import _make
+from dsgpt.strategies.deepspeed.setup import _make
 
 _make(Path(sys.argv[1]))
 Path(sys.argv[1], "moments").write_bytes(b"...")

@@ -7,10 +7,12 @@ import torch
 from deepspeed.module_inject import layers
 from small_run import RECIPE, command_line, write_data, write_recipe
 
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.topology import ParallelSizes, Topology
-from dsgpt.strategies.deepspeed import tensor_layout, tensor_reduction, zero
+from dsgpt.machine.topology import ParallelSizes, Topology
+from dsgpt.strategies.deepspeed import state as tensor_layout
+from dsgpt.strategies.deepspeed import tensor as tensor_reduction
+from dsgpt.strategies.deepspeed import zero
 
 PEERS = 2
 

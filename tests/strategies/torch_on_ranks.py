@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ActivationCheckpointing, DdpRecipe, Fp16, FsdpRecipe, TorchStrategies
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.leaving import leave
-from dsgpt.runtime.process_group import gather_objects, joined
-from dsgpt.runtime.topology import Topology, read_topology
-from dsgpt.strategies.build import build_strategy
-from dsgpt.strategies.pytorch.baseline import Baseline
-from dsgpt.strategies.pytorch.torch_strategy import TorchStrategy
+from dsgpt.machine.launcher import leave
+from dsgpt.machine.process_group import gather_objects, joined
+from dsgpt.machine.topology import Topology, read_topology
+from dsgpt.strategies.base import build_strategy
+from dsgpt.strategies.pytorch import Baseline, TorchStrategy
 from dsgpt.telemetry.communication import Communication
-from dsgpt.training.batches import training_batches, validation_batches
 from dsgpt.training.run import dropout_seed
+from dsgpt.training.trainer import training_batches, validation_batches
 
 CPU = torch.device("cpu")
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -2,10 +2,19 @@
 
 import pytest
 
-from dsgpt.telemetry.collective_times import STEP_RANGE, Event, kernel_operation, times_on_cpu, times_on_gpu
+from dsgpt.telemetry.collective_times import (
+    STEP_RANGE,
+    Event,
+    Span,
+    common,
+    kernel_operation,
+    length,
+    merged,
+    times_on_cpu,
+    times_on_gpu,
+)
 from dsgpt.telemetry.communication import Traffic
 from dsgpt.telemetry.communication_profile import communication_table, rank_figures
-from dsgpt.telemetry.spans import Span, common, length, merged
 
 
 def event(name: str, start: float, end: float, *, on_gpu: bool = False) -> Event:

@@ -7,7 +7,7 @@ from io import FileIO
 import pytest
 
 from dsgpt.common.files import PRINTABLE
-from dsgpt.telemetry.console import Console, LogFile, Progress, logging_to_console
+from dsgpt.machine.console import Console, LogFile, Progress, logging_to_console
 
 logger = logging.getLogger("dsgpt.tests")
 

@@ -11,9 +11,7 @@ import time
 import pytest
 from forked_ranks import run_script
 
-from dsgpt.telemetry.clocks import ThreadClock
-from dsgpt.telemetry.interval import RankShare, RankTimes, interval_figures
-from dsgpt.telemetry.meter import Figures
+from dsgpt.telemetry.meter import Figures, RankShare, RankTimes, ThreadClock, interval_figures
 
 COUNTED = Figures(steps=5, counted_tokens=400, step_secs=[1.0, 2.0, 3.0, 4.0], dataload_secs=[0.0] * 4)
 
@@ -92,11 +90,11 @@ RANKS = """
 import json, time
 import torch
 import torch.distributed as dist
-from dsgpt.runtime.leaving import leave
-from dsgpt.runtime.process_group import HostGroup, joined
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.launcher import leave
+from dsgpt.machine.process_group import HostGroup, joined
+from dsgpt.machine.topology import read_topology
 from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.interval import RankShare, interval_figures
+from dsgpt.telemetry.meter import RankShare, interval_figures
 from dsgpt.telemetry.meter import StepMeter
 
 topology = read_topology()

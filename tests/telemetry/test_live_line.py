@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
-from dsgpt.telemetry.live_line import Field, fitted
+from dsgpt.machine.console import Field, fitted
 
 FIELDS = [Field("step 1/9", 0), Field("loss 2.5", 1), Field("lr 1e-3", 3), Field("left 9 s", 2)]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsgpt.common.errors import NonFiniteError
+from dsgpt.machine.console import duration
 from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.console import duration
 from dsgpt.telemetry.meter import Figures, StepMeter, TimedBatches, require_finite, throughput, timing_figures
 
 CPU = torch.device("cpu")

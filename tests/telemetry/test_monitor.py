@@ -8,9 +8,9 @@ import time
 import pytest
 from stand_in_nvml import StandInNvml
 
-from dsgpt.telemetry.gpus import GpuSample, open_gpus
+from dsgpt.machine.gpus import GpuSample, open_gpus
 from dsgpt.telemetry.monitor import Monitor, _Device, gpu_use
-from dsgpt.training.monitoring import gpus_to_sample
+from dsgpt.training.measurements import gpus_to_sample
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsgpt.telemetry.record import RunRecord, StepLog, drop_steps_after, finite, mean, percentile, read_steps
+from dsgpt.record.schema import RunRecord, StepLog, drop_steps_after, finite, mean, percentile, read_steps
 from dsgpt.training.sinks import RecordSink
 
 LINES = [

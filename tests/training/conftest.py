@@ -7,7 +7,7 @@ import pytest
 from run_folders import LONG
 from small_run import command_line, write_data, write_recipe
 
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsgpt.config.flags import parse_arguments
-from dsgpt.config.recipe_zero import ZeroRecipe
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.leaving import leave
-from dsgpt.runtime.process_group import joined
-from dsgpt.runtime.topology import Topology, read_topology
+from dsgpt.machine.launcher import leave
+from dsgpt.machine.process_group import joined
+from dsgpt.machine.topology import Topology, read_topology
 from dsgpt.strategies.deepspeed.zero import Zero
-from dsgpt.strategies.pytorch.baseline import Baseline
-from dsgpt.training.batches import training_batches
+from dsgpt.strategies.pytorch import Baseline
+from dsgpt.training.trainer import training_batches
 
 CPU = torch.device("cpu")
 

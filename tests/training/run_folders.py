@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_run import command_line
 
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 # 12 steps over epochs of 5, saved inside the epochs
 LONG = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 4, "steps_per_print": 5}

@@ -10,12 +10,11 @@ import pytest
 from run_folders import Killed, checkpoints, record
 from small_run import command_line, write_data, write_recipe, write_tokens
 
-from dsgpt.checkpointing import store
-from dsgpt.checkpointing.manifest import parse_manifest
-from dsgpt.checkpointing.run_state import read_run_state
-from dsgpt.checkpointing.selection import find_checkpoint
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import parse_manifest, read_run_state
+from dsgpt.checkpoints.selection import find_checkpoint
 from dsgpt.common.errors import UserError
-from dsgpt.main import train
+from dsgpt.training.command import train
 from dsgpt.training.journal import Journal
 
 FLAGS = {"max_train_steps": 12, "save_every": 2, "keep_checkpoints": 9, "eval_every": 2}

@@ -10,9 +10,9 @@ from run_folders import LONG, checkpoints, errors, record
 from safetensors.torch import load_file
 from small_run import command_line
 
-from dsgpt.checkpointing import training_state
-from dsgpt.main import train
-from dsgpt.training import checkpoint
+from dsgpt.checkpoints import training_state
+from dsgpt.training import saving as checkpoint
+from dsgpt.training.command import train
 from dsgpt.training.journal import Journal
 
 

@@ -12,16 +12,16 @@ from small_run import REPOSITORY, command_line, write_data, write_recipe
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.dashboard.summaries import read_recorded
-from dsgpt.telemetry.record import RECORD_FILE
+from dsgpt.record.schema import RECORD_FILE
 
 SABOTAGE = """
 import os, sys, time
 import torch
-from dsgpt.main import train
-from dsgpt.runtime.leaving import leave
-from dsgpt.training import events
+from dsgpt.training.command import train
+from dsgpt.machine.launcher import leave
+from dsgpt.training import budget as events
 from dsgpt.training.budget import Budget
 from dsgpt.training.trainer import Trainer
 {}

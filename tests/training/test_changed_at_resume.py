@@ -7,9 +7,9 @@ from messages import without_paths
 from run_folders import errors, record, resume
 from small_run import RECIPE, TOKENS, random_ids, write_recipe, write_tokens
 
-from dsgpt.checkpointing.run_state import Change, read_run_state
-from dsgpt.reports.equal_work import judge
-from dsgpt.reports.runs import read_run
+from dsgpt.checkpoints.manifest import Change, read_run_state
+from dsgpt.record.equal_work import judge
+from dsgpt.record.runs import read_run
 from dsgpt.training.run_description import CHANGEABLE, CHANGES_KEY
 
 

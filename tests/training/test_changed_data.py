@@ -12,9 +12,9 @@ from messages import without_paths
 from run_folders import errors, resume
 from small_run import command_line, random_ids, write_tokenizer, write_tokens
 
-from dsgpt.data import sidecar as sidecars
+from dsgpt.data import token_file as sidecars
 from dsgpt.data.token_file import TokenFile
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 CHANGED = "train.bin changed on disk since it was prepared (or was copied)"
 

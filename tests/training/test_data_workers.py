@@ -19,11 +19,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dsgpt.data import loader as loading
 from dsgpt.data.loader import WindowDataset
-from dsgpt.main import train
-from dsgpt.runtime.interruption import ignore_stop_signals
-from dsgpt.strategies.pytorch.baseline import Baseline
-from dsgpt.training.batches import Batches
+from dsgpt.machine.launcher import ignore_stop_signals
+from dsgpt.strategies.pytorch import Baseline
+from dsgpt.training.command import train
 from dsgpt.training.saving import Saver
+from dsgpt.training.trainer import Batches
 
 
 @pytest.fixture(autouse=True)

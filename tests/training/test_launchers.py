@@ -8,7 +8,7 @@ import pytest
 from forked_ranks import run_script
 from training_runs import SCRIPT, assert_same_training, data_flags, finished, read_record, train, write_recipe
 
-from dsgpt.runtime.launcher import launcher_command
+from dsgpt.machine.launcher import launcher_command
 
 STEPS = ("--max_train_steps", "4", "--max_val_steps", "2")
 

@@ -10,7 +10,7 @@ from messages import without_paths
 from run_folders import checkpoints, errors, resume
 from small_run import command_line, write_inputs
 
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from forked_ranks import run_script
 from training_runs import SHAPE, data_flags, finished, write_recipe
 
 from dsgpt.common.errors import NonFiniteError
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling
 from dsgpt.config.run_config import RunConfig, resolve
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.topology import read_topology
 from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
-from dsgpt.strategies.pytorch.baseline import Baseline
-from dsgpt.training.batches import training_batches
+from dsgpt.strategies.pytorch import Baseline
+from dsgpt.training.trainer import training_batches
 
 CPU = torch.device("cpu")
 DYNAMIC = LossScaling()

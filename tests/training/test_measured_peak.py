@@ -8,9 +8,9 @@ from run_folders import LONG, record
 from small_run import command_line
 from training_runs import read_lines
 
-from dsgpt.main import train
-from dsgpt.planning.rates import CALIBRATION
-from dsgpt.runtime.device import describe_hardware
+from dsgpt.machine.device import describe_hardware
+from dsgpt.planner.rates import CALIBRATION
+from dsgpt.training.command import train
 
 
 @pytest.mark.parametrize("damaged", [False, True])

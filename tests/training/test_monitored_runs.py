@@ -9,10 +9,10 @@ from run_folders import LONG, record, resume
 from small_run import command_line
 from stand_in_nvml import StandInNvml
 
-from dsgpt.main import train
-from dsgpt.telemetry.gpus import open_gpus
+from dsgpt.machine.gpus import open_gpus
 from dsgpt.telemetry.monitor import Monitor
 from dsgpt.training import run
+from dsgpt.training.command import train
 from dsgpt.training.trainer import Trainer
 
 

@@ -12,8 +12,8 @@ from messages import without_paths
 from run_folders import LONG, Killed, checkpoints, errors, record, resume, rewrite
 from small_run import command_line
 
-from dsgpt.main import train
 from dsgpt.training import saving
+from dsgpt.training.command import train
 from dsgpt.training.journal import Journal
 
 

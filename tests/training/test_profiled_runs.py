@@ -10,8 +10,8 @@ from run_folders import record
 from small_run import command_line
 from training_runs import finished, read_lines, read_record, train, write_recipe
 
-from dsgpt.main import train as train_here
 from dsgpt.training import measurements
+from dsgpt.training.command import train as train_here
 
 RANGES = {"data", "train_step", "forward", "backward", "optimizer"}
 STEPS = ("--max_train_steps", "10", "--steps_per_print", "3", "--max_val_steps", "1", "--no_inference")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_runs import GLOBAL_BATCH, SGD, finished, read_lines, read_record, train, write_recipe
 
-from dsgpt.checkpointing.segment import Segment
+from dsgpt.checkpoints.manifest import Segment
 from dsgpt.model.config import GPT2Config
 
 TOP = {

@@ -21,7 +21,7 @@ from training_runs import (
     write_recipe,
 )
 
-from dsgpt.runtime.launcher import launcher_command
+from dsgpt.machine.launcher import launcher_command
 
 # 12 steps over epochs of fewer: the interruption at step 5 falls inside an epoch.
 STEPS = ("--max_train_steps", "12", "--save_every", "5", "--max_val_steps", "2", "--steps_per_print", "3")

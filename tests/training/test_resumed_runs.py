@@ -9,10 +9,9 @@ from messages import without_paths
 from run_folders import LONG, checkpoints, damage, errors, record, resume, rewrite
 from small_run import command_line, write_recipe
 
-from dsgpt.checkpointing import store
-from dsgpt.checkpointing.manifest import read_manifest
-from dsgpt.checkpointing.run_state import read_run_state
-from dsgpt.main import train
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import read_manifest, read_run_state
+from dsgpt.training.command import train
 
 
 def test_a_resumed_run_keeps_its_identity(stopped, finished_run):

@@ -10,8 +10,8 @@ from messages import without_paths
 from run_folders import Killed, errors, resume
 from small_run import command_line, write_inputs
 
-from dsgpt.main import train
 from dsgpt.training import run, trainer
+from dsgpt.training.command import train
 
 
 def tree(folder: Path) -> dict[str, bytes]:

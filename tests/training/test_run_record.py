@@ -10,10 +10,11 @@ from run_folders import LONG, Killed, record
 from small_run import command_line
 
 from dsgpt.common.errors import UserError
-from dsgpt.main import train
-from dsgpt.planning.peak_memory import PARTS
-from dsgpt.training import checkpoint as checkpoint_module
-from dsgpt.training import completion, saving, sinks
+from dsgpt.planner.memory import PARTS
+from dsgpt.training import saving, sinks
+from dsgpt.training import saving as checkpoint_module
+from dsgpt.training import trainer as completion
+from dsgpt.training.command import train
 from dsgpt.training.journal import Journal
 from dsgpt.training.trainer import Trainer
 

@@ -10,14 +10,12 @@ from run_folders import LONG, record, resume, rewrite
 from small_run import command_line
 from training_runs import finished, read_record, train, write_recipe
 
-from dsgpt.checkpointing.manifest import parse_manifest
-from dsgpt.checkpointing.run_state import read_run_state
-from dsgpt.checkpointing.segment import Segment, covers, highest_peaks
-from dsgpt.main import train as train_here
-from dsgpt.reports.machines import segment_stamps
-from dsgpt.reports.runs import read_run
+from dsgpt.checkpoints.manifest import Segment, covers, highest_peaks, parse_manifest, read_run_state
+from dsgpt.record.equal_work import segment_stamps
+from dsgpt.record.runs import read_run
+from dsgpt.training.command import train as train_here
+from dsgpt.training.resume import NEVER_CHANGES
 from dsgpt.training.run_description import CHANGEABLE
-from dsgpt.training.segments import NEVER_CHANGES
 
 RSS = "peak_rss_bytes_rank0"
 WIDE = ("--vocab_size", "40000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "4",

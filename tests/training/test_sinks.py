@@ -9,9 +9,9 @@ import pytest
 from run_folders import LONG, record
 from small_run import command_line
 
-from dsgpt.main import train
-from dsgpt.telemetry.record import RunRecord
+from dsgpt.record.schema import RunRecord
 from dsgpt.training import run, sinks
+from dsgpt.training.command import train
 from dsgpt.training.sinks import Line, Sink, Sinks, place
 
 

@@ -9,9 +9,9 @@ from run_folders import LONG, checkpoints, record
 from small_run import command_line
 from training_runs import SCRIPT
 
-from dsgpt.benchmarks.faults.processes import default_sighup
+from dsgpt.benchmarks.faults_runs import default_sighup
 from dsgpt.common.errors import EXIT_STOPPED
-from dsgpt.runtime.launcher import launcher_command
+from dsgpt.machine.launcher import launcher_command
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)

@@ -14,14 +14,11 @@ from run_folders import LONG, errors, record, resume
 from small_run import command_line
 from tracker_stores import READERS, Stored
 
-from dsgpt.config.flags import parse_arguments
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
-from dsgpt.main import train
-from dsgpt.runtime.topology import read_topology
-from dsgpt.training.trackers.base import Row, row_of
-from dsgpt.training.trackers.csv_table import COLUMNS, CsvTracker
-from dsgpt.training.trackers.folder import make_folder
-from dsgpt.training.trackers.opening import open_trackers
+from dsgpt.machine.topology import read_topology
+from dsgpt.training.command import train
+from dsgpt.training.trackers import COLUMNS, CsvTracker, Row, make_folder, open_trackers, row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 """MLflow uses it."""

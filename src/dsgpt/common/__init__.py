@@ -1,1 +1,1 @@
-"""Helpers that every room may import: errors, files, JSON, command line. Imports neither torch nor any other room."""
+"""Helpers that every room may import: errors, files, JSON, text, command lines. Imports no other room and no torch."""

@@ -1,24 +1,29 @@
-"""Which options, recipes, models and machines are compatible. A refusal gives the reason and the nearest valid value.
+"""What cannot be combined, and which releases of DeepSpeed are refused.
 
-All checks run before a process group or a model exists.
+Which options, recipes, models and machines are compatible. A refusal gives the reason and the nearest valid value. All
+checks run before a process group or a model exists.
 """
 
+import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dsgpt.common.divisors import divisors_around, multiples_around
-from dsgpt.common.problems import Problems
+from packaging.specifiers import SpecifierSet
+
+from dsgpt.common.errors import Problems
+from dsgpt.common.text import divisors_around, multiples_around
 from dsgpt.config.inputs import Inputs
 from dsgpt.config.recipe import Recipe
+from dsgpt.machine.probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
+from dsgpt.machine.topology import ParallelSizes, Topology
 from dsgpt.model.config import GPT2Config
-from dsgpt.runtime.machine_probe import compiler, direct_io_problem, has_cuda_toolkit, libaio_problem, may_lock
-from dsgpt.runtime.topology import ParallelSizes, Topology
 
 MOST_PROFILED_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Inputs):
+class RunRequest(Inputs):
     """Inputs that have a recipe, to be checked for compatibility."""
 
     recipe: Recipe
@@ -44,7 +49,7 @@ class Request(Inputs):
         return any(map(self.mistakes.mention, [*keys, *places, *(f"{place}:" for place in places)]))
 
 
-def check_compatibility(request: Request, problems: Problems) -> None:
+def check_compatibility(request: RunRequest, problems: Problems) -> None:
     """Add a line to ``problems`` for everything in ``request`` that makes training impossible or incorrect."""
     check_split(request, problems)
     if request.options.run_type == "optimized":
@@ -56,7 +61,7 @@ def check_compatibility(request: Request, problems: Problems) -> None:
             problems.add(f"{flag} must be at most {MOST_PROFILED_STEPS}, not {steps}: the events are kept in memory")
 
 
-def check_split(request: Request, problems: Problems) -> None:
+def check_split(request: RunRequest, problems: Problems) -> None:
     """Add a line for everything that no machine could train: ranks, strategies and shape that contradict each other."""
     _check_ranks(request, problems)
     if request.options.run_type == "optimized":
@@ -65,7 +70,7 @@ def check_split(request: Request, problems: Problems) -> None:
         _check_offload_alone(request, problems)
 
 
-def check_accumulation(request: Request, accumulation: int, problems: Problems) -> None:
+def check_accumulation(request: RunRequest, accumulation: int, problems: Problems) -> None:
     """Refuse to sum the gradients of several micro batches in low precision.
 
     Args:
@@ -84,7 +89,7 @@ def check_accumulation(request: Request, accumulation: int, problems: Problems) 
         )
 
 
-def compatibility_notices(request: Request) -> list[str]:
+def compatibility_notices(request: RunRequest) -> list[str]:
     """Lines to print about keys of the recipe that are allowed but ignored or untested."""
     recipe, stage = request.recipe, request.recipe.zero_stage
     if request.options.run_type != "optimized":
@@ -101,7 +106,7 @@ def compatibility_notices(request: Request) -> list[str]:
     return []
 
 
-def _check_ranks(request: Request, problems: Problems) -> None:
+def _check_ranks(request: RunRequest, problems: Problems) -> None:
     world, run_type = request.topology.world_size, request.options.run_type
     if run_type == "baseline" and world > 1:
         problems.add(
@@ -117,7 +122,7 @@ def _check_ranks(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_strategies(request: Request, problems: Problems) -> None:
+def _check_strategies(request: RunRequest, problems: Problems) -> None:
     recipe, sizes = request.recipe, request.sizes
     stage = recipe.zero_stage
     if sizes.pipeline > 1 and stage > 1:
@@ -148,7 +153,7 @@ def _check_strategies(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_shape(request: Request, problems: Problems) -> None:
+def _check_shape(request: RunRequest, problems: Problems) -> None:
     """Heads, layers and tokens must be divisible by the ranks that share them."""
     model, sizes, path = request.model, request.sizes, request.recipe.path
     if model is None:
@@ -175,7 +180,7 @@ def _check_shape(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_offload_alone(request: Request, problems: Problems) -> None:
+def _check_offload_alone(request: RunRequest, problems: Problems) -> None:
     recipe = request.recipe
     if (recipe.offload_optimizer, recipe.offload_param) != ("none", "none") and request.sizes.ranks_per_copy > 1:
         problems.add(
@@ -184,7 +189,7 @@ def _check_offload_alone(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_offload(request: Request, problems: Problems) -> None:
+def _check_offload(request: RunRequest, problems: Problems) -> None:
     """Refuse a machine that cannot offload."""
     recipe = request.recipe
     if (recipe.offload_optimizer, recipe.offload_param) == ("none", "none"):
@@ -200,7 +205,7 @@ def _check_offload(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_nvme(request: Request, problems: Problems) -> None:
+def _check_nvme(request: RunRequest, problems: Problems) -> None:
     """Refuse a machine that cannot swap to files. The first rank of each machine checks."""
     if request.topology.local_rank:
         return
@@ -237,7 +242,7 @@ def nvme_paths(recipe: Recipe, run_dir: Path) -> dict[str, Path]:
     return {name: run_dir if path is None else Path(path) for name, path in blocks.items()}
 
 
-def locked_bytes(request: Request, model: GPT2Config) -> int:
+def locked_bytes(request: RunRequest, model: GPT2Config) -> int:
     """Least bytes that a rank locks for the buffers through which it swaps ``model`` (``swap_tensor/utils.py``)."""
     zero, ranks = request.recipe.zero_optimization, request.topology.world_size
     size = 0
@@ -252,7 +257,7 @@ def locked_bytes(request: Request, model: GPT2Config) -> int:
     return size
 
 
-def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
+def _check_zero_plus_plus(request: RunRequest, problems: Problems) -> None:
     recipe, world = request.recipe, request.topology.world_size
     if not recipe.zero_plus_plus:
         return
@@ -276,7 +281,7 @@ def _check_zero_plus_plus(request: Request, problems: Problems) -> None:
         )
 
 
-def _check_compile(request: Request, problems: Problems) -> None:
+def _check_compile(request: RunRequest, problems: Problems) -> None:
     options, recipe, sizes = request.options, request.recipe, request.sizes
     if not options.compile:
         return
@@ -291,3 +296,122 @@ def _check_compile(request: Request, problems: Problems) -> None:
             f"--compile does not go with a model split over ranks ({sizes}), whose collectives break the graph: take "
             "ds_configs/zero1.json, or leave --compile out"
         )
+
+
+# Releases of DeepSpeed that train wrong, most without an error. docs/training.md shows ``KNOWN_BAD`` as a table.
+
+TESTED = "0.19.8"
+"""The release of DeepSpeed that requirements.txt pins; the suites compared this one with plain PyTorch."""
+ALLOW = "DSGPT_ALLOW_VERSION"
+"""The environment variable that lets a run start all the same, if it is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownBad:
+    """A fault of some releases. A run is affected if all that is named here is true of it."""
+
+    releases: str
+    """Of DeepSpeed, as pip writes them."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    """Of ZeRO."""
+    precision: str = "any"
+    needs: str = ""
+    """``accumulation in a pipeline``, ``overlap_comm on GPUs`` or ``several ranks``."""
+    thread: str
+    """On GitHub, below DeepSpeed's repository; or ``no thread``, for what this project saw itself."""
+    effect: str
+
+
+KNOWN_BAD = (
+    KnownBad(
+        releases=">=0.17.6,<0.18.3",
+        stages=(2,),
+        thread="issues/7718",
+        effect="gradients are wrong: their norm is a third to a half",
+    ),
+    KnownBad(
+        releases="<0.18.3",
+        needs="accumulation in a pipeline",
+        thread="issues/7773",
+        effect="gradients of micro batches are summed, not averaged",
+    ),
+    KnownBad(
+        releases="==0.18.5",
+        stages=(0,),
+        precision="bf16",
+        thread="issues/7837",
+        effect="gradients are divided by a loss scale that the loss never had, and kept from step to step",
+    ),
+    KnownBad(
+        releases=">=0.18.3,<0.19.0",
+        stages=(1,),
+        precision="bf16",
+        needs="several ranks",
+        thread="pull/7985",
+        effect="the last micro batch is left out of the average over ranks",
+    ),
+    KnownBad(
+        releases="<0.19.0",
+        stages=(1, 2),
+        needs="overlap_comm on GPUs",
+        thread="pull/7965",
+        effect="buffers are used again before their reduction is done: wrong gradients or NaN",
+    ),
+    KnownBad(
+        releases="==0.18.9",
+        stages=(1, 2),
+        thread="no thread",
+        effect="the first step ends in the error 'Output 0 of Split is a view'",
+    ),
+)
+
+
+def check_version(request: RunRequest, accumulation: int, problems: Problems, notices: list[str]) -> tuple[str, ...]:
+    """Refuse a run that the installed DeepSpeed trains wrong, or note that ``ALLOW`` lets it start.
+
+    Args:
+        request: the run.
+        accumulation: micro batches per optimizer step.
+        problems: receives the refusals.
+        notices: receives a line if the installed release is not the tested one, and what was allowed.
+
+    Returns:
+        The threads of the faults that were allowed.
+    """
+    if request.options.run_type != "optimized":
+        return ()
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:
+        problems.add(f"--run_type optimized needs DeepSpeed: install it (pip install deepspeed=={TESTED})")
+        return ()
+    if installed == TESTED:
+        return ()
+    notices.append(f"DeepSpeed {installed} is installed; this program is tested with {TESTED} (requirements.txt)")
+    found = [known for known in KNOWN_BAD if _affects(known, request, accumulation, installed)]
+    allowed = os.environ.get(ALLOW) == "1"
+    for known in found:
+        fault = f"{known.effect} (DeepSpeed's {known.thread})"
+        if allowed:
+            notices.append(f"{ALLOW}=1 lets DeepSpeed {installed} train, though {fault}")
+        else:
+            problems.add(
+                f"{request.recipe.path}: DeepSpeed {installed} cannot train this: {fault}: install {TESTED} (pip "
+                f"install deepspeed=={TESTED}), or set {ALLOW}=1 to train all the same"
+            )
+    return tuple(known.thread for known in found) if allowed else ()
+
+
+def _affects(known: KnownBad, request: RunRequest, accumulation: int, installed: str) -> bool:
+    needed = {
+        "": True,
+        "accumulation in a pipeline": request.sizes.pipeline > 1 and accumulation > 1,
+        "overlap_comm on GPUs": request.device == "cuda" and bool(request.recipe.zero_optimization.overlap_comm),
+        "several ranks": request.topology.world_size > 1,
+    }
+    return (
+        SpecifierSet(known.releases).contains(installed, prereleases=True)
+        and request.recipe.zero_stage in known.stages
+        and known.precision in ("any", request.precision)
+        and needed[known.needs]
+    )

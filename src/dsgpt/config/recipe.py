@@ -13,32 +13,31 @@ from typing import Annotated, Any, ClassVar
 from pydantic import TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
+from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError, clipped, parse_json, read_bytes
-from dsgpt.common.problems import Problems
 from dsgpt.config.recipe_blocks import (
+    IN_A_FILE,
+    WITHOUT_UNKNOWN_KEYS,
     ActivationCheckpointing,
+    AioRecipe,
     Bf16,
+    Block,
+    Flag,
     Fp16,
     LossScaling,
+    Mistake,
+    Number,
     OptimizerRecipe,
     PipelineRecipe,
+    Positive,
     SchedulerRecipe,
     TensorParallelRecipe,
     TorchStrategies,
-)
-from dsgpt.config.recipe_values import (
-    IN_A_FILE,
-    WITHOUT_UNKNOWN_KEYS,
-    Block,
-    Flag,
-    Mistake,
-    Number,
-    Positive,
+    ZeroRecipe,
     mistakes_of,
     no_null,
 )
-from dsgpt.config.recipe_zero import AioRecipe, ZeroRecipe
-from dsgpt.runtime.topology import ParallelSizes
+from dsgpt.machine.topology import ParallelSizes
 
 _MAX_BYTES = 1 << 20
 

@@ -1,26 +1,216 @@
-"""The blocks of a recipe: which keys of DeepSpeed's JSON each may hold, and what they mean (DeepSpeed 0.19.8's schema).
+"""The blocks of a recipe, the keys of each, and the messages about wrong values.
 
-A field has the name and the default of DeepSpeed's key, except in ``dsgpt``, which DeepSpeed does not have. Keys that
+The blocks of a recipe: which keys of DeepSpeed's JSON each may hold, and what they mean (DeepSpeed 0.19.8's schema). A
+field has the name and the default of DeepSpeed's key, except in ``dsgpt``, which DeepSpeed does not have. Keys that
 are not fields are refused.
 """
 
 import contextlib
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, Strict, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
-from dsgpt.config.recipe_values import (
-    Block,
-    Flag,
-    Fraction,
-    NamedBlock,
-    Number,
-    Positive,
-    must_be,
-    one_of,
-)
+from dsgpt.common.errors import MOST_KEYS, did_you_mean
+from dsgpt.common.json_files import clipped, clipped_text
+
+# Types of the values in a recipe, and the messages about wrong values. pydantic finds all mistakes at once.
+
+IN_A_FILE = "in a file"
+"""The context of a validation of JSON: unknown keys and null are mistakes."""
+WITHOUT_UNKNOWN_KEYS = "without unknown keys"
+"""The context of a validation of JSON whose unknown keys were already reported: they are ignored."""
+_NO_OBJECT = (NoneType, bool, int, float, str, list)
+"""The types of JSON values other than objects."""
+_MISSING = "is missing"
+_AUTO = 'is "auto": write the value, or leave the key out for its default'
+
+
+class Mistake(NamedTuple):
+    """A value or key that is wrong."""
+
+    place: tuple[int | str, ...]
+    """The keys that lead to it."""
+    text: str
+    """What is wrong. A message puts the place before it."""
+
+
+def mistakes_of(error: ValidationError) -> list[Mistake]:
+    """All mistakes that a validation found."""
+    return [Mistake(each["loc"], _text_of(each["type"], each["msg"])) for each in error.errors(include_url=False)]
+
+
+def _text_of(kind: str, message: str) -> str:
+    return _MISSING if kind == "missing" else message.removeprefix("Value error, ")
+
+
+def must_be(words: str, cure: Callable[[Any], str] = lambda _: "") -> WrapValidator:
+    """Reports a wrong value as ``must be WORDS, not VALUE``, followed by ``cure(VALUE)``."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """The value, converted to its type."""
+        if value == "auto":
+            raise ValueError(_AUTO)
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {words}, not {clipped(value)}{cure(value)}") from None
+
+    return WrapValidator(check)
+
+
+def one_of(*allowed: str) -> WrapValidator:
+    """``must_be`` for a ``Literal`` of ``allowed``. It suggests the nearest of them."""
+    return must_be(f"one of {', '.join(allowed)}", lambda value: did_you_mean(str(value), allowed))
+
+
+def _whole(value: Any) -> Any:
+    """The value, as an integer if it is a whole float such as 5e8. DeepSpeed accepts those too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Flag = Annotated[bool, Strict(), must_be("true or false")]
+Text = Annotated[str, Strict(), must_be("a string")]
+Positive = Annotated[int, Strict(), Field(ge=1), must_be("a whole number of at least 1")]
+Elements = Annotated[
+    int, Strict(), Field(ge=1, lt=2**63), BeforeValidator(_whole), must_be("a whole number of at least 1")
+]
+"""A number of elements, bytes or requests, of at least 1."""
+Limit = Annotated[
+    int, Strict(), Field(ge=0, lt=2**63), BeforeValidator(_whole), must_be("a whole number of at least 0")
+]
+Number = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), must_be("a number of at least 0")]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1), must_be("a number from 0 to 1")]
+
+
+def _no_null(value: Any, info: ValidationInfo) -> Any:
+    if value is None and info.context == IN_A_FILE:
+        raise ValueError("is null: write the value, or leave the key out for its default")
+    return value
+
+
+no_null = BeforeValidator(_no_null)
+"""Refuses JSON's ``null`` for a field whose ``None`` means that the key is absent."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Block:
+    """An object in a recipe. Its fields are the keys that it may hold; all its mistakes are found together."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Keys that DeepSpeed knows and that are refused here, with the reason and what to do."""
+    MISSING: ClassVar[Mapping[str, str]] = {}
+    """Text that is added to the message about a missing required key."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_all_mistakes(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        found: list[Mistake] = []
+        if isinstance(value, dict):
+            value, unknown = cls._flat(value)
+            found = [] if info.context == WITHOUT_UNKNOWN_KEYS else unknown
+        elif isinstance(value, _NO_OBJECT):
+            raise ValueError(_AUTO if value == "auto" else f"must be an object in braces, not {clipped(value)}")
+        try:
+            block = handler(value)
+        except ValidationError as error:
+            found += [cls._moved(each) for each in mistakes_of(error)]
+            raise _together(found) from None
+        if found:
+            raise _together(found)
+        return block
+
+    @classmethod
+    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
+        """The keys that are fields, and a mistake for each of the others."""
+        known = {each.name for each in fields(cls)}
+        return {key: value[key] for key in value if key in known}, unknown_keys(value, known, refused=cls.REFUSED)
+
+    @classmethod
+    def _moved(cls, each: Mistake) -> Mistake:
+        """A mistake in a field, at its place in the JSON."""
+        hint = cls.MISSING.get(str(each.place[-1]), "") if each.text == _MISSING else ""
+        return each._replace(text=each.text + hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedBlock(Block):
+    """A block ``{"type": NAME, "params": {...}}``, whose parameters are fields like ``type``."""
+
+    PARAMS: ClassVar[Mapping[str, Collection[str]]] = {}
+    """The allowed parameters for each ``type``."""
+
+    @classmethod
+    def _flat(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
+        found, params = unknown_keys(value, ("type", "params")), value.get("params", {})
+        if not isinstance(params, dict):
+            found.append(Mistake(("params",), f"must be an object in braces, not {clipped(params)}"))
+            raise _together(found)
+        name = value.get("type")
+        known = cls.PARAMS.get(name if isinstance(name, str) else "", set().union(*cls.PARAMS.values()))
+        found += unknown_keys(params, known, inside=("params",))
+        flat = {key: params[key] for key in params if key in known}
+        return flat | {key: value[key] for key in ("type",) if key in value}, found
+
+    @classmethod
+    def _moved(cls, each: Mistake) -> Mistake:
+        found = super()._moved(each)
+        return found if found.place == ("type",) else found._replace(place=("params", *found.place))
+
+    @model_serializer(mode="wrap")
+    def _nested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        params: dict[str, Any] = handler(self)
+        return {"type": params.pop("type"), "params": params}
+
+
+def unknown_keys(
+    values: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    refused: Mapping[str, str] | None = None,
+    inside: tuple[str, ...] = (),
+) -> list[Mistake]:
+    """A mistake for each key that is not ``known``, with the nearest known key or the reason if ``refused``."""
+    unknown, refused = [key for key in values if key not in known], refused or {}
+    found = []
+    for key in unknown[:MOST_KEYS]:
+        if key in refused:
+            found.append(Mistake((*inside, key), f"is not supported: {refused[key]}"))
+        else:
+            found.append(Mistake((*inside, clipped_text(key)), f"is not a known key{did_you_mean(key, known)}"))
+    if len(unknown) > MOST_KEYS:
+        found.append(Mistake(inside, f"has {len(unknown) - MOST_KEYS:,} more unknown keys"))
+    return found
+
+
+def _together(found: list[Mistake]) -> ValidationError:
+    """One error with all mistakes of a block. pydantic adds it to those of the other blocks."""
+    return ValidationError.from_exception_data(
+        "recipe",
+        [
+            {"type": "value_error", "loc": each.place, "input": None, "ctx": {"error": ValueError(each.text)}}
+            for each in found
+        ],
+    )
+
 
 Beta = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], must_be("two numbers of at least 0 and below 1")]
@@ -209,3 +399,144 @@ class TorchStrategies(Block):
 
     ddp: DdpRecipe = DdpRecipe()
     fsdp: FsdpRecipe = FsdpRecipe()
+
+
+# The blocks ``zero_optimization`` and ``aio`` of a recipe: the ZeRO stage, offload, and Zero++ (DeepSpeed 0.19.8).
+
+_Place = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer(Block):
+    """The block ``zero_optimization.offload_optimizer``."""
+
+    device: _Place = "none"
+    nvme_path: Annotated[Text | None, no_null] = None
+    """The folder under which DeepSpeed swaps; None for the run folder."""
+    buffer_count: Annotated[Limit | None, no_null] = None
+    """Buffers for swapping, each as large as a sub-group; None for as many as are needed."""
+    pin_memory: Flag = True
+    pipeline_read: Flag = False
+    pipeline_write: Flag = False
+    fast_init: Flag = False
+
+    @property
+    def swap_buffers(self) -> int:
+        """Buffers through which the optimizer's state is swapped, each as large as a sub-group.
+
+        Weights, gradients and two moments need one each. With ``pipeline_read`` or ``pipeline_write``, the
+        sub-groups that are read and written at the same time need their own: 12 buffers in total. DeepSpeed's default
+        is 4.
+        """
+        if self.buffer_count is not None:
+            return self.buffer_count
+        return 12 if self.pipeline_read or self.pipeline_write else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam(Block):
+    """The block ``zero_optimization.offload_param``."""
+
+    device: _Place = "none"
+    nvme_path: Annotated[Text | None, no_null] = None
+    """As in ``OffloadOptimizer``."""
+    buffer_count: Limit = 5
+    buffer_size: Annotated[Limit | None, no_null] = None
+    """Elements of a buffer; None for the size of a rank's part of the largest parameter."""
+    max_in_cpu: Limit = 10**9
+    pin_memory: Flag = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRecipe(Block):
+    """The ``zero_optimization`` block. Sizes are in elements."""
+
+    REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 expects the parameters in their original order
+        "round_robin_gradients": "DeepSpeed then loses track of where each parameter is and would save wrong "
+        "weights; leave it out",
+    }
+
+    stage: Annotated[int, Strict(), Field(ge=0, le=3), must_be("a whole number from 0 to 3")] = 0
+    contiguous_gradients: Flag = True
+    reduce_scatter: Flag = True
+    reduce_bucket_size: Elements = 500_000_000
+    use_multi_rank_bucket_allreduce: Flag = True
+    allgather_partitions: Flag = True
+    allgather_bucket_size: Elements = 500_000_000
+    overlap_comm: Flag = False
+    """DeepSpeed's own default is true at stage 3. Strategies always pass this value."""
+    load_from_fp32_weights: Flag = True
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    sub_group_size: Limit = 10**9
+    stage3_prefetch_bucket_size: Limit = 50_000_000
+    stage3_param_persistence_threshold: Limit = 100_000
+    stage3_model_persistence_threshold: Limit = 2**63 - 1
+    stage3_max_live_parameters: Limit = 10**9
+    stage3_max_reuse_distance: Limit = 10**9
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    stage3_allgather_sequential: Flag = False
+    ignore_unused_parameters: Flag = True
+    memory_efficient_linear: Flag = True
+    log_trace_cache_warnings: Flag = False
+    zero_hpz_partition_size: Positive = 1
+    """Zero++: ranks that together hold a secondary copy of the parameters; 1 for no such copy."""
+    zero_quantized_weights: Flag = False
+    """Zero++: send parameters in 8 bits, which changes the training."""
+    zero_quantized_gradients: Flag = False
+    """Zero++: send gradients in 8 and 4 bits, which changes the training."""
+
+    def bucket_elements(self, parameters: int) -> int:
+        """Elements of the bucket that DeepSpeed gets: ``reduce_bucket_size``, at most all gradients of the model.
+
+        DeepSpeed allocates the bucket at its full size (``setup_buckets`` and ``_setup_for_real_optimizer`` of its
+        optimizers). One that holds every gradient is never full before the backward pass ends, so a larger one sends
+        the same messages.
+
+        Args:
+            parameters: of the whole model. Tensor and pipeline ranks hold fewer.
+        """
+        return min(self.reduce_bucket_size, parameters)
+
+    @field_validator("offload_param", "offload_optimizer")
+    @classmethod
+    def _offload_fits_stage(cls, block: OffloadParam | OffloadOptimizer, info: ValidationInfo) -> Any:
+        stage = info.data.get("stage", 3)
+        if block.device == "none" or stage == 3:
+            return block
+        if info.field_name == "offload_param":
+            raise ValueError("needs ZeRO stage 3")
+        if block.device == "nvme":
+            raise ValueError("to nvme needs ZeRO stage 3; at stages 1 and 2 take device cpu")
+        if stage == 0:
+            raise ValueError("needs ZeRO stage 1, 2 or 3")
+        return block
+
+    @field_validator("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    @classmethod
+    def _zero_plus_plus_fits_stage(cls, value: Any, info: ValidationInfo) -> Any:
+        unused = 1 if info.field_name == "zero_hpz_partition_size" else False
+        if value != unused and info.data.get("stage", 3) != 3:
+            raise ValueError("needs ZeRO stage 3")
+        return value
+
+
+AIO_BLOCK_MULTIPLE = 4096
+"""Direct I/O transfers whole sectors of the drive. A sector has at most this many bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AioRecipe(Block):
+    """The ``aio`` block: how files are read and written while state is swapped."""
+
+    REFUSED: ClassVar = {
+        "use_gds": "GPUDirect Storage needs a driver, which this program does not look for; leave it out"
+    }
+
+    block_size: Annotated[
+        Elements, Field(multiple_of=AIO_BLOCK_MULTIPLE), must_be(f"a multiple of {AIO_BLOCK_MULTIPLE} bytes")
+    ] = 2**20
+    queue_depth: Elements = 8
+    intra_op_parallelism: Elements = 1
+    single_submit: Flag = False
+    overlap_events: Flag = True

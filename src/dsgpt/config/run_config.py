@@ -6,20 +6,17 @@ Flags override the JSON; the JSON overrides the defaults.
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.common.problems import Problems
-from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
-from dsgpt.config.compatibility import Request, check_accumulation, check_compatibility, compatibility_notices
-from dsgpt.config.initial_weights import InitFrom
-from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, check_required, check_vocabulary, read_inputs
-from dsgpt.config.known_bad import check_version
-from dsgpt.config.length import LengthPlan, plan_length
-from dsgpt.config.options import Options
+from dsgpt.common.errors import Problems
+from dsgpt.config.batch import BatchPlan, BatchRequest, LengthPlan, plan_batch, plan_length
+from dsgpt.config.compatibility import RunRequest as Request
+from dsgpt.config.compatibility import check_accumulation, check_compatibility, check_version, compatibility_notices
+from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, InitFrom, check_required, check_vocabulary, read_inputs
+from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
-from dsgpt.config.trackers import check_trackers
 from dsgpt.data.order import SampleOrder
 from dsgpt.data.token_file import TokenFile
+from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2Config
-from dsgpt.runtime.topology import Topology
 
 DEFAULT_STEPS_PER_PRINT = 10
 
@@ -140,7 +137,7 @@ def _run_config(
     Raises:
         UserError: the published weights cannot be fetched, or do not fit the model.
     """
-    from dsgpt.runtime.cpu_kernels import slow_precision  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.machine.device import slow_precision  # noqa: PLC0415 - torch takes seconds; --help should not
 
     options, recipe, model, init_from = request.options, request.recipe, request.model, request.init_from
     assert model is not None

@@ -2,14 +2,14 @@
 
 import streamlit as st
 
+from dsgpt.charts.options import DARK, LIGHT
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.dashboard import aligned, headings
-from dsgpt.dashboard.folders import current_folder
+from dsgpt.dashboard import figures
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import pages
-from dsgpt.dashboard.readers import contents_of
-from dsgpt.reports.themes import DARK, LIGHT
+from dsgpt.dashboard.runs import current_folder
+from dsgpt.dashboard.summaries import contents_of
 
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
@@ -22,8 +22,8 @@ STYLE = f"""<style>
 [data-testid=stMainBlockContainer] {{padding-top: 2.75rem; padding-bottom: 3rem}}
 @media (min-width: 700px) {{[data-testid=stMainBlockContainer] {{padding-left: 2.5rem; padding-right: 2.5rem}}}}
 [data-testid=stCaptionContainer] {{color: light-dark({LIGHT.quiet}, {DARK.quiet}); opacity: 1}}
-{headings.STYLE}
-{aligned.STYLE}
+{figures.HEADING_STYLE}
+{figures.ALIGNED_STYLE}
 button[kind^=primary]:enabled *, [data-tag-index] * {{color: light-dark({LIGHT.background}, {DARK.background})}}
 </style>"""
 """Streamlit leaves a fifth of the screen empty around a page, and some of its colours have too little contrast to read

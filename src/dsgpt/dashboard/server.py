@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit.starlette import App
 
+from dsgpt.common.command_line import complain
 from dsgpt.common.errors import EXIT_USER_ERROR, UserError
-from dsgpt.common.script import complain
 from dsgpt.dashboard.command import HOST_NAME, parse
 
 _HOST = re.compile(rf"(\[[0-9A-Fa-f:.]+\]|{HOST_NAME})(:[0-9]{{1,5}})?")

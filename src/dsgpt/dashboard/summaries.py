@@ -1,4 +1,4 @@
-"""What the pages say about a run in a few figures: its state, its progress, its loss. Imports no Streamlit."""
+"""What the pages say about a run in a few figures, and which of equal runs was fastest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import streamlit as st
 
+from dsgpt.charts.comparison import speed_up
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.folders import is_reference, own_file
-from dsgpt.dashboard.formats import money
-from dsgpt.dashboard.model_names import model_name
-from dsgpt.dashboard.steps import Steps, Values
-from dsgpt.reports.curves import Curve
-from dsgpt.reports.fields import Fields
-from dsgpt.reports.runs import Run, read_record, run_of
-from dsgpt.telemetry.record import RECORD_FILE
-from dsgpt.training.status import Signs, Status, status_of
+from dsgpt.dashboard.formats import model_name, money
+from dsgpt.dashboard.runs import Contents, contents, inside, is_reference, own_file
+from dsgpt.dashboard.steps import StepReader, Steps, Values, last_entries
+from dsgpt.record.equal_work import judge
+from dsgpt.record.fields import Fields
+from dsgpt.record.runs import Curve, Run, read_record, run_of
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
+from dsgpt.training.status import Signs, Status, signs_of_life, status_of
+
+# What the pages say about a run in a few figures: its state, its progress, its loss.
 
 RECENT_STEPS = 200
 """From which the time that a run still needs is estimated."""
@@ -207,3 +210,160 @@ def own(summaries: Sequence[Summary]) -> list[Summary]:
 def _when(summary: Summary) -> float:
     started = summary.recorded.started
     return 0.0 if started is None else started.timestamp()
+
+
+# Records and steps, read once for all sessions: each result is kept by the identity of the file that it came from.
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A version of a file: another one has another identity."""
+
+    path: str
+    device: int
+    inode: int
+    modified_ns: int
+    size: int
+
+
+def identity(path: Path) -> Identity:
+    """The identity of a file.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = path.stat()
+    return Identity(str(path), found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@st.cache_resource(ttl=1.0, max_entries=8, show_spinner=False)
+def contents_of(folder: Path) -> Contents:
+    """What lies in ``folder``, at most a second old."""
+    return contents(folder)
+
+
+@st.cache_resource(max_entries=512, show_spinner=False)
+def _recorded(version: Identity, name: str) -> Recorded:
+    return read_recorded(Path(version.path).parent, name=name)
+
+
+@st.cache_resource(max_entries=512, show_spinner=False)
+def _last_entries(version: Identity) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    return last_entries(Path(version.path))
+
+
+@st.cache_resource(max_entries=96, show_spinner=False)
+def _step_reader(path: Path, device: int, inode: int) -> StepReader:  # noqa: ARG001 - another file, another reader
+    return StepReader(path)
+
+
+def recorded_of(folder: Path, name: str) -> Recorded:
+    """What the record of the run ``name`` below ``folder`` says now."""
+    try:
+        run_dir = inside(folder, name)
+        path = own_file(run_dir, RECORD_FILE)
+        return Recorded() if path is None else _recorded(identity(path), name)
+    except (UserError, OSError) as error:
+        return Recorded(problem=str(error), status=None)
+
+
+def steps_of(folder: Path, name: str) -> Steps | None:
+    """The steps of the run ``name`` up to now; None before the first.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    path = own_file(inside(folder, name), STEPS_FILE)
+    if path is None:
+        return None
+    try:
+        version = identity(path)
+        return _step_reader(path, version.device, version.inode).read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def summary_of(folder: Path, name: str) -> Summary:
+    """The run ``name`` as it is now. Only the end of its steps is read, and only if it has not finished."""
+    signs = signs_of_life(folder / name)
+    recorded = recorded_of(folder, name)
+    last: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+    problem = ""
+    if status_of(recorded.status, host=recorded.host, signs=signs)[0] != Status.FINISHED:
+        try:
+            path = own_file(inside(folder, name), STEPS_FILE)
+            last = last if path is None else _last_entries(identity(path))
+        except (UserError, OSError) as error:
+            problem = str(error)
+    return summarise(name, recorded=recorded, signs=signs, last=last, problem=problem)
+
+
+def summaries_of(folder: Path) -> list[Summary]:
+    """Every run below ``folder``."""
+    return [summary_of(folder, name) for name in contents_of(folder).runs]
+
+
+def runs_with_records(summaries: list[Summary]) -> list[Run]:
+    """Those whose record can be read, without the losses of steps."""
+    return [each.recorded.run for each in summaries if each.recorded.run is not None]
+
+
+# The first answer of the dashboard: which of the runs that did the same work was fastest.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Finished runs that did the same work."""
+
+    fastest: Run
+    baseline: Run
+    """The run on the fewest devices; of several, the slowest."""
+    runs: tuple[Run, ...]
+    """All of them, the fastest first."""
+
+    @property
+    def speed_up(self) -> float | None:
+        """Of the fastest, over the baseline."""
+        return speed_up(self.baseline, self.fastest)
+
+    @property
+    def cheapest(self) -> Run | None:
+        """The run with the least device time; None if it is unknown for all."""
+        known = [run for run in self.runs if device_seconds(run) is not None]
+        return min(known, key=lambda run: device_seconds(run) or 0.0, default=None)
+
+
+def answers(runs: Sequence[Run]) -> list[Answer]:
+    """An answer for each work that at least two finished runs did, in the order of the first run of each."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        if not run.train_time or run.status not in {None, "completed"}:
+            continue
+        own = next((group for group in groups if judge([group[0], run]).answer == "yes"), None)
+        if own is None:
+            groups.append([run])
+        else:
+            own.append(run)
+    return [_answer(group) for group in groups if len(group) > 1]
+
+
+def newest(found: Sequence[Answer]) -> Answer:
+    """The answer with the run that began last."""
+    return max(found, key=lambda each: max(run.date or "" for run in each.runs))
+
+
+def _answer(group: Sequence[Run]) -> Answer:
+    ordered = sorted(group, key=lambda run: run.train_time or 0.0)
+    baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
+    return Answer(ordered[0], baseline, tuple(ordered))
+
+
+def device_seconds(run: Run) -> float | None:
+    """The training time of all devices, in seconds."""
+    return None if run.train_time is None or run.device_count is None else run.train_time * run.device_count
+
+
+def cost(run: Run, price: float | None) -> float | None:
+    """Of the training time of all devices, at ``price`` for a device hour."""
+    seconds = device_seconds(run)
+    return None if seconds is None or price is None else seconds / 3600 * price

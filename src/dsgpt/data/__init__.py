@@ -1,1 +1,1 @@
-"""Token files as training reads them: format, order of the windows, loader."""
+"""Token files: their format, the loader, and the preparation of text."""

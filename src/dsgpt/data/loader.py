@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dsgpt.data.order import SampleOrder
-from dsgpt.data.sidecar import TokenFileError
-from dsgpt.data.token_file import TokenFile
-from dsgpt.runtime.interruption import ignore_stop_signals
+from dsgpt.data.token_file import TokenFile, TokenFileError
+from dsgpt.machine.launcher import ignore_stop_signals
 
 PADDING_WINDOW = -1
 """Not a window: pads the last validation batch, so that every rank has the same number of micro batches."""

@@ -1,1 +1,1 @@
-"""Generation from a checkpoint, and its latency."""
+"""Generation from a checkpoint, its evaluation, and weights for other tools."""

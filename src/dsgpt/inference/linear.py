@@ -1,5 +1,6 @@
-"""Linear layers for decoding, which reads every weight for every token: the time of a token is that of the memory.
+"""Linear layers for decoding, and weights in 8 bits.
 
+Linear layers for decoding, which reads every weight for every token: the time of a token is that of the memory.
 Decoding multiplies a few rows by each weight. PyTorch's general product arranges the weight anew in every call when
 there is more than one row, or when it is in bf16, and that costs more than the product. ``Packed`` arranges it once.
 """
@@ -8,11 +9,39 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from dsgpt.inference.quantization import to_int8
-from dsgpt.runtime.cpu_kernels import multiplies, packs
-from dsgpt.runtime.huge_pages import HugePages
+from dsgpt.machine.device import HugePages, multiplies, packs
+from dsgpt.model.gpt2 import GPT2
+
+# Weights in 8 bits. Each output has its own scale, and zero stays zero; activations are not quantized.
+
+LARGEST = 127
+
+
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in int8, (out, in), and scales in fp32, (out,), whose product is close to ``weight``, (out, in)."""
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (wide / scales[:, None]).round().to(torch.int8), scales
+
+
+@torch.no_grad()
+def round_to_int8(model: GPT2) -> None:
+    """Replace the weights that ``Decoder(model, quantize="int8")`` quantizes by what they become.
+
+    The embedding of ids keeps its weights: the head, which shares them, gets its own.
+    """
+    model.lm_head.weight = nn.Parameter(_rounded(model.lm_head.weight))
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(_rounded(module.weight))
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    values, scales = to_int8(weight)
+    return (values * scales.to(weight.dtype).float()[:, None]).to(weight.dtype)
+
 
 _NO_SCALARS: list[float] = []
 _FEW_ROWS = 16

@@ -1,29 +1,53 @@
-"""A model for inference and its tokenizer, from a run, a checkpoint, a portable folder or a Hugging Face folder."""
+"""A model for inference and its tokenizer, from a run or from any folder of weights."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from dsgpt.checkpointing.manifest import Manifest
-from dsgpt.checkpointing.selection import find_checkpoint, is_hugging_face, open_model_files
-from dsgpt.common.errors import UserError
-from dsgpt.common.problems import Problems
-from dsgpt.formats.hugging_face import published_shape
-from dsgpt.formats.pretrained import PretrainedWeights, read_json
+from dsgpt.checkpoints.manifest import Manifest
+from dsgpt.checkpoints.selection import ModelFiles, find_checkpoint, is_hugging_face, open_model_files, open_weights
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json
 from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.formats.tokenizer_files import CONFIG, open_tokenizer, tokenizer_files
-from dsgpt.formats.vocabulary_files import end_ids
-from dsgpt.inference.trained_model import build_model, load_model
+from dsgpt.formats.tokenizer_files import CONFIG, end_ids, open_tokenizer, tokenizer_files
+from dsgpt.machine.device import cuda_devices, slow_precision
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.runtime.cpu_kernels import slow_precision
-from dsgpt.runtime.device import cuda_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# A plain model for inference, from the weights of a run.
+
+
+def build_model(
+    config: GPT2Config, weights: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype = torch.float32
+) -> GPT2:
+    """The model in evaluation mode, with ``weights``, every weight whole on the CPU by its canonical name."""
+    with torch.device("meta"):
+        model = GPT2(config)
+    model.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]}, assign=True)
+    model.lm_head.weight = model.wte.weight
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def load_model(files: ModelFiles, device: torch.device) -> GPT2:
+    """The model of a checkpoint of any strategy, in fp32.
+
+    Raises:
+        UserError: its weights are not those of its shape.
+    """
+    weights = {name: stored.read() for name, stored in open_weights(files).items()}
+    return build_model(files.config, weights, device=device)
+
+
+# A model for inference and its tokenizer, from a run, a checkpoint, a portable folder or a Hugging Face folder.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsgpt.common.errors import UserError
-from dsgpt.common.problems import Problems
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.inference.continuation import Continuation
 from dsgpt.inference.decoder import Decoder
-from dsgpt.inference.generation import generate_batch
+from dsgpt.inference.generation import Sampling, generate_batch, random_stream
 from dsgpt.inference.loading import Loaded, device_for, load
-from dsgpt.inference.request import Request
-from dsgpt.inference.sampling import Sampling, random_stream
+from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.text import Continuation
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
 

@@ -1,1 +1,1 @@
-"""The network: its shape, its layers, its initial weights."""
+"""The network: its shape, its layers, its loss, its initial weights, the names of its state."""

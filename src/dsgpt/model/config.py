@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsgpt.common.divisors import divisors_around
+from dsgpt.common.text import divisors_around
 
 VOCAB_MULTIPLE = 64
 """The embedding's rows are padded to a multiple of this, so that GPUs can use their matrix units. No data contains a

@@ -1,1 +1,1 @@
-"""Ways to execute an optimizer step. ``base.py`` is the contract, ``build.py`` chooses."""
+"""Ways to execute an optimizer step, with the optimizer and its schedule. `base.py` is the contract."""

@@ -1,8 +1,10 @@
-"""The contract between the training loop and the strategies. A strategy executes one optimizer step per call.
+"""The contract between the training loop and the strategies, and the choice of the strategy of a run.
 
-Separate methods for forward, backward and step are not possible, because DeepSpeed's pipeline engine forbids them.
+The contract between the training loop and the strategies. A strategy executes one optimizer step per call. Separate
+methods for forward, backward and step are not possible, because DeepSpeed's pipeline engine forbids them.
 """
 
+import importlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -10,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dsgpt.checkpointing.training_state import Counters, ParamState, StateReader
+from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
+from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 
 
@@ -116,3 +119,33 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Every tensor in the state of ``optimizer``: moments and counters."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+# Builds the strategy of a run; the only module that knows all of them.
+
+
+def build_strategy(config: RunConfig, device: torch.device) -> Strategy:
+    """The strategy of ``config``, its model initialised.
+
+    Only its own module is imported, because DeepSpeed takes seconds.
+    """
+    module, name = _place(config)
+    strategy: Strategy = getattr(importlib.import_module(f"dsgpt.strategies.{module}"), name)(config, device)
+    return strategy
+
+
+def _place(config: RunConfig) -> tuple[str, str]:
+    """Module and class of the strategy."""
+    if config.run_type != "optimized":
+        names = {"baseline": "Baseline", "ddp": "Ddp", "fsdp": "Fsdp"}
+        return "pytorch", names[config.run_type]
+    sizes = config.topology.sizes
+    if sizes.pipeline > 1:
+        return "deepspeed.pipeline", "PipelineParallel"
+    if sizes.sequence > 1:
+        return "deepspeed.sequence", "SequenceParallel"
+    if sizes.tensor > 1:
+        return "deepspeed.tensor", "TensorParallel"
+    if config.recipe.nvme_blocks:
+        return "deepspeed.zero", "ZeroNvme"
+    return "deepspeed.zero", "Zero"

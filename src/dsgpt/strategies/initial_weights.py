@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
-from dsgpt.model.initialization import initial_value
+from dsgpt.model.gpt2 import initial_value
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The precision by the name that a configuration gives it."""

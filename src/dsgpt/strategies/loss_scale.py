@@ -8,7 +8,7 @@ Near overflow two strategies may still skip different steps, because some sum mi
 in fp32.
 """
 
-from dsgpt.checkpointing.training_state import LossScaleState
+from dsgpt.checkpoints.training_state import LossScaleState
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.recipe_blocks import LossScaling
 

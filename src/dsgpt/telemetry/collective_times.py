@@ -1,10 +1,12 @@
-"""How long the collectives of a rank take and how much of that its steps wait, from the events of PyTorch's profiler.
+"""How long collectives take, and how much of that the steps wait.
 
-On a CPU, gloo's threads communicate while the training thread computes or sleeps. A collective lasts from the call of
-its ``c10d::`` operator until gloo has ended the last part of it (``gloo:`` events), waiting for the other ranks
-included. Its communication is exposed while the training thread sleeps, which ``clocks.ThreadClock`` measures.
+How long the collectives of a rank take and how much of that its steps wait, from the events of PyTorch's profiler. On
+a CPU, gloo's threads communicate while the training thread computes or sleeps. A collective lasts from the call of its
+``c10d::`` operator until gloo has ended the last part of it (``gloo:`` events), waiting for the other ranks included.
+Its communication is exposed while the training thread sleeps, which ``meter.ThreadClock`` measures.
 
-On a GPU, a collective is one or more NCCL kernels. They are exposed while no other kernel and no copy runs beside them.
+On a GPU, a collective is one or more NCCL kernels. They are exposed while no other kernel and no copy runs beside
+them.
 """
 
 import re
@@ -14,7 +16,47 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsgpt.telemetry.communication import operation_of
-from dsgpt.telemetry.spans import Span, common, length
+
+# Spans of time: how long at least one of them lasts, and how long two sets of them overlap.
+
+
+class Span(NamedTuple):
+    """From ``start`` to ``end``, in any unit."""
+
+    start: float
+    end: float
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that do not touch, in order."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start <= found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        elif span.end > span.start:
+            found.append(span)
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    """How long at least one of them lasts."""
+    return sum(span.end - span.start for span in merged(spans))
+
+
+def common(one: Iterable[Span], other: Iterable[Span]) -> list[Span]:
+    """The time in which a span of each lasts, as spans that do not touch."""
+    first, second, found = merged(one), merged(other), []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i].start, second[j].start), min(first[i].end, second[j].end)
+        if start < end:
+            found.append(Span(start, end))
+        if first[i].end < second[j].end:
+            i += 1
+        else:
+            j += 1
+    return found
+
 
 STEP_RANGE = "dsgpt profiled step"
 SEND_RECV = "send_recv"

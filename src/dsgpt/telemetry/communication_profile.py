@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsgpt.runtime.process_group import gather_objects
-from dsgpt.telemetry.clocks import ThreadClock
+from dsgpt.machine.process_group import gather_objects
 from dsgpt.telemetry.collective_times import (
     SEND_RECV,
     STEP_RANGE,
@@ -22,7 +21,8 @@ from dsgpt.telemetry.collective_times import (
     times_on_gpu,
 )
 from dsgpt.telemetry.communication import Traffic
-from dsgpt.telemetry.profiler import new_profiler
+from dsgpt.telemetry.meter import ThreadClock
+from dsgpt.telemetry.trace import new_profiler
 
 COMMUNICATION_FILE = "communication.json"
 SCHEMA_VERSION = "1.0"

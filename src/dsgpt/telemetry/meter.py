@@ -1,8 +1,11 @@
-"""Times optimizer steps without making the device wait, and computes the lines and figures of the record from them."""
+"""Times optimizer steps without making the device wait, and computes figures from them."""
 
+import contextlib
 import math
+import os
+import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypedDict
 
@@ -11,9 +14,78 @@ from torch import Tensor
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.data.loader import Batch
-from dsgpt.runtime.ranges import named_range
-from dsgpt.telemetry.clocks import DeviceClock, Mark, ThreadClock
-from dsgpt.telemetry.record import mean, percentile
+from dsgpt.machine.device import named_range
+from dsgpt.record.schema import mean, percentile
+
+# Clocks: of the device that computes, and of a thread, which computes or sleeps.
+
+Mark = float | torch.cuda.Event
+"""An instant in the device's own time: seconds on CPU, an event on a GPU, which runs asynchronously."""
+
+
+class DeviceClock:
+    """Marks instants in the device's own time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """This instant."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's has no types
+        event.record()
+        return event
+
+    def reached(self, mark: Mark) -> bool:
+        """Whether the device has passed ``mark``; does not wait."""
+        if isinstance(mark, float):
+            return True
+        passed: bool = mark.query()  # type: ignore[no-untyped-call]  # torch's has no types
+        return passed
+
+    def seconds_between(self, first: Mark, second: Mark) -> float:
+        """Seconds from one mark to another; waits until the device has passed the second."""
+        if isinstance(first, float):
+            assert isinstance(second, float)  # a clock makes marks of one kind
+            return second - first
+        assert not isinstance(second, float)
+        second.synchronize()
+        milliseconds: float = first.elapsed_time(second)
+        return milliseconds / 1000
+
+
+class ThreadClock:
+    """The seconds in which the thread that made it ran, or was ready to run and another process had its core.
+
+    The rest of the time it slept: it waited for other ranks, for a process that reads data, or for a drive. Waiting for
+    a core counts as computing, because a rank whose core is shared is slow for the others.
+
+    The kernel counts the time that a thread runs (``CLOCK_THREAD_CPUTIME_ID``) and that it waits for a core
+    (``run_delay`` in ``/proc/thread-self/schedstat``). Reading both takes about a microsecond. Without the second, as
+    in some containers, waiting for a core counts as sleeping.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        if self._file is not None and len(os.pread(self._file, 80, 0).split()) < 2:
+            self.close()
+
+    def seconds(self) -> float:
+        """Seconds so far; only differences have a meaning."""
+        waited = 0 if self._file is None else int(os.pread(self._file, 80, 0).split()[1])
+        return time.thread_time() + waited / 1e9
+
+    def close(self) -> None:
+        """Close the file of the kernel."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+# Times optimizer steps without making the device wait, and computes the lines and figures of the record from them.
 
 WARM_UP_STEPS = 3
 """The first steps of a process, which compile, allocate and tune: throughput and step times leave them out."""
@@ -294,3 +366,104 @@ def timing_figures(figures: Figures) -> TimingFigures:
         "step_time_p95_sec": percentile(figures.step_secs, 0.95),
         "dataload_time_mean_sec": mean(figures.dataload_secs),
     }
+
+
+# Figures of the steps between two lines for the user, over all ranks.
+
+
+class RankShare(NamedTuple):
+    """What one rank adds to the figures of an interval; NaN for what it does not know, so that it can be gathered."""
+
+    data_wait_sec: float
+    """Seconds in which it waited for data, in the steps that count."""
+    computing_sec: float
+    """Seconds of the same steps in which its thread did not sleep; see ``clocks.ThreadClock``."""
+    loss: float
+    """Mean loss of what it read in the last step."""
+
+
+@dataclass
+class RankTimes:
+    """Times of every rank in the steps that count, which take every rank equally long."""
+
+    steps: int = 0
+    step_sec: float = 0.0
+    """Sum over the steps."""
+    data_wait_sec: list[float] = field(default_factory=list)
+    """Of each rank, like the next."""
+    computing_sec: list[float] = field(default_factory=list)
+
+    def add(self, other: "RankTimes") -> None:
+        """Add the times of further steps."""
+        self.steps += other.steps
+        self.step_sec += other.step_sec
+        self.data_wait_sec = _sums(self.data_wait_sec, other.data_wait_sec)
+        self.computing_sec = _sums(self.computing_sec, other.computing_sec)
+
+    def figures(self) -> "RankFigures":
+        """Which ranks the others waited for, and how long."""
+        slowest = lag = data_wait_rank = None
+        if self.steps:
+            data_wait_rank = max(range(len(self.data_wait_sec)), key=self.data_wait_sec.__getitem__)
+        if self.steps and len(self.computing_sec) > 1 and all(map(math.isfinite, self.computing_sec)):
+            slowest = max(range(len(self.computing_sec)), key=self.computing_sec.__getitem__)
+            others = statistics.median_low(self.computing_sec)
+            lag = (self.computing_sec[slowest] - others) / self.steps
+        return {
+            "data_wait_share": None if data_wait_rank is None else self.data_wait_sec[data_wait_rank] / self.step_sec,
+            "data_wait_rank": data_wait_rank,
+            "slowest_rank": slowest,
+            "slowest_rank_lag_sec": lag,
+        }
+
+
+def _sums(one: list[float], other: list[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)
+
+
+class RankFigures(TypedDict):
+    """The figures that compare ranks; None where no step counts."""
+
+    data_wait_share: float | None
+    """Seconds that a rank waited for data, as a share of the seconds of the steps: of the rank that waited longest."""
+    data_wait_rank: int | None
+    """That rank; a step ends for all ranks when the last one has its data."""
+    slowest_rank: int | None
+    """The rank that computed longest; None on GPUs, and for one rank."""
+    slowest_rank_lag_sec: float | None
+    """Seconds of a step that it computed longer than the median rank, or of two ranks than the other; the mean."""
+
+
+class IntervalFigures(RankFigures):
+    """The figures of an interval; None where no step counts."""
+
+    steps: int
+    """Warm-up included, which the other figures but ``largest_loss`` leave out."""
+    tokens_per_sec: float | None
+    step_time_p50_sec: float | None
+    step_time_p95_sec: float | None
+    largest_loss: float | None
+    """In the last step, of the rank whose part of the batch had the largest mean loss."""
+
+
+def interval_figures(figures: Figures, *, ranks: Sequence[RankShare]) -> tuple[IntervalFigures, RankTimes]:
+    """The figures of an interval, and the times that they come from.
+
+    Args:
+        figures: of its steps, on this rank.
+        ranks: what each rank adds.
+    """
+    times = RankTimes(
+        steps=len(figures.step_secs),
+        step_sec=sum(figures.step_secs),
+        data_wait_sec=[rank.data_wait_sec for rank in ranks],
+        computing_sec=[rank.computing_sec for rank in ranks],
+    )
+    return {
+        "steps": figures.steps,
+        "tokens_per_sec": throughput(figures),
+        "step_time_p50_sec": percentile(figures.step_secs, 0.50),
+        "step_time_p95_sec": percentile(figures.step_secs, 0.95),
+        "largest_loss": max((rank.loss for rank in ranks if math.isfinite(rank.loss)), default=None),
+        **times.figures(),
+    }, times

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dsgpt.common.files import append_to
-from dsgpt.telemetry.gpus import Gpus, GpuSample
+from dsgpt.machine.gpus import Gpus, GpuSample
 
 HARDWARE_FILE = "hardware.jsonl"
 _PATIENCE_SEC = 5.0

@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: the run folder, resuming, saving, the record."""
+"""The training loop and what surrounds it: the run folder, resuming, saving, the journal."""

@@ -1,27 +1,33 @@
-"""Time and money of a run: what it has spent, the limits of both, and its plan beside the steps as measured."""
+"""Time and money of a run, and the command that hears of its events."""
 
+import contextlib
 import logging
 import statistics
+import subprocess
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import psutil
 from pydantic import Field
 
+from dsgpt.common.errors import Interrupted, NonFiniteError, Problems
 from dsgpt.common.json_files import JsonError, Positive, read_as
-from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
-from dsgpt.planning.prices import SEC_PER_HOUR, Dollars
-from dsgpt.telemetry.console import duration
-from dsgpt.training.earlier_record import EarlierRecord
+from dsgpt.machine.console import duration
+from dsgpt.planner.hardware import SEC_PER_HOUR, Dollars
+from dsgpt.record.schema import RECORD_FILE
+from dsgpt.training.resume import EarlierRecord
 
 logger = logging.getLogger(__name__)
 
 STEPS, CHANGE = 20, 0.1
 """Steps to measure before the plan is compared with them, and the change of their ratio that is worth another line."""
+# Time and money of a run: what it has spent, the limits of both, and its plan beside the steps as measured.
+
 SLOW_DISK = 100e6
 """Assumed bytes per second of a save, until one is measured."""
 RECORD_SEC = 60
@@ -191,3 +197,68 @@ class Budget:
             "planned_usd": self._usd(planned),
             "usd": self._usd(seconds),
         }
+
+
+logger = logging.getLogger(__name__)
+
+# Calls the command of ``--on_event`` when something happens to a run that a person should know.
+
+COMMAND_SEC = 30
+"""Seconds that the command has; then it is killed."""
+STALLED_SEC, STALLED_TIMES, POLL_SEC = 300, 3, 1.0
+"""A run is stalled if it takes no step for this long and for this many times its longest time between two steps."""
+
+
+def notify(config: RunConfig, event: str) -> None:
+    """Call the command, on rank 0; its failure is one line and changes nothing."""
+    command, record = config.options.on_event, config.run_dir / RECORD_FILE
+    if not command or config.options.dry_run or not config.topology.is_main:
+        return
+    words = [*command, event, str(record)]
+    try:
+        # of its own session, so that Ctrl-C does not end it
+        subprocess.run(words, stdin=subprocess.DEVNULL, timeout=COMMAND_SEC, check=True, start_new_session=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(f"--on_event {event}: {error}")
+
+
+@contextlib.contextmanager
+def end_reported(config: RunConfig) -> Iterator[None]:
+    """Calls the command when the run inside has ended, and how."""
+    event = "failed"
+    try:
+        yield
+        event = "done"
+    except NonFiniteError:
+        event = "nan"
+        raise
+    except KeyboardInterrupt as error:
+        event = "limit" if isinstance(error, Interrupted) and error.limit else "preempted"
+        raise
+    finally:
+        notify(config, event)
+
+
+@contextlib.contextmanager
+def stalls_reported(config: RunConfig, budget: Budget) -> Iterator[None]:
+    """Calls the command, once for each stall, while the run inside takes no step."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        told: float | None = None
+        while not ended.wait(POLL_SEC):
+            last, longest = budget.progressed, max(STALLED_SEC, STALLED_TIMES * budget.longest_sec)
+            if last is not None and last != told and time.monotonic() - last > longest:
+                told = last
+                logger.warning(f"no step for {duration(longest)}")
+                notify(config, "stalled")
+
+    thread = threading.Thread(target=watch, name="stalls", daemon=True)
+    if config.topology.is_main:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()  # a command that runs has a time limit, and hears of the end after it

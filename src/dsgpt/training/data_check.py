@@ -3,16 +3,13 @@
 import logging
 from pathlib import Path
 
-from dsgpt.common.errors import UserError
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of
-from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
-from dsgpt.data.sidecar import TokenFileError, sidecar_path
-from dsgpt.data.token_file import TokenFile
-from dsgpt.formats.hub_models import model_folder
-from dsgpt.formats.tokenizer_files import fault_of
-from dsgpt.formats.vocabulary_files import other_meaning, token_ids
-from dsgpt.telemetry.console import Progress
+from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
+from dsgpt.formats.hub import model_folder
+from dsgpt.formats.tokenizer_files import fault_of, other_meaning, token_ids
+from dsgpt.machine.console import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
-"""Which steps of a run are measured, with what: memory and traffic of one, then what the flags ask for.
+"""Which steps of a run are measured, with what, and which rank samples which GPUs.
 
-A measurement slows its steps down, so throughput and step times leave them out.
+Which steps of a run are measured, with what: memory and traffic of one, then what the flags ask for. A measurement
+slows its steps down, so throughput and step times leave them out.
 """
 
 import contextlib
@@ -11,10 +12,14 @@ from typing import Protocol
 import torch
 
 from dsgpt.config.run_config import RunConfig
+from dsgpt.machine.environment import host_name
+from dsgpt.machine.gpus import open_gpus
+from dsgpt.machine.process_group import gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.communication_profile import CommunicationProfile
+from dsgpt.telemetry.memory import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
-from dsgpt.telemetry.step_traffic import TrafficMeter
+from dsgpt.telemetry.monitor import Monitor, hardware_file
 from dsgpt.telemetry.trace import PROFILE_FOLDER, Trace, trace_file
 from dsgpt.training.journal import Journal
 
@@ -108,3 +113,36 @@ class Measurements:
             logger.warning(f"{', '.join(self._waiting)}: the run ended before the steps that would have been measured")
         elif self._waiting and self._current is None and self._traffic.done:
             self._current = self._waiting.pop(next(iter(self._waiting)))()
+
+
+# Which rank samples which GPUs: one rank of each machine samples those of all its ranks.
+
+
+def open_monitor(config: RunConfig, device: torch.device) -> Monitor:
+    """The monitor of this rank, which samples nothing on all ranks but the first of each machine; collective.
+
+    It samples nothing on a CPU either, with ``--monitor_every 0``, and where there is no driver to ask.
+    """
+    every, topology = config.options.monitor_every, config.topology
+    if device.type != "cuda" or not every:
+        return Monitor()
+    own = (host_name(), topology.local_rank, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    ranks: list[tuple[str, int, str]] = gather_objects(own)
+    uuids, node = gpus_to_sample(ranks, rank=topology.rank)
+    return Monitor(open_gpus(uuids), path=config.run_dir / hardware_file(node), every=every) if uuids else Monitor()
+
+
+def gpus_to_sample(ranks: list[tuple[str, int, str]], *, rank: int) -> tuple[list[str], int]:
+    """The GPUs that ``rank`` samples, none for most ranks, and the number of its machine.
+
+    Two machines may have the same name. Then each is given the GPUs of both, and finds only its own.
+
+    Args:
+        ranks: host, local rank and GPU of each rank.
+        rank: the rank.
+    """
+    host, local_rank, _ = ranks[rank]
+    if local_rank != 0:
+        return [], 0
+    node = sum(other == 0 for _, other, _ in ranks[:rank])
+    return [uuid for other, _, uuid in ranks if other == host], node

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from dsgpt.common.divisors import divisors
 from dsgpt.common.errors import OutOfMemory
+from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
-from dsgpt.planning.peak_memory import worst_peak
-from dsgpt.planning.setup import Setup
+from dsgpt.planner.memory import worst_peak
+from dsgpt.planner.setup import Setup
 from dsgpt.telemetry.memory import peak_bytes
 from dsgpt.training.run_description import predicted_peak_memory, setup_of
 

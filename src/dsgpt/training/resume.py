@@ -1,21 +1,224 @@
-"""Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings."""
+"""Which checkpoint a run resumes from, and what an earlier process left."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dsgpt.checkpointing import store
-from dsgpt.checkpointing.manifest import Manifest, parse_manifest, read_manifest, require_files, require_resumable
-from dsgpt.checkpointing.random_state import check_random_states
-from dsgpt.checkpointing.run_state import STATE_FILE, read_run_state
-from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS, StateReader
-from dsgpt.common.errors import UserError
-from dsgpt.common.json_files import clipped
-from dsgpt.common.problems import Problems
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import (
+    STATE_FILE,
+    Manifest,
+    RunState,
+    Segment,
+    covers,
+    highest_peaks,
+    parse_manifest,
+    read_manifest,
+    read_run_state,
+    require_files,
+    require_resumable,
+)
+from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, check_random_states
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as
 from dsgpt.config.run_config import RunConfig
-from dsgpt.telemetry.record import COMPLETE_FILE
-from dsgpt.training.earlier_record import missing_newest, why_nothing_was_saved
+from dsgpt.machine.probe import LoadOfOthers
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
+from dsgpt.telemetry.meter import StepMeter, throughput
 from dsgpt.training.run_description import CHANGEABLE, EXECUTED_BY
+
+# The segments of a run, one for each process that trained a part of it, and the description that all of them share.
+
+NEVER_CHANGES = frozenset({"precision"})
+"""Fields of a segment that no resume may change (``settings_to_match``): unrecorded segments had the same values."""
+
+
+class Segments:
+    """The earlier segments, up to the checkpoint that this process resumed from, and the segment of this process.
+
+    Args:
+        description: of the run; empty on all ranks but the main one, because the others keep no segments.
+        done: optimizer steps of earlier processes.
+    """
+
+    def __init__(self, description: dict[str, Any], *, done: int) -> None:
+        self._description = description
+        self._done = done
+        several = description and description["hardware"]["local_world_size"] > 1
+        self._load = LoadOfOthers(ranks=bool(several)) if description else None
+        self._earlier: list[Segment] = []
+        self.all: list[Segment] = []
+        """As of the last ``note``."""
+
+    def resume(self, state: RunState) -> None:
+        """Continue the segments of a checkpoint. Old checkpoints have none: segments of their steps stay unknown."""
+        if state.segments and state.segments[-1].last_step == state.step:
+            self._earlier = list(state.segments)
+
+    def note(self, meter: StepMeter, peaks: dict[str, int | None]) -> None:
+        """Update the segment of this process."""
+        if self._load is None:
+            return
+        measured = {
+            "first_step": self._done + 1,
+            "last_step": max(meter.run.steps, self._done),
+            "train_time_sec": meter.process.train_sec,
+            "wall_time_sec": meter.process_wall_seconds(),
+            "mean_tokens_per_sec_global": throughput(meter.process),
+            **peaks,
+            **self._load.figures(),
+        }
+        known = {**self._description["training_config"], **self._description, **measured}
+        this = Segment(**{field.name: known[field.name] for field in fields(Segment)})
+        self.all = [*self._earlier, this]
+
+    def peaks(self, *, since_step: int = 1) -> dict[str, Any]:
+        """The memory keys of the summary, or of an epoch that began with ``since_step``."""
+        last = self.all[-1].last_step if self.all else 0
+        return highest_peaks(self.all, first_step=since_step, last_step=last)
+
+    def common_description(self) -> dict[str, Any]:
+        """The description of the run, with None where the segments differ or not all of them are known."""
+        if not self.all:
+            return self._description
+        segments = [asdict(segment) for segment in self.all]
+        if not covers(self.all, first_step=1, last_step=self.all[-1].last_step):
+            segments.append({})
+        top = {key: _common(self._description[key], segments, key) for key in ("git_commit", "host")}
+        blocks = {
+            block: {key: _common(value, segments, block, key) for key, value in self._description[block].items()}
+            for block in ("env", "hardware")
+        }
+        config = {
+            key: _common(value, segments, key) if key in segments[0].keys() - NEVER_CHANGES else value
+            for key, value in self._description["training_config"].items()
+        }
+        return {**self._description, **top, **blocks, "training_config": config}
+
+
+def _common(value: Any, segments: list[dict[str, Any]], *place: str) -> Any:
+    """``value``, that of the last segment, if all segments have it at ``place``, else None."""
+    *blocks, key = place
+    for segment in segments:
+        for block in blocks:
+            segment = segment.get(block, {})  # noqa: PLW2901 - the place is inside it
+        if segment.get(key) != value:
+            return None
+    return value
+
+
+# What an earlier process left in a run folder besides checkpoints: its record, its step lines, the file ``latest``.
+
+MAX_RECORD_BYTES = 64 << 20
+"""The record has an entry for every save, so the record of a very long run may be large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """An entry of the record's ``saves``."""
+
+    step: Count
+    mode: str
+    save_stall_sec: Seconds
+    save_total_sec: Seconds
+    bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierSummary:
+    """The keys of the record's ``summary`` that a resume needs."""
+
+    failed_saves: Count | None = None
+    optimizer_steps: Count | None = None
+    total_wall_time_sec: Seconds | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierPlan:
+    """The key of the record's ``plan`` that a resume needs."""
+
+    spent_usd: Finite | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRecord:
+    """The keys of ``training_metrics.json`` that a resume needs; all others are computed again."""
+
+    schema_version: Any = None
+    saves: list[Save] | None = None
+    """None in records of older versions, which lack the key."""
+    summary: EarlierSummary = field(default_factory=EarlierSummary)
+    plan: EarlierPlan | None = None
+
+
+def read_earlier_record(run_dir: Path) -> EarlierRecord | None:
+    """The record in the folder; None where there is none.
+
+    Raises:
+        JsonError: the file is not a record.
+    """
+    path = run_dir / RECORD_FILE
+    if not path.exists():
+        return None
+    return read_as(path, EarlierRecord, unknown_keys=True, max_bytes=MAX_RECORD_BYTES)
+
+
+def why_nothing_was_saved(run_dir: Path) -> str:
+    """The message for a folder that may be started fresh, because its run was killed before the first save.
+
+    Raises:
+        UserError: there were checkpoints, or the record cannot show that there were none, because it is damaged, old,
+            or missing next to step lines. The checkpoints may have been moved, or their disk is not mounted; a fresh
+            start would remove the rest of the run.
+    """
+    for name in (store.LATEST, store.BEST):
+        if named := named_by(run_dir / name):
+            raise UserError(_lost(run_dir, f"{name} names {named}, which does not exist"))
+    try:
+        record = read_earlier_record(run_dir)
+    except JsonError as error:
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} is damaged ({error})")) from error
+    if record is None:
+        lines = run_dir / STEPS_FILE
+        if lines.is_file() and lines.stat().st_size:
+            raise UserError(_lost(run_dir, f"it has {STEPS_FILE} but no {RECORD_FILE} that lists what was saved"))
+    elif record.saves is None:
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not list what was saved"))
+    elif record.saves:
+        steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {_was(record.saves)} saved"))
+    return f"{run_dir} holds no checkpoint yet"
+
+
+def _was(saves: list[Save]) -> str:
+    return "was" if len(saves) == 1 else "were"
+
+
+def missing_newest(run_dir: Path) -> str:
+    """The checkpoint that ``latest`` names if it does not exist; else empty."""
+    name = named_by(run_dir / store.LATEST)
+    return "" if store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir() else name
+
+
+def named_by(path: Path) -> str:
+    """The first line of the file ``latest`` or ``best``; empty where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            return clipped_text(file.read(200).decode("utf-8", errors="replace")) or "(nothing)"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"(unreadable: {error.strerror})"
+
+
+def _lost(run_dir: Path, why: str) -> str:
+    return (
+        f"--resume: {run_dir} holds a run but none of its checkpoints: {why}: bring them back (were they moved, or is "
+        "their disk not mounted?), or start again with --overwrite"
+    )
+
+
+# Chooses the checkpoint to resume from: the newest undamaged one, if this run matches its settings.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile
-from dsgpt.planning.communication import most_sent_bytes
-from dsgpt.planning.model_state import largest_model_state
-from dsgpt.planning.moments import STEP
-from dsgpt.planning.peak_memory import peak_memory, worst_peak
-from dsgpt.planning.setup import Setup
-from dsgpt.runtime.device import describe_hardware
+from dsgpt.machine.device import describe_hardware
+from dsgpt.machine.environment import host_name, software_versions
+from dsgpt.planner.memory import STEP, peak_memory, worst_peak
+from dsgpt.planner.model_state import largest_model_state
+from dsgpt.planner.setup import Setup
+from dsgpt.planner.traffic import most_sent_bytes
+from dsgpt.record.provenance import git_commit
 from dsgpt.strategies.deepspeed.setup import engine_config
-from dsgpt.telemetry.environment import git_commit, host_name, software_versions
 
 CHANGES_KEY = "changed_at_resume"
 """Key of the record: what changed at resumes, as ``RunState.changes``."""
@@ -67,7 +67,7 @@ def plan_lines(config: RunConfig) -> list[str]:
 
 
 def setup_of(config: RunConfig) -> Setup:
-    """The settings from which ``dsgpt.planning`` makes its predictions."""
+    """The settings from which ``dsgpt.planner`` makes its predictions."""
     return Setup(
         run_type=config.run_type,
         model=config.model,

@@ -5,18 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dsgpt.checkpointing import store
-from dsgpt.common.errors import UserError
+from dsgpt.checkpoints import store
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import JsonError, read_object
-from dsgpt.common.problems import Problems
 from dsgpt.config.run_config import RunConfig
+from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE
-from dsgpt.telemetry.record import COMPLETE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.trace import PROFILE_FOLDER, is_profile_folder
-from dsgpt.training.earlier_record import MAX_RECORD_BYTES
-from dsgpt.training.resume import Start
-from dsgpt.training.trackers.folder import TRACKERS_FOLDER, is_tracker_folder
+from dsgpt.training.resume import MAX_RECORD_BYTES, Start
+from dsgpt.training.trackers import TRACKERS_FOLDER, is_tracker_folder
 
 CONFIG_FILE = "config.json"
 _FILES = (

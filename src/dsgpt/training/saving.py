@@ -1,23 +1,338 @@
-"""Saves a run's checkpoints, handles failed saves, and logs both."""
+"""Saves a run's checkpoints, in the loop or beside it.
 
+Writes one checkpoint of a run: the state of training, the random states and the tokenizer. After each part the ranks
+exchange whether they succeeded. If one fails, all fail with its reason, and no rank waits for a failed one.
+"""
+
+import contextlib
+import copy
 import logging
+import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from dsgpt.checkpointing.training_state import KeptState
-from dsgpt.common.errors import SaveError
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import RunState, parse_manifest
+from dsgpt.checkpoints.training_state import (
+    Counters,
+    GatheringError,
+    KeptState,
+    reason_of,
+    require_room,
+    save_random_state,
+    try_to_write,
+    write_training_state,
+)
+from dsgpt.common.errors import NonFiniteError, SaveError, UserError
+from dsgpt.common.files import print_traceback, remove, write_json_atomic
 from dsgpt.config.run_config import RunConfig
-from dsgpt.runtime.process_group import HostGroup
+from dsgpt.formats.tokenizer_files import copy_tokenizer
+from dsgpt.machine.process_group import HostGroup, from_main, gather_objects
+from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.strategies.base import Strategy
-from dsgpt.training.background import Background
-from dsgpt.training.checkpoint import Contents, keep_state, open_checkpoint, write_checkpoint, write_kept
+from dsgpt.training.data_check import data_tokenizer
 from dsgpt.training.journal import Journal
 from dsgpt.training.sinks import place
 
+# Work that a thread of the main rank does while training continues; all ranks learn together when it ends.
+
+
+class Background:
+    """One piece of work at a time, in a thread of the main rank. Every rank has one and makes the same calls.
+
+    Args:
+        ranks: all ranks.
+        is_main: whether this is the main rank.
+    """
+
+    def __init__(self, ranks: HostGroup, *, is_main: bool) -> None:
+        self._ranks, self._is_main = ranks, is_main
+        self._thread: threading.Thread | None = None
+        self._result = 0
+        self._error: BaseException | None = None
+        self.busy = False
+        """Whether work was begun and not waited for; the same on every rank."""
+
+    def begin(self, work: Callable[[], int]) -> None:
+        """Start ``work`` on the main rank; no other work may be running."""
+        self.busy, self._error = True, None
+        if self._is_main:
+            self._thread = threading.Thread(target=self._do, args=(work,), name="background")
+            self._thread.start()
+
+    def _do(self, work: Callable[[], int]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:  # noqa: BLE001 - ``wait`` raises it on every rank
+            self._error = error
+            if not isinstance(error, SaveError | NonFiniteError):
+                print_traceback()
+
+    def is_done(self) -> bool:
+        """Whether there is work that has ended; collective, with the same answer on every rank."""
+        if not self.busy:
+            return False
+        ended = self._thread is not None and not self._thread.is_alive()
+        return bool(self._ranks.largest(int(ended)))
+
+    def wait(self) -> int:
+        """Wait for the end of the work; returns its result on every rank; collective.
+
+        Raises:
+            NonFiniteError: the work raised it; on every rank.
+            SaveError: the work failed in another way; on every rank.
+        """
+        _, error, own = self.end()
+        kind: str
+        message: str
+        result: int
+        kind, message, result = from_main((type(error).__name__, str(error), own))
+        if kind == NonFiniteError.__name__:
+            raise NonFiniteError(message)
+        if kind == SaveError.__name__:
+            raise SaveError(message)
+        if kind != type(None).__name__:
+            raise SaveError(f"{kind}: {message}") from error
+        return result
+
+    def end(self) -> tuple[bool, BaseException | None, int]:
+        """Wait for the end of the work on this rank; not collective.
+
+        Returns:
+            Whether this rank had work that was not waited for, its error, and its result.
+        """
+        had = self._thread is not None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.busy = False
+        return had, self._error, self._result
+
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint holds besides tensors, as it was when the save began."""
+
+    config: RunConfig
+    folder: Path
+    """The folder it is written in before it is published."""
+    state: RunState
+    about: dict[str, Any]
+    """The manifest's fields about the run; see ``about_run``."""
+    counters: Counters
+
+    def complete(self) -> int:
+        """Add the remaining files, and publish; main rank only.
+
+        Returns:
+            The bytes of the checkpoint.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        config = self.config
+        write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
+        _copy_tokenizer(config, self.folder)
+        final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about)
+        try:
+            store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
+        except OSError as error:
+            logger.warning(f"{final.name} is saved, but the older ones could not be tidied up: {reason_of(error)}")
+        return parse_manifest(final).size
+
+
+def about_run(config: RunConfig, *, settings: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
+    """The fields of every checkpoint's manifest about the run.
+
+    Args:
+        config: the run.
+        settings: those that a resumed run must match.
+        description: of the run, as its record has it.
+    """
+    return {
+        "strategy": config.strategy_name,
+        "topology": asdict(config.topology),
+        "device": config.device,
+        "versions": description["env"],
+        "precision": config.precision,
+        "run_id": description["run_id"],
+        "fixed": settings,
+    }
+
+
+def open_checkpoint(
+    config: RunConfig,
+    strategy: Strategy,
+    *,
+    device: torch.device,
+    state: RunState,
+    about: dict[str, Any],
+    prepare: Callable[[], None],
+) -> Contents:
+    """Make the folder and write every rank's random state into it; collective.
+
+    Args:
+        config: the run.
+        strategy: has the counters.
+        device: of this rank.
+        state: of the run.
+        about: from ``about_run``; read on the main rank alone.
+        prepare: makes durable what a resume needs besides the checkpoint; called on every rank.
+
+    Raises:
+        SaveError: on every rank, where one could not write; the attempt is removed.
+    """
+    folder, rank = store.partial_folder(config.run_dir, state.step), config.topology.rank
+
+    def make_folder() -> None:
+        prepare()
+        if config.topology.is_main:
+            store.begin(config.run_dir, state.step)
+            _require_room_for_another(config.run_dir)
+
+    contents = Contents(
+        config=config,
+        folder=folder,
+        state=copy.deepcopy(state),  # the run appends to its lists while a thread writes
+        about=about,
+        counters=strategy.counters(),
+    )
+    with _removed_after_failure(contents):
+        _together(make_folder)
+        _together(lambda: try_to_write(folder, rank=rank))
+        _together(lambda: save_random_state(folder, rank=rank, device=device))
+    return contents
+
+
+def write_checkpoint(contents: Contents, strategy: Strategy) -> int:
+    """Write the state of training tensor by tensor, and publish; collective.
+
+    Returns:
+        The bytes of the checkpoint; 0 on all ranks but the main one.
+
+    Raises:
+        SaveError: on every rank, where the main rank could not write; the attempt is removed.
+        NonFiniteError: a weight is NaN or infinite; the attempt is removed.
+    """
+    writes, shapes = contents.config.topology.is_main, parameter_shapes(contents.config.model)
+
+    def write() -> list[str]:
+        states = strategy.iter_state()
+        return write_training_state(contents.folder, states, contents.counters, shapes=shapes, writes=writes)
+
+    with _removed_after_failure(contents):
+        non_finite: list[str] = from_main(_together(write))
+        _refuse_non_finite(non_finite, step=contents.state.step)
+        return _together(lambda: contents.complete() if writes else 0)
+
+
+def keep_state(contents: Contents, strategy: Strategy, kept: KeptState) -> None:
+    """Copy the state of training into the main rank's memory; collective.
+
+    Raises:
+        SaveError: on every rank, where the memory could not be allocated; the attempt is removed.
+    """
+    with _removed_after_failure(contents):
+        _together(lambda: kept.keep(strategy.iter_state(), keeps=contents.config.topology.is_main))
+
+
+def write_kept(contents: Contents, kept: KeptState) -> int:
+    """Write a state of training that was kept in memory, and publish; main rank only, not collective.
+
+    Returns:
+        The bytes of the checkpoint.
+
+    Raises:
+        SaveError: it could not be written; the attempt is removed.
+        NonFiniteError: a weight is NaN or infinite; the attempt is removed.
+    """
+    shapes = parameter_shapes(contents.config.model)
+    with _removed_after_failure(contents):
+        try:
+            non_finite = write_training_state(
+                contents.folder, kept.states(), contents.counters, shapes=shapes, writes=True
+            )
+            _refuse_non_finite(non_finite, step=contents.state.step)
+            return contents.complete()
+        except NonFiniteError:
+            raise
+        except OSError as error:
+            raise SaveError(reason_of(error)) from error
+        except Exception as error:
+            print_traceback()
+            raise SaveError(f"{type(error).__name__}: {error}") from error
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Do ``action`` on this rank, and check that it succeeded on the others; collective.
+
+    Raises:
+        SaveError: on every rank, with the reason of each that failed.
+        GatheringError: on this rank alone; the others may be waiting in another collective.
+    """
+    reason = None
+    try:
+        result = action()
+    except GatheringError:
+        raise
+    except OSError as error:
+        reason = reason_of(error)
+    except Exception as error:  # noqa: BLE001 - otherwise the other ranks would wait for this one
+        print_traceback()
+        reason = f"{type(error).__name__}: {error}"
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(gather_objects(reason)) if reason is not None]
+    if failures:
+        raise SaveError("; ".join(failures))
+    return result
+
+
+@contextlib.contextmanager
+def _removed_after_failure(contents: Contents) -> Iterator[None]:
+    try:
+        yield
+    except (SaveError, NonFiniteError):
+        if contents.config.topology.is_main:
+            # What prevented the save may prevent this too; then the next start removes the folder.
+            with contextlib.suppress(OSError):
+                remove(contents.folder)
+        raise
+
+
+def _require_room_for_another(run_dir: Path) -> None:
+    """Check the free space before the first byte: the checkpoint will be about as large as the last one."""
+    found = store.checkpoints(run_dir)
+    with contextlib.suppress(UserError):  # the size of the last one is unknown
+        require_room(run_dir, parse_manifest(found[0]).size if found else 0)
+
+
+def _refuse_non_finite(non_finite: list[str], *, step: int) -> None:
+    """Refuse weights that the last update made NaN or infinite: no loss was computed with them yet."""
+    if non_finite:
+        raise NonFiniteError(
+            f"step {step}: {', '.join(non_finite[:3])} became NaN or infinite: training stopped, and this state is not "
+            "saved; lower the learning rate or lengthen the warm-up"
+        )
+
+
+def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Copy the data's tokenizer, if it has one; training itself needs none."""
+    source, _ = data_tokenizer(config.train)
+    if source is not None:
+        copy_tokenizer(source, folder / store.TOKENIZER)
+
+
+logger = logging.getLogger(__name__)
+
+# Saves a run's checkpoints, handles failed saves, and logs both.
 
 _CONTINUES = "the run continues (--on_save_failure continue)"
 

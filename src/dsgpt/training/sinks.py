@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsgpt.checkpointing.writing import reason_of
+from dsgpt.checkpoints.training_state import reason_of
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.run_config import RunConfig
+from dsgpt.machine.console import Field, Progress, fitted
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite
 from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE, communication_table
-from dsgpt.telemetry.console import Progress
-from dsgpt.telemetry.live_line import Field, fitted
-from dsgpt.telemetry.memory import peak_bytes
-from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE, RunRecord, StepLog, finite
-from dsgpt.telemetry.step_traffic import traffic_line
+from dsgpt.telemetry.memory import peak_bytes, traffic_line
 
 logger = logging.getLogger(__name__)
 

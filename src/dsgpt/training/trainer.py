@@ -1,31 +1,246 @@
-"""The training loop, and what it needs. It does not depend on the strategy, device or launcher."""
+"""The training loop, and what it needs."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any, Self
 
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from dsgpt.common.errors import Interrupted
-from dsgpt.common.next_step import next_line
+from dsgpt.common.errors import Interrupted, UserError
+from dsgpt.common.files import write_atomic
+from dsgpt.common.text import next_line, script_words
 from dsgpt.config.run_config import RunConfig
-from dsgpt.runtime.interruption import Interruption
-from dsgpt.runtime.launcher import own_command
-from dsgpt.runtime.process_group import HostGroup, barrier, gather_objects
+from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
+from dsgpt.inference.generation import measure_latency
+from dsgpt.inference.loading import build_model
+from dsgpt.machine.console import Progress, duration
+from dsgpt.machine.launcher import Interruption, own_command, stop_signals_blocked
+from dsgpt.machine.process_group import HostGroup, barrier, gather_objects
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
-from dsgpt.telemetry.console import Progress
+from dsgpt.strategies.initial_weights import DTYPES
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor
-from dsgpt.training.batches import training_batches, validation_batches
-from dsgpt.training.completion import mark_complete, measure_inference
-from dsgpt.training.events import stalls_reported
+from dsgpt.training.budget import Budget, stalls_reported
 from dsgpt.training.journal import Journal
 from dsgpt.training.measurements import Measurements
 from dsgpt.training.saving import Saver
-from dsgpt.training.stopping import Stopping
+
+# The micro batches of a run, for training and for validation.
+
+
+class Batches:
+    """The micro batches of a loader, and its worker processes from the start until ``close``.
+
+    Workers must end before Python exits: they ignore SIGTERM (``ignore_stop_signals``), and Python's exit handler,
+    which sends it to every child, would wait forever. After an error they live until ``close``, because the traceback
+    refers to them.
+    """
+
+    def __init__(self, loader: DataLoader[Batch]) -> None:
+        with stop_signals_blocked():
+            self._batches: Iterator[Batch] = iter(loader)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the worker processes; no more batches can be read."""
+        if isinstance(self._batches, _MultiProcessingDataLoaderIter):
+            self._batches._shutdown_workers()
+            for worker in self._batches._workers:
+                if worker.is_alive():  # it is stuck, and ignores the SIGTERM that it was sent
+                    worker.kill()
+                    worker.join()
+
+
+def training_batches(config: RunConfig, *, first_step: int) -> Batches:
+    """This rank's micro batches from optimizer step ``first_step`` (the first is 0) to the end of the run."""
+    dataset = WindowDataset(config.train, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
+    return Batches(
+        training_loader(
+            dataset,
+            config.order,
+            _share(config),
+            first_step=first_step,
+            last_step=config.total_steps,
+            workers=config.options.num_workers,
+            pin_memory=config.device == "cuda",
+        )
+    )
+
+
+def validation_batches(config: RunConfig) -> Batches:
+    """This rank's micro batches of one validation."""
+    dataset = WindowDataset(config.val, seq_length=config.seq_length, vocab_size=config.model.vocab_size)
+    return Batches(
+        validation_loader(
+            dataset,
+            config.val_windows,
+            _share(config),
+            global_batch_size=config.batch.global_batch_size,
+            pin_memory=config.device == "cuda",
+        )
+    )
+
+
+def _share(config: RunConfig) -> RankShare:
+    return RankShare(
+        micro_batch_size=config.batch.micro_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        data_rank=config.topology.data_rank,
+        data_parallel_size=config.batch.data_parallel_size,
+    )
+
+
+# All ranks stop after the same step, although a request to stop may have reached only some of them.
+
+
+class Stopping:
+    """The ranks' common decision whether to stop.
+
+    Args:
+        interruption: the requests to this rank.
+        budget: its limits are requests, too.
+        ranks: all ranks; each call of ``agreed`` exchanges one integer between them.
+    """
+
+    def __init__(self, interruption: Interruption, budget: Budget, ranks: HostGroup) -> None:
+        self._interruption, self._budget = interruption, budget
+        self._ranks = ranks
+        self._limit: str | None = None
+
+    def agreed(self, *, steps_left: bool = True) -> bool:
+        """Whether any rank was asked to stop; collective, with the same answer on every rank.
+
+        The loop calls it after every step and every batch of a validation.
+
+        Args:
+            steps_left: if not, no limit stops the run: it would only have to be started again to end.
+        """
+        self._budget.progress()
+        if steps_left:
+            self._limit = self._limit or self._budget.reached()
+        return bool(self._ranks.largest(int((self._interruption.reason or self._limit) is not None)))
+
+    def stop(self, where: str, *, idle: bool = False) -> Interrupted:
+        """The exception that every rank must raise; collective.
+
+        Args:
+            where: says in the message where the run stopped.
+            idle: this process took no step. A repeated call would not take one either.
+
+        Raises:
+            UserError: ``idle``, because of a limit.
+        """
+        reasons: list[tuple[str | None, str | None]] = gather_objects((self._interruption.reason, self._limit))
+        signal, limit = (next(filter(None, each), None) for each in zip(*reasons, strict=True))
+        if idle and limit and not signal:
+            raise UserError(f"{limit} leaves no time for a step and its save: raise it")
+        reason = signal or limit or "a request"
+        return Interrupted(f"stopped by {reason} {where}", together=True, limit=reason == limit)
+
 
 logger = logging.getLogger(__name__)
+
+
+# The end of a run: the inference speed of the trained model, and the file that says that the run is complete.
+
+
+def measure_inference(
+    config: RunConfig, strategy: Strategy, *, device: torch.device, interruption: Interruption
+) -> dict[str, Any] | None:
+    """Time generation with the trained model, on the main rank while the others continue; collective.
+
+    Every strategy is measured with the same plain model. A request to stop ends the measurement at once, because an
+    incomplete measurement is not saved.
+
+    Returns:
+        The ``inference`` block of the record; None on other ranks, and where it was not measured: the run was asked to
+        stop, the model has a single position, or this machine cannot generate with it. Then a line says why.
+    """
+    weights = whole_weights(strategy, keep=config.topology.is_main)
+    if not config.topology.is_main or interruption.reason:
+        return None
+    measured = None
+    try:
+        with interruption.patience(False):
+            measured = _latency(config, weights, device=device)
+    except Interrupted:
+        return None
+    except torch.OutOfMemoryError:
+        logger.info("inference   not measured: the GPU has no memory left for a second copy of the model")
+    # PyTorch raises no narrower type for what a CPU or a GPU lacks, mmap raises OSError without memory. The training is
+    # done and saved, and no other rank takes part in the measurement: only its figure is lost.
+    # UserError: the trained model's logits are not finite.
+    except (RuntimeError, MemoryError, OSError, UserError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.warning(f"inference   not measured: {reason}; the trained model is saved")
+    if measured is not None:
+        logger.info(
+            f"inference   {measured['new_tokens']} tokens in {measured['latency_sec']:.2f} s, "
+            f"{measured['tokens_per_sec']:.0f} tokens/s (batch 1, greedy, key-value cache)"
+        )
+    return measured
+
+
+def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Every weight in fp32 on the CPU if ``keep``, else an empty dict; collective."""
+    weights = {}
+    for name, parameter in strategy.iter_state():
+        if keep:
+            weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
+    return weights
+
+
+def _latency(config: RunConfig, weights: dict[str, torch.Tensor], *, device: torch.device) -> dict[str, Any] | None:
+    model = build_model(config.model, weights, device=device, dtype=DTYPES[config.precision])
+    ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
+    return measure_latency(model, ids)
+
+
+def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
+    """Write ``RUN_COMPLETE.txt`` and print the result; main rank only.
+
+    Args:
+        config: the run.
+        summary: that of its record.
+    """
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    line = (
+        f"finished {config.total_steps} steps at {finished}: train loss {_loss(summary['final_train_loss'])}, "
+        f"validation loss {_loss(summary['final_val_loss'])}"
+    )
+    write_atomic(config.run_dir / COMPLETE_FILE, f"{line}\n".encode())
+    seconds, speed = summary["train_time_sec"], summary["mean_tokens_per_sec_global"]
+    logger.info(
+        f"{line}, training time {'unknown' if seconds is None else duration(seconds)}"
+        + (f", {speed:,.0f} tokens/s" if speed else "")
+    )
+    logger.info(f"the record is {config.run_dir / RECORD_FILE}")
+    if config.train.sidecar.tokenizer:
+        then = script_words("src/generate.py", "--checkpoint", config.run_dir, "--prompt", "The")
+    else:
+        then = script_words("src/evaluate.py", "--checkpoint", config.run_dir, "--data", config.val.path)
+    logger.info(next_line(then))
+
+
+def _loss(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+logger = logging.getLogger(__name__)
+
+
+# The training loop, and what it needs. It does not depend on the strategy, device or launcher.
 
 
 class Trainer:

@@ -9,14 +9,12 @@ from small_run import command_line, write_inputs
 from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.decoding import measure
-from dsgpt.benchmarks.decoding.contenders import draw_model, open_contender
-from dsgpt.benchmarks.decoding.measure import bytes_read, measure_row, span
-from dsgpt.benchmarks.decoding.page import decoding_page, missed, verdict
-from dsgpt.benchmarks.decoding.work import HUGGING_FACE, NANOGPT, OURS, peers_of, rows
+from dsgpt.benchmarks import decoding_contenders as measure
+from dsgpt.benchmarks.decoding import HUGGING_FACE, NANOGPT, OURS, decoding_page, missed, peers_of, rows, verdict
+from dsgpt.benchmarks.decoding_contenders import bytes_read, draw_model, measure_row, open_contender, span
 from dsgpt.common.errors import UserError
-from dsgpt.main import train
 from dsgpt.model.config import PRESETS
+from dsgpt.training.command import train
 
 CPU = torch.device("cpu")
 SMALL = replace(rows("demo")[0], prompt_tokens=5, new_tokens=4)

@@ -7,12 +7,27 @@ import pytest
 import torch
 from stand_in_nanogpt import STAND_IN
 
-from dsgpt.benchmarks.decoding import contenders, measure
-from dsgpt.benchmarks.decoding.command import DecodingOptions, _DecodingCommand
-from dsgpt.benchmarks.decoding.contenders import Continued, draw_model, draw_prompts, open_contender
-from dsgpt.benchmarks.decoding.measure import bytes_read, measure_row, span
-from dsgpt.benchmarks.decoding.page import decoding_page, missed
-from dsgpt.benchmarks.decoding.work import HUGGING_FACE, NANOGPT, OURS, rows
+from dsgpt.benchmarks import decoding_contenders as contenders
+from dsgpt.benchmarks import decoding_contenders as measure
+from dsgpt.benchmarks.decoding import (
+    HUGGING_FACE,
+    NANOGPT,
+    OURS,
+    DecodingOptions,
+    _DecodingCommand,
+    decoding_page,
+    missed,
+    rows,
+)
+from dsgpt.benchmarks.decoding_contenders import (
+    Continued,
+    bytes_read,
+    draw_model,
+    draw_prompts,
+    measure_row,
+    open_contender,
+    span,
+)
 from dsgpt.inference.decoder import Decoder
 
 CPU = torch.device("cpu")

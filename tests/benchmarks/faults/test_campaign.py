@@ -9,17 +9,25 @@ import pytest
 from small_run import REPOSITORY
 from suite_commands import REFERENCE, benchmark, refusal
 
-from dsgpt.benchmarks.faults import suite
-from dsgpt.benchmarks.faults.command import FaultOptions, run_faults
-from dsgpt.benchmarks.faults.outcome import Outcome
-from dsgpt.benchmarks.faults.page import faults_page
-from dsgpt.benchmarks.faults.plan import KILLS, MOMENTS, RUNS, SAVE_EVERY, SEED, STEPS, VICTIMS, seeded_kills
-from dsgpt.benchmarks.faults.processes import Missed
-from dsgpt.benchmarks.faults.runs import resumed_from
-from dsgpt.benchmarks.faults.signals import SentSignal, finished_unaware
-from dsgpt.benchmarks.faults.suite import Fault, all_faults, try_faults
+from dsgpt.benchmarks import faults_kinds as suite
+from dsgpt.benchmarks.faults import KILL_MOMENTS as MOMENTS
+from dsgpt.benchmarks.faults import (
+    KILLS,
+    RUNS,
+    SAVE_EVERY,
+    SEED,
+    STEPS,
+    VICTIMS,
+    FaultOptions,
+    Outcome,
+    faults_page,
+    run_faults,
+    seeded_kills,
+)
+from dsgpt.benchmarks.faults_kinds import Fault, SentSignal, all_faults, finished_unaware, try_faults
+from dsgpt.benchmarks.faults_runs import Missed, resumed_from
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.record.provenance import without_sources
 
 RECORD = REPOSITORY / REFERENCE / "faults.json"
 

@@ -9,10 +9,9 @@ import pytest
 from forked_ranks import run_script
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.faults.damage import BEFORE, DAMAGES, NEWEST, try_damage
-from dsgpt.benchmarks.faults.plan import RUNS
-from dsgpt.benchmarks.faults.runs import Runs
-from dsgpt.benchmarks.faults.suite import core_faults, try_faults
+from dsgpt.benchmarks.faults import RUNS
+from dsgpt.benchmarks.faults_kinds import BEFORE, DAMAGES, NEWEST, core_faults, try_damage, try_faults
+from dsgpt.benchmarks.faults_runs import Runs
 
 
 class ForkedRuns(Runs):
@@ -62,7 +61,7 @@ def test_damage_that_resume_does_not_find_fails(runs, monkeypatch):
     """A campaign that could not fail would prove nothing."""
     plan = next(damage for damage in DAMAGES if damage.resumed_from == BEFORE)
     harmless = type(plan)(name="harmless", harm=lambda checkpoint: None, resumed_from=BEFORE, words=plan.words)
-    monkeypatch.setattr("dsgpt.benchmarks.faults.damage.RUN", "baseline")
+    monkeypatch.setattr("dsgpt.benchmarks.faults_kinds.DAMAGED_RUN", "baseline")
     wrong = try_damage(runs, harmless).wrong
     assert f"it resumed from step {NEWEST}" in wrong
     assert f"it did not print: {plan.words}" in wrong

@@ -1,17 +1,16 @@
-"""What the commands of all suites share: lines, record, page, the entry for sources, exit code."""
+"""What the commands of all suites share: lines, record, page, commit, exit code."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from git_repository import commit_all, commit_of, write
 from messages import without_paths
 
-from dsgpt.benchmarks.harness.command import EXIT_FAILED, SuiteCommand, SuiteOptions, run_suite
-from dsgpt.benchmarks.harness.pages import Record, SuitePage, make_page
+from dsgpt.benchmarks.frame import EXIT_FAILED, Record, SuiteCommand, SuiteOptions, SuitePage, make_page, run_suite
 from dsgpt.common.errors import UserError
-from dsgpt.telemetry.console import Console
-from dsgpt.telemetry.sources import CHANGED_MEANWHILE, SOURCES_FILE, made_from
+from dsgpt.machine.console import Console
 
 
 def page_text(record: Record, *, source: str) -> str:
@@ -26,8 +25,8 @@ class Numbers(SuiteCommand[int]):
 
     page, unit = PAGE, "number"
 
-    def __init__(self, total: int, *, edits: Path | None = None) -> None:
-        self._total, self._edits = total, edits
+    def __init__(self, total: int, *, during: Callable[[], object] = lambda: None) -> None:
+        self._total, self._during = total, during
         self.folder: Path | None = None
 
     def plan(self, console: Console) -> int:
@@ -38,8 +37,7 @@ class Numbers(SuiteCommand[int]):
         (folder / "work").write_text("some")
 
     def results(self) -> Iterator[int]:
-        if self._edits:
-            self._edits.write_text("edited while the suite runs")
+        self._during()
         yield from range(1, self._total + 1)
 
     def line(self, result: int, *, count: str, left: str) -> str:
@@ -54,8 +52,8 @@ class Numbers(SuiteCommand[int]):
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "gpt2.py").write_text("pass")
+    write(tmp_path, "src/gpt2.py")
+    commit_all(tmp_path)
     return tmp_path
 
 
@@ -68,12 +66,11 @@ def test_a_run_prints_each_result_and_writes_record_page_and_sources(repository,
     assert run_suite(suite, chosen, repository=repository) == 0
     assert without_paths(capsys.readouterr().out, repository) == snapshot
     recorded = json.loads(chosen.output.read_text())
-    assert recorded.items() >= {"git_commit": "abc", "numbers": [1, 2], "not finite": None}.items()
-    entry = made_from(chosen.output)
-    assert (entry.git_commit, list(entry.sources)) == ("abc", ["src/gpt2.py"])
-    head, _, rest = chosen.page.read_text().partition("\n\nSources: ")
-    assert head == f"# Numbers of {chosen.output.as_posix()}\n\n[1, 2]"
-    assert rest.endswith("This page was made from these sources.\n\n## More\n\nNothing.\n")
+    expected = {"git_commit": commit_of(repository), "numbers": [1, 2], "not finite": None}
+    assert recorded.items() >= expected.items()
+    above, _, rest = chosen.page.read_text().partition("\n\nSources: ")
+    assert above == f"# Numbers of {chosen.output.as_posix()}\n\n[1, 2]"
+    assert rest.endswith("and was up to date when this page was made.\n\n## More\n\nNothing.\n")
     assert suite.folder is not None and not suite.folder.exists()
 
 
@@ -85,25 +82,19 @@ def test_one_failure_gives_the_exit_code_for_failures(repository, tmp_path):
         run_suite(Numbers(3), options(repository, keep=kept), repository=repository)
 
 
-def test_a_source_that_changes_while_the_suite_runs_is_named(repository):
+@pytest.mark.parametrize(("before", "meanwhile"), [("", "edited"), ("edited", "")])
+def test_a_record_says_that_sources_were_not_committed_before_it_or_while_it_was_made(repository, before, meanwhile):
     chosen = options(repository)
-    run_suite(Numbers(1, edits=repository / "src" / "gpt2.py"), chosen, repository=repository)
-    assert made_from(chosen.output).sources == {"src/gpt2.py": CHANGED_MEANWHILE}
-    assert "1 of them had changed: src: gpt2.py." in chosen.page.read_text()
-
-
-def test_sources_that_cannot_be_read_are_refused_before_the_suite_starts(repository):
-    chosen, suite = options(repository), Numbers(1)
-    chosen.output.parent.mkdir()
-    (chosen.output.parent / SOURCES_FILE).write_text("{")
-    with pytest.raises(UserError, match=r"SOURCES\.json: cannot be read"):
-        run_suite(suite, chosen, repository=repository)
-    assert suite.folder is None
+    write(repository, "src/gpt2.py", text=before)
+    suite = Numbers(1, during=lambda: write(repository, "src/gpt2.py", text=meanwhile))
+    run_suite(suite, chosen, repository=repository)
+    assert json.loads(chosen.output.read_text())["git_commit"] == f"{commit_of(repository)}-dirty"
+    assert "files that were not committed took part).\n" in chosen.page.read_text()
 
 
 def test_a_page_of_an_old_record_says_what_has_changed(repository):
     chosen = options(repository)
     run_suite(Numbers(1), chosen, repository=repository)
-    (repository / "src" / "gpt2.py").write_text("other")
+    write(repository, "src/gpt2.py", text="other")
     make_page(PAGE, chosen.output, repository / "again.md", repository=repository)
-    assert "1 of them had changed: src: gpt2.py." in (repository / "again.md").read_text()
+    assert "1 of 1 sources had changed: src/gpt2.py." in (repository / "again.md").read_text()

@@ -1,36 +1,31 @@
 """Records name their sources; ``python src/benchmark.py records`` remakes those whose sources have changed."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from git_repository import commit_all, commit_of, git, write
 from small_run import REPOSITORY
 from suite_commands import benchmark, refusal
 from test_import_rule import ROOMS
 
-from dsgpt.benchmarks.harness.committed import RECORDS, REFERENCE, TRAINED, WORK
-from dsgpt.benchmarks.harness.records import check_lines, remake_records
-from dsgpt.benchmarks.harness.sources import (
-    SUITES,
-    SWEEP,
-    source_files,
-    source_hashes,
-    sources_paragraph,
-    why_old,
-)
+from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
+from dsgpt.benchmarks.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records
 from dsgpt.common.errors import UserError
-from dsgpt.telemetry.sources import SOURCES_FILE, changed_files, made_from, note_sources, unchanged, without_sources
 
 LOADER = "src/dsgpt/data/loader.py"
 FILES = (
     "src/gpt2.py",
     "src/demo.py",
     LOADER,
-    "src/dsgpt/reports/bars.py",
-    "src/dsgpt/benchmarks/harness/work.py",
-    "src/dsgpt/benchmarks/harness/pages.py",
-    *(f"src/dsgpt/benchmarks/{suite}/{name}" for suite in (*SUITES, SWEEP) for name in ("command.py", "page.py")),
+    "src/dsgpt/charts/bars.py",
+    "src/dsgpt/benchmarks/cells.py",
+    "src/dsgpt/benchmarks/frame.py",
+    *(f"src/dsgpt/benchmarks/{suite}{end}.py" for suite in (*SUITES, SWEEP) for end in ("", "_page")),
     "ds_configs/zero1.json",
     "ds_configs/README.md",
 )
@@ -42,11 +37,11 @@ DEMO_FILES = [
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A small source tree without any record."""
-    for name in FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n")
+    """A small source tree without any record, committed."""
+    write(tmp_path, *FILES)
     (tmp_path / TRAINED).mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("/checkpoint/*\n!/checkpoint/reference/\n")
+    commit_all(tmp_path)
     return tmp_path
 
 
@@ -54,7 +49,7 @@ class Commands:
     """Replaces demo, suites and charts, which take an hour: each command only writes the files that it would make."""
 
     def __init__(self, repository: Path) -> None:
-        self._work = repository / WORK
+        self._repository = repository
         self.made: list[str] = []
         self.shown: list[str] = []
         self.words: dict[str, list[str]] = {}
@@ -75,9 +70,14 @@ class Commands:
         self.words[name] = list(words)
         files = [f"demo/checkpoint/{file}" for file in DEMO_FILES] if name == "demo" else [f"{name}.json"]
         files = [f"{name}/sweep.json"] if name.startswith("sweep-") else files
-        for file in files:
-            (self._work / file).parent.mkdir(parents=True, exist_ok=True)
-            (self._work / file).write_text(json.dumps({"seconds": 60.0, "made": f"{name}, as number {len(self.made)}"}))
+        made = {
+            "git_commit": commit_of(self._repository),
+            "seconds": 60.0,
+            "made": f"{name}, as number {len(self.made)}",
+        }
+        for file in (self._repository / WORK / file for file in files):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(made))
         return self.exit_codes.get(name, 0)
 
 
@@ -87,27 +87,34 @@ def commands(repository: Path) -> Commands:
 
 
 def names(repository: Path, record: str) -> list[str]:
-    return [path.relative_to(repository).as_posix() for path in source_files(repository, record)]
+    """The sources in ``repository``, which may be no checkout: to an empty one, all of its files are new."""
+    with tempfile.TemporaryDirectory() as folder:
+        git(Path(folder), "init", "--quiet")
+        given = (f"--git-dir={folder}/.git", f"--work-tree={repository}")
+        found = git(repository, *given, "ls-files", "--others", "--exclude-standard", "--", *record_sources(record))
+    return found.splitlines()
 
 
-def noted(repository: Path, name: str = "parity.json", text: str = "{}", *, suite: str = "parity") -> Path:
-    """A record made from the present sources."""
+def committed(repository: Path, name: str = "parity.json", **content: object) -> Path:
+    """A committed record of the present sources."""
     record = repository / REFERENCE / name
     record.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text(text)
-    note_sources(repository / REFERENCE, record, git_commit="abc", sources=source_hashes(repository, suite))
+    record.write_text(json.dumps({"git_commit": commit_of(repository), **content}))
     return record
 
 
-def paragraph(repository: Path, record: Path) -> str:
-    return sources_paragraph(record, name="parity", repository=repository)
+def change(repository: Path, *names: str) -> None:
+    """Commit changes of files."""
+    write(repository, *names, text=f"after {commit_of(repository)}")
+    commit_all(repository)
 
 
 def test_a_suites_sources_are_those_of_training_and_its_own_without_modules_that_show_records(repository):
     assert names(repository, "parity") == [
         "ds_configs/zero1.json",
-        "src/dsgpt/benchmarks/harness/work.py",
-        "src/dsgpt/benchmarks/parity/command.py",
+        "src/dsgpt/benchmarks/cells.py",
+        "src/dsgpt/benchmarks/frame.py",
+        "src/dsgpt/benchmarks/parity.py",
         LOADER,
         "src/gpt2.py",
     ]
@@ -116,81 +123,56 @@ def test_a_suites_sources_are_those_of_training_and_its_own_without_modules_that
 
 def test_the_sources_of_this_repository_are_found():
     found = set(names(REPOSITORY, "parity"))
-    wanted = {"bounds.py", "comparison.py", "planted.py", "rank.py", "reference.py", "suite.py"}
-    assert {f"src/dsgpt/benchmarks/parity/{name}" for name in wanted} <= found
+    wanted = ("parity", "parity_bounds", "parity_rank", "parity_reference")
+    assert {f"src/dsgpt/benchmarks/{name}.py" for name in wanted} <= found
     assert {"src/gpt2.py", "data_prep/preprocess.py", "ds_configs/3d.json", "src/dsgpt/training/trainer.py"} <= found
-    assert not {name for name in found if "/reports/" in name or name.endswith("page.py") or "/resume/" in name}
+    shown = ("/charts/", "_page.py", "/benchmarks/resume")
+    assert not [name for name in found if any(part in name for part in shown)]
 
 
 @pytest.mark.parametrize("suite", (*SUITES, SWEEP))
-def test_a_suite_is_made_from_every_room_that_it_may_import_but_reports(suite):
-    rooms = set(ROOMS[f"benchmarks.{suite}"]) - {"main", "reports"}
-    folders = {f"src/dsgpt/{room.replace('.', '/')}" for room in rooms}
+def test_a_suite_is_made_from_every_room_but_charts_and_dashboard(suite):
+    folders = {f"src/dsgpt/{room}" for room in ROOMS if room not in {"charts", "dashboard"}}
     assert folders <= {name.rpartition("/")[0] for name in names(REPOSITORY, suite)}
 
 
-def test_a_record_of_a_part_or_with_failures_is_to_be_remade(repository):
-    record, sources = noted(repository), source_hashes(repository, "parity")
-    assert not why_old(record, name="parity", repository=repository)
-    note_sources(repository / REFERENCE, record, git_commit="abc", sources=sources, complete=False)
-    assert "part of the suite" in why_old(record, name="parity", repository=repository)
+def test_a_record_that_is_not_known_to_be_up_to_date_is_remade(repository, commands):
+    record = committed(repository, git_commit="f" * 40)
+    (line,) = check_lines(repository, only=["parity"])
+    assert line == "parity: not known (ffffffffffff: this clone does not have that commit)"
+    record.write_text("{")
+    assert list(check_lines(repository, only=["parity"])) == ["parity: there is no readable record"]
+    assert remake_records(repository, only=["parity"], run=commands) == 0
+    assert list(check_lines(repository, only=["parity"])) == ["parity: up to date"]
 
 
-def test_a_page_says_that_nothing_has_changed_or_lists_what_has(repository, snapshot):
-    record = noted(repository)
-    unchanged_sources = paragraph(repository, record)
-    assert unchanged_sources == snapshot(name="nothing has changed")
-    (repository / "src/dsgpt/reports/bars.py").write_text("other")
-    (repository / "src/dsgpt/benchmarks/parity/page.py").write_text("other")
-    assert paragraph(repository, record) == unchanged_sources
-    (repository / LOADER).write_text("other")
-    (repository / "src/dsgpt/data/order.py").write_text("new")
-    (repository / "src/gpt2.py").unlink()
-    assert paragraph(repository, record) == snapshot(name="three sources have changed")
-
-
-def test_a_record_without_an_entry_does_not_say_from_which_sources_it_was_made(repository, snapshot):
-    record = noted(repository)
-    nothing = paragraph(repository, repository / REFERENCE / "other.json")
-    assert nothing == snapshot
-    record.write_text("{}\n")  # another record at the same path
-    assert paragraph(repository, record) == nothing
-
-
-def test_the_paragraph_about_sources_can_be_removed_from_a_page():
-    assert without_sources("# Title\n\nHead.\n\nSources: some.\n\n## Table\n") == "# Title\n\nHead.\n\n## Table\n"
-
-
-def test_a_new_entry_keeps_the_others_and_a_run_has_its_entry_above_its_folder(repository):
-    first, run = noted(repository), noted(repository, "demo-zero1/training_metrics.json")
-    found = json.loads((repository / REFERENCE / SOURCES_FILE).read_text())["records"]
-    assert list(found) == ["demo-zero1/training_metrics.json", "parity.json"]
-    assert made_from(first) == made_from(run) or made_from(first).sources == made_from(run).sources
-    assert made_from(run).git_commit == "abc"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"records": {"parity.json": {"sources": {}}}}', '{"records": 3}'])
-def test_sources_that_cannot_be_read_give_one_error_line(repository, text):
-    record = noted(repository)
-    (repository / REFERENCE / SOURCES_FILE).write_text(text)
-    with pytest.raises(UserError, match=r"SOURCES\.json: cannot be read as the sources of records: .*; restore or"):
-        made_from(record)
-
-
-def test_a_file_that_changed_while_the_record_was_made_is_never_up_to_date():
-    before, after = {"a": "1", "b": "2", "gone": "3"}, {"a": "1", "b": "x", "new": "4"}
-    kept = unchanged(before, after)
-    assert kept["a"] == "1"
-    assert changed_files(kept, before) == changed_files(kept, after) == ["b", "gone", "new"]
+@pytest.mark.parametrize(
+    ("changed", "only", "refused"),
+    [
+        (LOADER, "parity", True),
+        ("src/dsgpt/data/new.py", "parity", True),
+        ("src/dsgpt/charts/bars.py", "parity", False),
+        ("src/dsgpt/charts/bars.py", "demo", True),  # a run marks its commit for any file
+        (".git", "parity", True),
+    ],
+)
+def test_records_are_not_remade_from_sources_that_are_not_committed(repository, commands, changed, only, refused):
+    if changed == ".git":
+        shutil.rmtree(repository / changed)
+    else:
+        write(repository, changed, text="other")
+    with pytest.raises(UserError, match=f"^{only}: .* commit all changed") if refused else nullcontext():
+        remake_records(repository, only=[only], run=commands)
+    assert commands.made == ([] if refused else [only])
 
 
 def test_records_are_remade_once_and_then_skipped_but_their_pages_are_made_again(repository, commands, capsys):
-    assert list(check_lines(repository))[1] == "parity: there is no such record"
+    assert list(check_lines(repository))[1] == "parity: there is no readable record"
     assert remake_records(repository, run=commands) == 0
     assert commands.made == commands.shown == NAMES
     assert all((repository / REFERENCE / file).exists() for file in DEMO_FILES)
-    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
-    assert "[2/13] parity: remaking it, because there is no such record" in capsys.readouterr().out
+    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"up to date"}
+    assert "[2/13] parity: remaking it, because there is no readable record" in capsys.readouterr().out
     assert remake_records(repository, run=commands) == 0
     assert commands.made == NAMES
     assert commands.shown == 2 * NAMES
@@ -199,12 +181,12 @@ def test_records_are_remade_once_and_then_skipped_but_their_pages_are_made_again
 
 def test_a_change_makes_the_records_old_that_depend_on_the_file(repository, commands):
     remake_records(repository, run=commands)
-    (repository / "src/dsgpt/benchmarks/faults/command.py").write_text("other")
+    commit = commit_of(repository)
+    change(repository, "src/dsgpt/benchmarks/faults.py")
     lines = dict(line.split(": ", 1) for line in check_lines(repository))
-    assert [name for name, line in lines.items() if line != "made from the present sources"] == ["faults"]
-    assert lines["faults"].startswith("1 of 5 sources have changed since")
-    assert lines["faults"].endswith(": src/dsgpt/benchmarks/faults: command.py")
-    (repository / "src/demo.py").write_text("other")
+    assert [name for name, line in lines.items() if line != "up to date"] == ["faults"]
+    assert lines["faults"] == f"1 of 6 sources changed since {commit[:12]}"
+    change(repository, "src/demo.py")
     commands.made.clear()
     assert remake_records(repository, run=commands) == 0
     assert commands.made == ["demo", "faults"]
@@ -224,7 +206,7 @@ def test_a_remake_says_how_long_it_will_take_by_the_committed_records(repository
     remake_records(repository, only=["saving"], run=commands)
     assert "to remake: saving; nothing says how long it takes" in capsys.readouterr().out
     remake_records(repository, only=["plan", "speed"], run=commands)
-    (repository / LOADER).write_text("other")
+    change(repository, LOADER)
     capsys.readouterr()
     remake_records(repository, only=["faults", "saving", "plan", "speed"], run=commands)
     shown = capsys.readouterr().out
@@ -262,10 +244,10 @@ def test_the_demo_trains_the_model_that_suites_need(repository, commands):
 
 
 def test_a_change_of_the_server_makes_only_its_record_old():
-    server = {"src/serve.py", "src/dsgpt/serving/engine.py"}
+    server = {"src/serve.py", "src/dsgpt/inference/server/engine.py"}
     assert server <= set(names(REPOSITORY, "serving"))
     assert not server & {*names(REPOSITORY, "parity"), *names(REPOSITORY, "demo"), *names(REPOSITORY, "inference")}
-    assert "src/dsgpt/benchmarks/inference/trace.json" in names(REPOSITORY, "inference")
+    assert "src/dsgpt/benchmarks/trace.json" in names(REPOSITORY, "inference")
 
 
 @pytest.mark.parametrize(
@@ -281,18 +263,14 @@ def test_the_committed_run_gets_the_figures_of_engines_that_answered_with_the_sa
         (repository / TRAINED / "training_metrics.json").write_text(json.dumps(measured))
     own, figures = {"latency_sec": 1.0}, {"1": {"one": {"tokens_per_sec": 9.0}}}
     engines = [{"name": "one", "by_concurrency": {"1": {"tokens_per_sec": 9.0}}}]
-    for name, suite, content in (
-        (DEMO_FILES[2], "demo", {"summary": losses, "inference": own}),
-        (DEMO_FILES[0], "demo", {}),
-        ("inference.json", "inference", {"checkpoint": checkpoint.as_posix(), "engines": engines}),
-    ):
-        noted(repository, name, json.dumps(content), suite=suite)
+    committed(repository, DEMO_FILES[0])
+    run = committed(repository, DEMO_FILES[2], summary=losses, inference=own)
+    committed(repository, "inference.json", checkpoint=checkpoint.as_posix(), engines=engines)
     remake_records(repository, only=["parity"], run=commands)
-    committed = repository / REFERENCE / DEMO_FILES[2]
-    assert json.loads(committed.read_text())["inference"] == own  # neither record was asked for
+    assert json.loads(run.read_text())["inference"] == own  # neither record was asked for
     remake_records(repository, only=["inference"], run=commands)
-    assert json.loads(committed.read_text())["inference"] == (own | {"by_concurrency": figures} if added else own)
-    assert made_from(committed).git_commit == "abc"
+    assert json.loads(run.read_text())["inference"] == (own | {"by_concurrency": figures} if added else own)
+    assert json.loads(run.read_text())["git_commit"] == commit_of(repository)
     assert ("gets no figures of engines" in capsys.readouterr().out) != added
 
 
@@ -306,7 +284,7 @@ def test_an_interrupted_demo_starts_again(repository, commands):
 
 def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository, commands, capsys):
     remake_records(repository, run=commands)
-    (repository / LOADER).write_text("other")
+    change(repository, LOADER)
     before = {path: path.read_bytes() for path in (repository / REFERENCE).rglob("*.json")}
     commands.exit_codes["parity"] = 1
     commands.made.clear()
@@ -318,17 +296,17 @@ def test_the_committed_records_stay_as_they_are_until_all_are_remade(repository,
     assert remake_records(repository, run=commands) == 0
     assert commands.made == ["demo", *NAMES[1:2], *NAMES[1:]]  # the demo is kept, the suite that failed is not
     assert "[1/13] demo: remade before, skipped" in capsys.readouterr().out
-    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"made from the present sources"}
+    assert {line.partition(": ")[2] for line in check_lines(repository)} == {"up to date"}
 
 
 def test_a_record_whose_sources_changed_while_it_was_made_is_not_published(repository, commands, capsys):
     def run(words):
-        (repository / LOADER).write_text(f"{words}")
+        write(repository, LOADER, text=f"{words}")
         return commands(words)
 
     assert remake_records(repository, only=["saving"], run=run) == 1
     assert not (repository / REFERENCE).exists()
-    assert "saving: not replaced, because 1 of 5 sources have changed since" in capsys.readouterr().out
+    assert "saving: not replaced, because 1 of 6 sources changed since" in capsys.readouterr().out
 
 
 def test_only_the_named_records_are_remade(repository, commands):

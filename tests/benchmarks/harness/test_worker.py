@@ -2,7 +2,7 @@
 
 import cpuinfo
 
-from dsgpt.benchmarks.harness.worker import identify_cpu_once
+from dsgpt.benchmarks.worker import identify_cpu_once
 
 
 def test_the_cpu_is_identified_once_for_all_cells(monkeypatch):

@@ -11,14 +11,11 @@ import pytest
 import torch
 from test_many_requests import TRACE, answer, request, write_run
 
-from dsgpt.benchmarks.inference import continuous
-from dsgpt.benchmarks.inference.command import CONCURRENCY, _selected
-from dsgpt.benchmarks.inference.continuous import ContinuousEngine
-from dsgpt.benchmarks.inference.ours import OwnModel
-from dsgpt.benchmarks.inference.process import _environment
-from dsgpt.benchmarks.inference.protocol import Answer
-from dsgpt.benchmarks.inference.trace import COMMITTED, Trace
-from dsgpt.benchmarks.inference.turns import Engines
+from dsgpt.benchmarks import inference_engines as continuous
+from dsgpt.benchmarks.inference import _selected
+from dsgpt.benchmarks.inference_engines import ContinuousEngine, OwnModel
+from dsgpt.benchmarks.inference_turns import Engines, Trace, _environment
+from dsgpt.benchmarks.inference_worker import Answer
 from dsgpt.common.errors import UserError
 
 
@@ -82,7 +79,7 @@ def test_every_engine_has_the_threads_of_the_record():
 
 PEAKS = """
 import os, subprocess, sys
-from dsgpt.benchmarks.inference import worker
+from dsgpt.benchmarks import inference_worker as worker
 bytearray(200 << 20)
 before = worker._peak_bytes("cpu")
 worker._forget_peak("cpu")
@@ -150,14 +147,3 @@ def test_continuous_batching_gets_no_more_than_the_slots_and_waits_for_late_requ
     monkeypatch.setattr(manager, "get_result", lambda **_: None)
     with pytest.raises(UserError, match="stopped answering"):
         engine.serve(requests[:1], slots=1)
-
-
-def test_a_part_of_the_suite_is_no_committed_record():
-    from dataclasses import replace
-
-    from test_many_requests import OPTIONS
-
-    whole = replace(OPTIONS, concurrency=CONCURRENCY, trace=COMMITTED, repeats=3, engines=(*OPTIONS.engines, "vllm"))
-    assert whole.whole
-    for part in ({"requests": 5}, {"repeats": 2}, {"concurrency": (1,)}, {"engines": ("one",)}, {"trace": Path("x")}):
-        assert not replace(whole, **part).whole

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from test_many_requests import OPTIONS, answer, request
 
-from dsgpt.benchmarks.inference import ours, worker
-from dsgpt.benchmarks.inference.command import _InferenceCommand
-from dsgpt.benchmarks.inference.page import inference_page, summary_lines
-from dsgpt.benchmarks.inference.process import EngineProcess
-from dsgpt.benchmarks.inference.protocol import as_words
-from dsgpt.benchmarks.inference.worker import ANSWER, ONE, STATIC, open_engine
-from dsgpt.reports.concurrency import Concurrency, Engine, Load, Percentiles
-from dsgpt.reports.sweeps import Spread
+from dsgpt.benchmarks import inference_engines as ours
+from dsgpt.benchmarks import inference_worker as worker
+from dsgpt.benchmarks.inference import _InferenceCommand, inference_page, summary_lines
+from dsgpt.benchmarks.inference_turns import EngineProcess
+from dsgpt.benchmarks.inference_worker import ANSWER, ONE, STATIC, as_words, open_engine
+from dsgpt.record.suites import Concurrency, Engine, Load, Percentiles
+from dsgpt.record.sweeps import Spread
 
 
 def percentiles(unit: float) -> Percentiles:

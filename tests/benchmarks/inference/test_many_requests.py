@@ -16,25 +16,35 @@ from safetensors.torch import save_file
 from small_run import REPOSITORY
 from suite_commands import refusal
 
-from dsgpt.benchmarks.inference import batches
-from dsgpt.benchmarks.inference.batches import BatchEngine
-from dsgpt.benchmarks.inference.command import InferenceOptions, run_inference
-from dsgpt.benchmarks.inference.figures import Turn, differences, load_of, percentiles, same_answers, speeds
-from dsgpt.benchmarks.inference.page import inference_page
-from dsgpt.benchmarks.inference.protocol import Answer, Request
-from dsgpt.benchmarks.inference.trace import COMMITTED, Trace, make_trace, read_trace, write_trace
-from dsgpt.benchmarks.inference.turns import gap_sec, turn_order
-from dsgpt.benchmarks.inference.vllm_engine import VllmEngine
+from dsgpt.benchmarks import inference_engines as batches
+from dsgpt.benchmarks.inference import InferenceOptions, inference_page, run_inference
+from dsgpt.benchmarks.inference_engines import BatchEngine
+from dsgpt.benchmarks.inference_turns import (
+    COMMITTED,
+    Trace,
+    Turn,
+    differences,
+    gap_sec,
+    load_of,
+    make_trace,
+    percentiles,
+    read_trace,
+    same_answers,
+    speeds,
+    turn_order,
+    write_trace,
+)
+from dsgpt.benchmarks.inference_worker import Answer, Request, VllmEngine
+from dsgpt.charts.inference import concurrency_chart
+from dsgpt.charts.options import LIGHT
+from dsgpt.charts.style import quiet_style
 from dsgpt.common.errors import UserError
-from dsgpt.exporting.export import export
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
+from dsgpt.inference.export import export
+from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.reports.concurrency import Concurrency, Percentiles, read_concurrency
-from dsgpt.reports.concurrency_chart import concurrency_chart
-from dsgpt.reports.style import quiet_style
-from dsgpt.reports.themes import LIGHT
-from dsgpt.telemetry.console import Console
+from dsgpt.record.suites import Concurrency, Percentiles, read_concurrency
 
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=32, block_size=48, vocab_size=101)
 ENGINES = ("one", "static", "continuous")

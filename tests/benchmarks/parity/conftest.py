@@ -3,7 +3,7 @@
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.parity.suite import Suite
+from dsgpt.benchmarks.parity_suite import ParitySuite
 
 STEPS = 8
 """Enough for every planted bug: the last of them shows in the validation after half of the steps. The record has 20."""
@@ -17,7 +17,7 @@ def result_of(request, tmp_path_factory):
         for item in request.session.items
         if "result_of" in getattr(item, "fixturenames", ()) and "cell" in item.callspec.params
     }
-    suite = Suite(tmp_path_factory.mktemp("parity"), repository=REPOSITORY, device="cpu", steps=STEPS)
+    suite = ParitySuite(tmp_path_factory.mktemp("parity"), repository=REPOSITORY, device="cpu", steps=STEPS)
     coming, known = suite.run(wanted), {}
 
     def get(cell):

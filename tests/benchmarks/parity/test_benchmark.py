@@ -7,13 +7,13 @@ import pytest
 from small_run import REPOSITORY
 from suite_commands import REFERENCE, benchmark, refusal
 
-from dsgpt.benchmarks.harness.cells import Cell
-from dsgpt.benchmarks.harness.command import EXIT_FAILED
-from dsgpt.benchmarks.parity import suite
-from dsgpt.benchmarks.parity.bounds import BF16, FP32, Bounds
-from dsgpt.benchmarks.parity.command import ParityOptions, run_parity
-from dsgpt.benchmarks.parity.page import parity_page
-from dsgpt.telemetry.sources import made_from, without_sources
+from dsgpt.benchmarks import parity_suite as suite
+from dsgpt.benchmarks.cells import Cell
+from dsgpt.benchmarks.frame import EXIT_FAILED
+from dsgpt.benchmarks.parity import ParityOptions, run_parity
+from dsgpt.benchmarks.parity_bounds import BF16, FP32, Bounds
+from dsgpt.benchmarks.parity_page import parity_page
+from dsgpt.record.provenance import PARAGRAPH, without_sources
 
 RECORD = (REFERENCE / "parity.json").as_posix()
 
@@ -51,8 +51,7 @@ def test_a_run_writes_its_record_and_the_page_made_from_it(tmp_path):
     assert record["launches"][0]["seconds"] > 0
     page = (tmp_path / "out" / "record.md").read_text()
     assert without_sources(page) == parity_page(record, source="out/record.json")
-    assert made_from(tmp_path / "out" / "record.json").complete is False  # of the core alone
-    assert "This page was made from these sources." in page
+    assert f"\n\n{PARAGRAPH}" in page
     assert "## Bytes per rank" in page
     again = benchmark("parity", "--table-from", "out/record.json", "--page", "again.md", cwd=tmp_path)
     assert again.returncode == 0
@@ -90,9 +89,9 @@ def test_the_committed_page_is_made_from_the_committed_record():
 
 
 def test_the_committed_record_is_complete_and_has_no_unexpected_result():
-    from dsgpt.benchmarks.parity.matrix import whole_matrix
-    from dsgpt.benchmarks.parity.planted import BUGS
-    from dsgpt.benchmarks.parity.record import SCHEMA_VERSION
+    from dsgpt.benchmarks.parity import whole_matrix
+    from dsgpt.benchmarks.parity_rank import BUGS
+    from dsgpt.benchmarks.parity_suite import SCHEMA_VERSION
 
     record = json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
     cells = record["cells"]

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 
-from dsgpt.benchmarks.harness.rank_files import read_rank
-from dsgpt.benchmarks.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, CUDA, FP32
-from dsgpt.benchmarks.parity.comparison import compare
-from dsgpt.benchmarks.parity.measurement import CHANGED, Measurement, WatchedBatches
-from dsgpt.benchmarks.parity.optimizer_hooks import full_gradient
+from dsgpt.benchmarks.launch import read_rank
+from dsgpt.benchmarks.parity_bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, CUDA, FP32
+from dsgpt.benchmarks.parity_rank import full_gradient
+from dsgpt.benchmarks.parity_reference import CHANGED, Measurement, WatchedBatches, compare
 from dsgpt.data.loader import Batch
 
 NAMES = ("wpe.weight", "blocks.0.ln_1.bias", "wte.weight", "blocks.0.attn.qkv.bias")

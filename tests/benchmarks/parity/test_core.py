@@ -5,9 +5,9 @@ The whole matrix is ``make parity``; its record is ``docs/parity.md``.
 
 import pytest
 
-from dsgpt.benchmarks.harness.tested import STRATEGIES
-from dsgpt.benchmarks.parity.matrix import core, whole_matrix
-from dsgpt.benchmarks.parity.page import failure_words
+from dsgpt.benchmarks.cells import STRATEGIES
+from dsgpt.benchmarks.parity import core, whole_matrix
+from dsgpt.benchmarks.parity_page import failure_words
 
 
 @pytest.mark.parametrize("cell", core(), ids=lambda cell: cell.name)

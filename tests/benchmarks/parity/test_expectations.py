@@ -5,22 +5,27 @@ from dataclasses import replace
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.cells import Cell
-from dsgpt.benchmarks.harness.corpus import cut_validation
-from dsgpt.benchmarks.harness.launch import Assignment
-from dsgpt.benchmarks.harness.tested import ACCUMULATED, EVERY
-from dsgpt.benchmarks.harness.work import GLOBAL_BATCH, VALIDATION_WINDOWS
-from dsgpt.benchmarks.parity.bounds import BF16, BF16_MANY, BF16_PIPELINE, BF16_SPLIT, CPU, FP32, FP32_CONSTANT_RATE
-from dsgpt.benchmarks.parity.computation import Split, work_of
-from dsgpt.benchmarks.parity.matrix import core, refusal_expected, whole_matrix
-from dsgpt.benchmarks.parity.page import parity_page
-from dsgpt.benchmarks.parity.planted import BUGS, planted_cells
-from dsgpt.benchmarks.parity.record import suite_record
-from dsgpt.benchmarks.parity.reference import learning_rate
-from dsgpt.benchmarks.parity.suite import Result, Suite, bounds_of
+from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, GLOBAL_BATCH, VALIDATION_WINDOWS, Cell, cut_validation
+from dsgpt.benchmarks.launch import Assignment
+from dsgpt.benchmarks.parity import core, refusal_expected, whole_matrix
+from dsgpt.benchmarks.parity_bounds import (
+    BF16,
+    BF16_MANY,
+    BF16_PIPELINE,
+    BF16_SPLIT,
+    CPU,
+    FP32,
+    FP32_CONSTANT_RATE,
+    Split,
+    work_of,
+)
+from dsgpt.benchmarks.parity_page import parity_page
+from dsgpt.benchmarks.parity_rank import BUGS, planted_cells
+from dsgpt.benchmarks.parity_reference import learning_rate
+from dsgpt.benchmarks.parity_suite import ParitySuite, Result, bounds_of, suite_record
 from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.data.token_file import open_token_file
-from dsgpt.optimization.schedule import build_schedule
+from dsgpt.strategies.schedule import build_schedule
 
 TRAINED, REFUSED = Cell(strategy="zero1", ranks=2), Cell(strategy="tensor2-zero3", ranks=2)
 
@@ -71,7 +76,7 @@ def test_as_expected(status, refusal_expected, bug, content):
 
 
 def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
-    suite = Suite(tmp_path, repository=REPOSITORY, device="cpu")
+    suite = ParitySuite(tmp_path, repository=REPOSITORY, device="cpu")
     fp16 = Cell(strategy="zero1", ranks=2, precision="fp16")
     ends = [
         Result(cell=TRAINED, status="passed", seconds=1.0),
@@ -95,7 +100,7 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
 
 
 def test_a_page_about_gpus_claims_only_what_their_bounds_show(tmp_path):
-    record = suite_record(Suite(tmp_path, repository=REPOSITORY, device="cpu"), [], seconds=2.0, device="cpu")
+    record = suite_record(ParitySuite(tmp_path, repository=REPOSITORY, device="cpu"), [], seconds=2.0, device="cpu")
     on_gpus = record | {"hardware": record["hardware"] | {"device": "cuda"}}
     here, there = (" ".join(parity_page(one, source="x.json").split()) for one in (record, on_gpus))
     assert "equal in six digits" in here and "not measured yet" not in here
@@ -114,12 +119,12 @@ def test_a_bug_within_the_bounds_of_gpus_is_not_planted_there():
 def test_a_cell_without_a_reference_is_an_error(tmp_path, monkeypatch):
     """The reference is replaced by one that is refused, as on a machine that cannot train it; the cells say why."""
     cell = Cell(strategy="baseline", ranks=1)
-    suite = Suite(tmp_path, repository=REPOSITORY, device="cpu")
+    suite = ParitySuite(tmp_path, repository=REPOSITORY, device="cpu")
     refused = tmp_path / "refused"
 
     def refuse(_work):
         refused.mkdir()
-        call = "dsgpt.benchmarks.parity.rank:train_reference_cell"
+        call = "dsgpt.benchmarks.parity_rank:train_reference_cell"
         return Assignment(folder=str(refused), flags=["--no_such_flag"], call=call, arguments={"split": {}})
 
     monkeypatch.setattr(suite, "_reference", refuse)

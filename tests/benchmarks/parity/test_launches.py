@@ -15,14 +15,13 @@ import psutil
 import pytest
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 
-from dsgpt.benchmarks.harness import launch as launching
-from dsgpt.benchmarks.harness.launch import Assignment, Launch, Start, environment_for, run_job
-from dsgpt.benchmarks.harness.rank_files import read_rank
+from dsgpt.benchmarks import launch as launching
+from dsgpt.benchmarks.launch import Assignment, Launch, Start, environment_for, read_rank, run_job
 
 START_A_JOB = """
 import json, sys
 from pathlib import Path
-from dsgpt.benchmarks.harness.launch import Assignment, Launch, environment_for, run_job
+from dsgpt.benchmarks.launch import Assignment, Launch, environment_for, run_job
 
 assignments = [Assignment(**fields) for fields in json.loads(sys.argv[1])]
 list(run_job(Launch(launcher="python", ranks=1, cells=1), assignments, job_file=Path(sys.argv[2]), device="cpu"))
@@ -30,8 +29,9 @@ list(run_job(Launch(launcher="python", ranks=1, cells=1), assignments, job_file=
 
 FAILING_WORKER = """
 import sys, time
-from dsgpt.benchmarks.harness import children, worker
-from dsgpt.runtime.topology import read_topology
+from dsgpt.benchmarks import launch as children
+from dsgpt.benchmarks import worker
+from dsgpt.machine.topology import read_topology
 
 def fail_or_wait(flags, folder):
     if read_topology().rank == 0:
@@ -44,10 +44,10 @@ if __name__ == "__main__":
 """
 HASHING_WORKER = """
 import sys
-from dsgpt.benchmarks.harness import worker
-from dsgpt.benchmarks.harness.rank_files import rank_file
+from dsgpt.benchmarks import worker
+from dsgpt.benchmarks.launch import rank_file
 from dsgpt.common.files import write_json_atomic
-from dsgpt.runtime.topology import read_topology
+from dsgpt.machine.topology import read_topology
 
 def note_hash(flags, folder):
     write_json_atomic(rank_file(folder, read_topology().rank), {"status": "done", "hash": hash("a string")})
@@ -55,7 +55,7 @@ def note_hash(flags, folder):
 if __name__ == "__main__":
     sys.exit(worker.main(sys.argv[1:]))
 """
-CALL = "dsgpt.benchmarks.parity.rank:train_cell"
+CALL = "dsgpt.benchmarks.parity_rank:train_cell"
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsgpt.benchmarks.parity.planted import BUGS
+from dsgpt.benchmarks.parity_rank import BUGS
 
 FACTS = {
     # Adam hides a wrong scale of the gradients from the loss; their norm shows it in the first step.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsgpt.benchmarks.parity.matrix import core
+from dsgpt.benchmarks.parity import core
 
 WITHIN = 0.05
 

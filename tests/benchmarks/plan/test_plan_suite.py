@@ -6,12 +6,10 @@ import json
 import pytest
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.plan.cells import cells
-from dsgpt.benchmarks.plan.choice import choice_table, choices
-from dsgpt.benchmarks.plan.command import PAGE
-from dsgpt.benchmarks.plan.page import failed, plan_page
-from dsgpt.planning.peak_memory import PARTS
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.benchmarks.plan import PAGE, cells
+from dsgpt.benchmarks.plan_page import choice_table, choices, failed, plan_page
+from dsgpt.planner.memory import PARTS
+from dsgpt.record.provenance import without_sources
 
 ALONE, TOGETHER = "baseline-4x256-bf16-b1-a2", "zero2-4x256-bf16-b1-a2"
 

@@ -6,9 +6,17 @@ import pytest
 from small_run import REPOSITORY
 from suite_commands import refusal
 
-from dsgpt.benchmarks.recipes import command
-from dsgpt.benchmarks.recipes.command import RecipesOptions, run_recipes
-from dsgpt.benchmarks.recipes.grid import SEARCHES, SEED, SHIPPED_BEFORE, Search, Trial, other_seeds
+from dsgpt.benchmarks import recipes as command
+from dsgpt.benchmarks.recipes import (
+    SEARCHES,
+    SEED,
+    SHIPPED_BEFORE,
+    RecipesOptions,
+    Search,
+    Trial,
+    other_seeds,
+    run_recipes,
+)
 
 
 @pytest.mark.parametrize("arguments", ["--size huge", "--core", "--table-from no.json"])

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.recipes.grid import SEARCHES, Trial
-from dsgpt.benchmarks.recipes.page import recipes_page
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.benchmarks.recipes import SEARCHES, Trial, recipes_page
+from dsgpt.record.provenance import without_sources
 
 RECORD = "checkpoint/reference/cpu-2-cores/recipes.json"
 

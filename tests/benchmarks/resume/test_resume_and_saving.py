@@ -6,12 +6,12 @@ import pytest
 from small_run import REPOSITORY
 from suite_commands import REFERENCE, benchmark, refusal
 
-from dsgpt.benchmarks.resume import command
-from dsgpt.benchmarks.resume.command import ResumeOptions, run_resume
-from dsgpt.benchmarks.resume.suite import BASELINE
-from dsgpt.benchmarks.saving import command as saving_command
-from dsgpt.benchmarks.saving.command import SAVES, SavingOptions, run_saving
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.benchmarks import resume as command
+from dsgpt.benchmarks import saving as saving_command
+from dsgpt.benchmarks.resume import ResumeOptions, run_resume
+from dsgpt.benchmarks.resume_rank import BASELINE
+from dsgpt.benchmarks.saving import SAVES, SavingOptions, run_saving
+from dsgpt.record.provenance import without_sources
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import pytest
 from small_run import REPOSITORY
 from training_runs import read_lines, roll_back
 
-from dsgpt.benchmarks.harness.cells import by
-from dsgpt.benchmarks.harness.work import flags, write_recipe
-from dsgpt.benchmarks.resume.matrix import cells, core_pairs, core_rewritten, seeded_pairs
-from dsgpt.benchmarks.resume.suite import BASELINE, BOUND, WHOLE, Length, ResumeSuite, wrong_in
-from dsgpt.checkpointing.training_state import COUNTERS, MOMENTS
-from dsgpt.main import train
+from dsgpt.benchmarks.cells import by, flags, write_recipe
+from dsgpt.benchmarks.resume import cells, core_pairs, core_rewritten, seeded_pairs
+from dsgpt.benchmarks.resume_rank import BASELINE, BOUND, WHOLE, Length, ResumeSuite, wrong_in
+from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS
+from dsgpt.training.command import train
 
 LENGTH = Length(steps=8)
 """Enough to notice state that is lost: the tests below lose some. The record has 20 steps."""

@@ -10,13 +10,12 @@ from small_run import REPOSITORY, random_ids, write_tokens
 from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.speed import command, measure
-from dsgpt.benchmarks.speed.command import SpeedOptions, run_speed
-from dsgpt.benchmarks.speed.measure import measure_memory, measure_row, span
-from dsgpt.benchmarks.speed.page import reached, speed_page, verdict
-from dsgpt.benchmarks.speed.trainers import open_loop
-from dsgpt.benchmarks.speed.worker import synchronisations
-from dsgpt.benchmarks.speed.workloads import (
+from dsgpt.benchmarks import speed as command
+from dsgpt.benchmarks import speed_rounds as measure
+from dsgpt.benchmarks.speed import SpeedOptions, reached, run_speed, speed_page, verdict
+from dsgpt.benchmarks.speed_rounds import measure_memory, measure_row, span
+from dsgpt.benchmarks.speed_trainers import open_loop
+from dsgpt.benchmarks.speed_work import (
     ENGINE,
     HUGGING_FACE,
     NANOGPT,
@@ -28,10 +27,11 @@ from dsgpt.benchmarks.speed.workloads import (
     Work,
     published,
     rows,
+    synchronisations,
     work_from,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.record.provenance import without_sources
 
 SMALL = Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
 WORK = Work(shape=SMALL, batch=2, precision="fp32", threads=1)

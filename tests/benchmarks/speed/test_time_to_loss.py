@@ -3,9 +3,9 @@
 import pytest
 from stand_in_nanogpt import STAND_IN
 
-from dsgpt.benchmarks.speed import time_to_loss
-from dsgpt.benchmarks.speed.time_to_loss import DEFAULTS, Defaults, seconds_to, share_of, train_peer
-from dsgpt.benchmarks.speed.workloads import NANOGPT
+from dsgpt.benchmarks import time_to_loss
+from dsgpt.benchmarks.speed_work import NANOGPT
+from dsgpt.benchmarks.time_to_loss import DEFAULTS, Defaults, seconds_to, share_of, train_peer
 
 CURVE = [(10.0, 6.0), (20.0, 5.0), (30.0, 4.0)]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from small_run import command_line, write_data, write_recipe
 
-from dsgpt.benchmarks.sweep.command import SweepOptions
+from dsgpt.benchmarks.sweep import SweepOptions
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
-from dsgpt.reports.sweeps import State, Turn
+from dsgpt.record.sweeps import State, Turn
 
 STEPS = 6
 WORK = dict.fromkeys((*WORK_FACTS, *TRAINING_FACTS), "as the others") | {

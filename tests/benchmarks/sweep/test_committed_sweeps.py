@@ -5,10 +5,10 @@ import json
 import pytest
 from small_run import REPOSITORY
 
-from dsgpt.benchmarks.harness.committed import REFERENCE, SWEEPS
-from dsgpt.benchmarks.sweep.page import sweep_page
-from dsgpt.reports.sweeps import read_sweep
-from dsgpt.telemetry.sources import without_sources
+from dsgpt.benchmarks.records import REFERENCE, SWEEPS
+from dsgpt.benchmarks.sweep_page import sweep_page
+from dsgpt.record.provenance import without_sources
+from dsgpt.record.sweeps import read_sweep
 
 COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
 

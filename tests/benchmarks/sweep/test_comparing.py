@@ -11,13 +11,13 @@ from small_run import command_line, write_inputs
 from suite_commands import benchmark
 from sweep_files import WORK, made_up
 
-from dsgpt.benchmarks.sweep.cells import Cell
-from dsgpt.benchmarks.sweep.compare import compare
-from dsgpt.benchmarks.sweep.difference import block_length, speed_difference
-from dsgpt.benchmarks.sweep.figures import cell_of
+from dsgpt.benchmarks.compare import compare
+from dsgpt.benchmarks.sweep_cells import Cell
+from dsgpt.benchmarks.sweep_page import block_length, speed_difference
+from dsgpt.benchmarks.sweep_turns import cell_of
 from dsgpt.common.errors import UserError
-from dsgpt.main import train
-from dsgpt.reports.sweeps import State, Sweep
+from dsgpt.record.sweeps import State, Sweep
+from dsgpt.training.command import train
 
 SPEEDS = [1000.0, 1010.0, 990.0, 1005.0]
 

@@ -8,12 +8,17 @@ from small_run import REPOSITORY, random_ids, write_tokens
 from suite_commands import refusal
 from sweep_files import cell, options, write_description
 
-from dsgpt.benchmarks.sweep.cells import Cell
-from dsgpt.benchmarks.sweep.command import run_sweep
-from dsgpt.benchmarks.sweep.description import read_description
-from dsgpt.benchmarks.sweep.equal import planned_work, require_equal_work
-from dsgpt.benchmarks.sweep.suites import BATCH, SUITES, built_in
-from dsgpt.benchmarks.sweep.turns import ordered_turns
+from dsgpt.benchmarks.sweep import run_sweep
+from dsgpt.benchmarks.sweep_cells import (
+    BATCH,
+    SUITES,
+    Cell,
+    built_in,
+    planned_work,
+    read_description,
+    require_equal_work,
+)
+from dsgpt.benchmarks.sweep_turns import ordered_turns
 from dsgpt.common.errors import UserError
 
 CELLS = [Cell(name=name, devices=1, launcher="python", flags=()) for name in "abcdef"]

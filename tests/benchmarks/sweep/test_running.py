@@ -15,15 +15,15 @@ from small_run import REPOSITORY, TOKENS, random_ids, write_tokens
 from suite_commands import benchmark
 from sweep_files import STEPS, WORK, cell, made_up, options, write_description
 
-from dsgpt.benchmarks.sweep import command, training
-from dsgpt.benchmarks.sweep.cells import Cell as SweepedCell
-from dsgpt.benchmarks.sweep.cells import ComparisonPlan
-from dsgpt.benchmarks.sweep.command import run_sweep
-from dsgpt.benchmarks.sweep.figures import cell_of, comparison_of
-from dsgpt.benchmarks.sweep.training import Ending, error_line, state_of, train
+from dsgpt.benchmarks import sweep as command
+from dsgpt.benchmarks import sweep_turns as training
+from dsgpt.benchmarks.sweep import run_sweep
+from dsgpt.benchmarks.sweep_cells import Cell as SweepedCell
+from dsgpt.benchmarks.sweep_cells import ComparisonPlan
+from dsgpt.benchmarks.sweep_turns import Ending, cell_of, comparison_of, error_line, state_of, train
+from dsgpt.common.command_line import Terminated
 from dsgpt.common.errors import UserError
-from dsgpt.common.script import Terminated
-from dsgpt.reports.sweeps import SCHEMA_VERSION, State, SweepCell, read_sweep
+from dsgpt.record.sweeps import SCHEMA_VERSION, State, SweepCell, read_sweep
 
 TORCHRUN = """\
 error: global batch 8 is not divisible by 3 ranks: take --global_batch_size 6 or 9, or 2 or 4 ranks
@@ -161,7 +161,8 @@ def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tm
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
     write_tokens(tmp_path / "train.bin", np.frombuffer(train_data, dtype="<u2"))
     assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
-    monkeypatch.setattr(command, "source_hashes", lambda *_: {"src/gpt2.py": "edited"})
+    (tmp_path / "edited.py").write_text("pass")
+    monkeypatch.setattr(command, "PACKAGE", tmp_path)
     with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
         run_sweep(options(tmp_path, three), repository=REPOSITORY)
 

@@ -11,7 +11,7 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Page, expect, sy
 from small_run import command_line, random_ids, write_inputs, write_tokenizer, write_tokens
 
 from dsgpt.common.errors import UserError
-from dsgpt.main import train
+from dsgpt.training.command import train
 
 POSITIONS = 64
 PROBES = re.compile(r"/\w+/_stcore/(health|host-config)$")

@@ -5,8 +5,8 @@ from typing import Any
 
 from dashboard_server import REPOSITORY
 
-from dsgpt.benchmarks.harness.cells import counted
-from dsgpt.benchmarks.harness.pages import table
+from dsgpt.benchmarks.cells import counted
+from dsgpt.benchmarks.frame import table
 
 PAGE = REPOSITORY / "docs" / "dashboard.md"
 HEADING = "\n## What it costs\n"
@@ -45,7 +45,7 @@ Live looks at the files every two seconds, and every ten if it watches ten runs.
 `{source}` has the figures of {counted(len(rounds), "round")}, each on a new server.
 Streamlit {record["env"]["streamlit_version"]}, Chromium {record["env"]["chromium_version"]}.
 Commit `{record["git_commit"]}`, {record["timestamp_utc"]}.
-`python tests/dashboard/browser/measure.py` measures them on your machine.
+`PYTHONPATH=tests .venv/bin/python tests/dashboard/browser/measure.py` measures them on your machine.
 With `--table-from {source}` it writes this part of the page.
 """
 

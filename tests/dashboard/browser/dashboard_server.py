@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, Playwright
 from system_packages import browser
 
 from dsgpt.common.errors import UserError
-from dsgpt.runtime.topology import free_port
+from dsgpt.machine.topology import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGES = {

@@ -22,21 +22,15 @@ from costs import PAGE, costs, page_with
 from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
-from dsgpt.benchmarks.harness.command import record_head
+from dsgpt.benchmarks.frame import record_head
+from dsgpt.common.command_line import run_script
+from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_atomic, write_json_atomic
-from dsgpt.common.problems import Problems
-from dsgpt.common.script import run_script
-from dsgpt.telemetry.record import RECORD_FILE, STEPS_FILE
-from dsgpt.telemetry.sources import hash_files, note_sources, unchanged
-from dsgpt.training.run_lock import RunLock
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
+from dsgpt.training.status import RunLock
 
 SCHEMA_VERSION = "1.1"
 SOURCE = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "demo-baseline"
-SOURCES = (
-    *("charts/dashboard.py", "src/dsgpt/dashboard/**/*.py", "src/dsgpt/reports/*.py"),
-    *("tests/dashboard/browser/dashboard_server.py", "tests/dashboard/browser/measure.py"),
-)
-"""What the figures depend on most; the package's other rooms take part, too."""
 RUNS, STEPS = 50, 10_000
 LONG_RUNS, LONG_STEPS = 3, 100_000
 ROUNDS = 3
@@ -60,7 +54,7 @@ def main() -> None:
         text = costs(record, source=given.table_from.as_posix())
         write_atomic(PAGE, page_with(text, page=PAGE.read_text(encoding="utf-8")).encode())
         return
-    began, before, rounds = time.perf_counter(), _sources(), []
+    began, rounds = time.perf_counter(), []
     for number in range(given.rounds):
         figures, chromium = _round(given.watched_sec)
         rounds.append(figures)
@@ -72,10 +66,6 @@ def main() -> None:
     record["seconds"] = round(time.perf_counter() - began, 1)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(given.output, record)
-    sources = unchanged(before, _sources())
-    whole = given.rounds >= ROUNDS and given.watched_sec >= WATCHED_SEC
-    commit: str | None = record["git_commit"]
-    note_sources(given.output.parent, given.output, git_commit=commit, sources=sources, complete=whole)
     print(f"record {given.output}")
 
 
@@ -98,10 +88,6 @@ def _arguments() -> argparse.Namespace:
         )
     problems.raise_if_any()
     return given
-
-
-def _sources() -> dict[str, str]:
-    return hash_files(REPOSITORY, {path for pattern in SOURCES for path in REPOSITORY.glob(pattern)})
 
 
 def _round(watched_sec: float) -> tuple[Round, str]:

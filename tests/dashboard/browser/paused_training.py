@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from dashboard_server import REPOSITORY
 
-from dsgpt.runtime.launcher import launcher_command
+from dsgpt.machine.launcher import launcher_command
 
 SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
 

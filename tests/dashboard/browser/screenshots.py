@@ -14,8 +14,8 @@ from paused_training import paused
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from dsgpt.benchmarks.harness.corpus import prepare_corpus
-from dsgpt.common.script import run_script
+from dsgpt.benchmarks.cells import prepare_corpus
+from dsgpt.common.command_line import run_script
 
 INTO = REPOSITORY / "docs" / "images" / "dashboard"
 HEIGHTS = {"": 620, "compare": 1500, "live": 1120, "split": 1340, "plan": 1300, "generate": 1120}

@@ -6,32 +6,40 @@ from pathlib import Path
 
 import streamlit as st
 
+from dsgpt.charts.comparison import result_rows, work_rows
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard import curves, measures, seeds
-from dsgpt.dashboard.answers import answers, newest
+from dsgpt.dashboard import curves
+from dsgpt.dashboard import curves as measures
+from dsgpt.dashboard import live as seeds
+from dsgpt.dashboard.curves import bars, lines
 from dsgpt.dashboard.figures import figure, show_table
-from dsgpt.dashboard.folders import current_folder, inside, is_reference
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.pages.overview import FAVOURITES, PRICE
-from dsgpt.dashboard.readers import contents_of, recorded_of, runs_with_records, steps_of, summaries_of
-from dsgpt.dashboard.specifications import bars, lines
+from dsgpt.dashboard.runs import current_folder, inside, is_reference
 from dsgpt.dashboard.steps import Steps
-from dsgpt.dashboard.summaries import own, with_steps
-from dsgpt.reports.comparison import result_rows, work_rows
-from dsgpt.reports.concurrency import read_concurrency
-from dsgpt.reports.curves import window_of
-from dsgpt.reports.equal_work import (
+from dsgpt.dashboard.summaries import (
+    answers,
+    contents_of,
+    newest,
+    own,
+    recorded_of,
+    runs_with_records,
+    steps_of,
+    summaries_of,
+    with_steps,
+)
+from dsgpt.record.equal_work import (
     LOSS_TOLERANCE,
     LOSS_TOLERANCE_OTHERWISE,
     equal_loss_line,
     inference_stamps,
     judge,
     partial_stamps,
+    setup_stamps,
 )
-from dsgpt.reports.machines import setup_stamps
-from dsgpt.reports.measured import strategy_of
-from dsgpt.reports.runs import Run
-from dsgpt.reports.sweeps import read_sweep
+from dsgpt.record.runs import Run, window_of
+from dsgpt.record.suites import read_concurrency
+from dsgpt.record.sweeps import read_sweep, strategy_of
 
 MOST_RUNS = 8
 """As many colours has the palette."""

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.aligned import aligned
-from dsgpt.dashboard.figures import figure
-from dsgpt.dashboard.folders import current_folder
+from dsgpt.dashboard.figures import aligned, figure, heading
 from dsgpt.dashboard.formats import plain
-from dsgpt.dashboard.headings import heading
-from dsgpt.dashboard.kept import Kept
-from dsgpt.dashboard.readers import contents_of
-from dsgpt.dashboard.trying import MODELS, STOPPED, Answer, answer, checkpoints_of, path_of
-from dsgpt.inference.request import Request
+from dsgpt.dashboard.model_session import MODELS, STOPPED, Answer, answer, checkpoints_of, path_of
+from dsgpt.dashboard.runs import Kept, current_folder
+from dsgpt.dashboard.summaries import contents_of
+from dsgpt.inference.requests import GenerateRequest as Request
 
 if TYPE_CHECKING:
     from dsgpt.inference.sample import Opened

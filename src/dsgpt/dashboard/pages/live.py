@@ -7,16 +7,15 @@ import streamlit as st
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.dashboard import curves, formats, watched
+from dsgpt.dashboard import curves, formats
+from dsgpt.dashboard import live as watched
+from dsgpt.dashboard.curves import lines
 from dsgpt.dashboard.figures import figure, show_table
-from dsgpt.dashboard.folders import current_folder, own_file
 from dsgpt.dashboard.formats import plain
-from dsgpt.dashboard.hardware import ProcessUse, process_use, recent_samples
-from dsgpt.dashboard.readers import contents_of, steps_of, summaries_of
-from dsgpt.dashboard.specifications import lines
-from dsgpt.dashboard.summaries import Summary, in_order
-from dsgpt.dashboard.watched import PANELS, Watched
-from dsgpt.telemetry.record import LOG_FILE
+from dsgpt.dashboard.live import PANELS, ProcessUse, Watched, process_use, recent_samples
+from dsgpt.dashboard.runs import current_folder, own_file
+from dsgpt.dashboard.summaries import Summary, contents_of, in_order, steps_of, summaries_of
+from dsgpt.record.schema import LOG_FILE
 from dsgpt.training.status import Status
 
 POINTS = 400

@@ -8,14 +8,23 @@ import streamlit as st
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from dsgpt.dashboard import formats
-from dsgpt.dashboard.answers import Answer, answers, cost, device_seconds, newest
 from dsgpt.dashboard.curves import labels
-from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.navigation import go_to
-from dsgpt.dashboard.readers import runs_with_records, summaries_of
-from dsgpt.dashboard.summaries import Summary, in_order, own
-from dsgpt.reports.runs import Run
+from dsgpt.dashboard.runs import current_folder
+from dsgpt.dashboard.summaries import (
+    Answer,
+    Summary,
+    answers,
+    cost,
+    device_seconds,
+    in_order,
+    newest,
+    own,
+    runs_with_records,
+    summaries_of,
+)
+from dsgpt.record.runs import Run
 from dsgpt.training.status import Status
 
 SYMBOLS = {

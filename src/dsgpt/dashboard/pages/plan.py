@@ -5,33 +5,44 @@ from typing import Any
 
 import streamlit as st
 
-from dsgpt.advising.line import words_of
-from dsgpt.advising.options import HEADROOM, PlanOptions
-from dsgpt.advising.plan import Plan
-from dsgpt.advising.table import assumption_in_words, needs_in_words, usable_in_words
-from dsgpt.advising.words import between, dollars, duration, size, strategy_name
 from dsgpt.common.errors import UserError
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard.command import REPOSITORY
 from dsgpt.dashboard.figures import figure, show_table
-from dsgpt.dashboard.folders import current_folder
 from dsgpt.dashboard.formats import plain
-from dsgpt.dashboard.plan_pictures import RANGES, bars
-from dsgpt.dashboard.plan_tables import gpus_table, offers_table, parts_table, ways_table
-from dsgpt.dashboard.planned import (
+from dsgpt.dashboard.plans import (
+    RANGES,
     MachineChoice,
     Planned,
+    bars,
     command_line,
+    gpus_table,
     machines,
     offers,
+    offers_table,
     on_other_gpus,
+    parts_table,
     planned,
     recommended_files,
+    ways_table,
 )
-from dsgpt.dashboard.refusals import refusal
-from dsgpt.dashboard.split_setup import CHOICES, Choice
+from dsgpt.dashboard.runs import current_folder, refusal
+from dsgpt.dashboard.split import CHOICES, Choice
 from dsgpt.model.config import PRESETS
-from dsgpt.planning.prices import TABLE, read_prices
+from dsgpt.planner.hardware import PRICES as TABLE
+from dsgpt.planner.hardware import read_prices
+from dsgpt.planner.options import HEADROOM, PlanOptions, words_of
+from dsgpt.planner.plan import (
+    Plan,
+    assumption_in_words,
+    between,
+    dollars,
+    duration,
+    needs_in_words,
+    size,
+    strategy_name,
+    usable_in_words,
+)
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11)

@@ -4,25 +4,18 @@ from typing import Any
 
 import streamlit as st
 
-from dsgpt.advising.words import strategy_name
 from dsgpt.common.errors import UserError
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard.command import REPOSITORY
-from dsgpt.dashboard.drawing import drawing
-from dsgpt.dashboard.figures import show_table
-from dsgpt.dashboard.formats import memory, plain
-from dsgpt.dashboard.holding import holdings
-from dsgpt.dashboard.holding_picture import holding_svg
-from dsgpt.dashboard.lessons import lessons
-from dsgpt.dashboard.refusals import refusal
-from dsgpt.dashboard.split_setup import CHOICES, RECIPES, Choice, Split, copied_rows, held_rows, sent_rows, split_of
-from dsgpt.dashboard.step_line import step_lines
-from dsgpt.dashboard.step_picture import step_svg
-from dsgpt.dashboard.tables import columns
-from dsgpt.dashboard.theme import page_theme
+from dsgpt.dashboard.figures import drawing, page_theme, show_table
+from dsgpt.dashboard.formats import columns, memory, plain
+from dsgpt.dashboard.pictures import holding_svg, holdings, step_lines, step_svg
+from dsgpt.dashboard.runs import refusal
+from dsgpt.dashboard.split import CHOICES, RECIPES, Choice, Split, copied_rows, held_rows, lessons, sent_rows, split_of
 from dsgpt.model.config import PRESETS
-from dsgpt.planning.communication import sent_bytes
-from dsgpt.planning.hardware import gpus
+from dsgpt.planner.hardware import gpus
+from dsgpt.planner.plan import strategy_name
+from dsgpt.planner.traffic import sent_bytes
 
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_DRAWN = 8

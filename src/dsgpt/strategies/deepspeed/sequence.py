@@ -14,7 +14,7 @@ from torch import Tensor
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, dense_attention
-from dsgpt.strategies.deepspeed.protocols import ShardingOptimizer
+from dsgpt.strategies.deepspeed.setup import ShardingOptimizer
 from dsgpt.strategies.deepspeed.zero import Zero
 
 

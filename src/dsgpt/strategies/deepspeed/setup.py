@@ -1,21 +1,348 @@
-"""What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer."""
+"""What every DeepSpeed strategy needs before its engine exists, and DeepSpeed's types, extensions and swap files.
+
+Types for the parts of DeepSpeed 0.19.8 that this folder uses; DeepSpeed ships none. Which optimizer
+``deepspeed.initialize`` returns depends on stage and precision, and the classes share no interface. At stage 0 in fp32
+it is the torch optimizer itself.
+
+DeepSpeed's extensions in C++, compiled at first use, by one process at a time. PyTorch marks a build in progress with
+a file. A killed process leaves this file behind, and every later process that needs the extension waits for it
+forever. Here extensions are built in separate folders, under a lock that the operating system releases when the
+process ends. So the process that holds the lock knows that such a file is left over, and removes it.
+
+A folder is for one instruction set and one version each of Python, PyTorch and DeepSpeed. So a complete library in it
+is loaded without DeepSpeed's check of what to compile for, which takes seconds in every process. The folder may then
+be read-only.
+
+Folders for the files that DeepSpeed swaps to nvme: one for each machine of each run, removed when the run ends.
+DeepSpeed names its files by rank only, so two runs under one ``nvme_path`` would write into each other's files. It
+never removes them.
+"""
 
 import contextlib
 import copy
+import hashlib
+import importlib.util
 import io
 import logging
 import os
+import platform
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import sys
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import Lock
 from dsgpt.config.compatibility import nvme_paths
 from dsgpt.config.recipe import DEEPSPEED_KEYS, Recipe
 from dsgpt.config.run_config import RunConfig
-from dsgpt.optimization.optimizer import build_optimizer, parameter_groups
-from dsgpt.strategies.deepspeed.compiled_ops import load_ops
+from dsgpt.machine.probe import compiler
+from dsgpt.machine.process_group import from_main, gather_objects
+from dsgpt.machine.topology import Topology
+from dsgpt.strategies.optimizer import build_optimizer, parameter_groups
+
+
+class Engine(Protocol):
+    """``DeepSpeedEngine``."""
+
+    enable_backward_allreduce: bool
+    """Whether ``backward`` reduces gradients over the ranks in a step's last micro batch."""
+
+    def __call__(self, ids: Tensor, targets: Tensor, *, reduction: str = ..., first_position: int = ...) -> Tensor:
+        """The loss of ``GPT2.forward``."""
+        ...
+
+    def train(self) -> object:
+        """Switch dropout on."""
+        ...
+
+    def eval(self) -> object:
+        """Switch dropout off."""
+        ...
+
+    def backward(self, loss: Tensor) -> object:
+        """Divide ``loss`` by the accumulation steps and compute gradients."""
+        ...
+
+    def step(self) -> None:
+        """Clip and take an optimizer step, in a step's last micro batch only."""
+        ...
+
+    def allreduce_gradients(self) -> None:
+        """Average gradients over the data ranks."""
+        ...
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` changed weights."""
+        ...
+
+    def get_global_grad_norm(self) -> Tensor | float:
+        """2-norm of the gradient before clipping, where the optimizer kept it."""
+        ...
+
+
+class PipelineGrid(Protocol):
+    """``PipelineParallelGrid``."""
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """The rank of ``stage_id`` in this rank's pipeline."""
+        ...
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline."""
+        ...
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold one copy of the model together: all stages and tensor peers."""
+        ...
+
+    def get_slice_parallel_group(self) -> dist.ProcessGroup:
+        """The tensor peers."""
+        ...
+
+
+class Timer(Protocol):
+    """One timer of an engine."""
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        ...
+
+
+class PipelineEngine(Engine, Protocol):
+    """``PipelineEngine``."""
+
+    grid: PipelineGrid
+    timers: Callable[[str], Timer]
+    dp_group_loss: Tensor
+    """After ``train_batch``: the mean loss over micro batches of this rank's pipeline, on every stage; 0-dim fp32."""
+    _INSTRUCTION_MAP: dict[type, Callable[..., None]]
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None: ...
+
+    def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
+        """Take one optimizer step; the mean loss over micro batches and data ranks comes back on every rank."""
+        ...
+
+    def eval_batch(self, data_iter: Iterator[Any], *, reduce_output: None, bcast_loss: bool) -> list[Tensor]:
+        """The losses of a step's micro batches, on the last stage."""
+        ...
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        ...
+
+
+class UnfusedOptimizer(Protocol):
+    """``FP16_UnfusedOptimizer``: stage 0 in bf16 and fp16."""
+
+    optimizer: torch.optim.Optimizer
+    fp16_groups: list[list[nn.Parameter]]
+    """The model's parameters, in either precision."""
+    fp32_groups: list[list[Tensor]]
+    """Their master weights."""
+
+
+class PartitioningOptimizer(Protocol):
+    """``DeepSpeedZeroOptimizer`` and ``BF16_Optimizer``: stages 1 and 2."""
+
+    optimizer: torch.optim.Optimizer
+    _hp_optimizer_states_linked: bool
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None: ...
+
+
+class FragmentAddress(Protocol):
+    """Where a piece of a parameter lies in the whole, flat parameter."""
+
+    start: int
+    numel: int
+
+
+class ParameterFragment(Protocol):
+    """``tensor_fragment``: this rank's piece of one parameter at stages 1 and 2."""
+
+    lp_fragment_address: FragmentAddress
+    optim_fragment: dict[str, Tensor] | None
+    """Names of the moments that are linked."""
+
+    def get_hp_fragment(self, optim_state_key: str | None) -> Tensor:
+        """This rank's piece of a moment, or with None of the fp32 weight; flat."""
+        ...
+
+
+class ShardedParameter(Protocol):
+    """What ``zero.Init`` makes of a parameter at stage 3."""
+
+    ds_id: int
+    ds_shape: torch.Size
+
+
+class ShardingOptimizer(Protocol):
+    """``DeepSpeedZeroOptimizer_Stage3``."""
+
+    optimizer: torch.optim.Optimizer
+    fp16_groups: list[list[ShardedParameter]]
+    """The model's parameters by sub-group."""
+    fp32_partitioned_groups_flat: list[Tensor]
+    """This rank's part of each sub-group."""
+    grad_position: dict[int, tuple[int, int, int]]
+    """``ds_id`` to sub-group, offset in its flat tensor, and elements."""
+    sequence_parallel_size: int
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool: ...
+    def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int) -> None: ...
+    def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int) -> None: ...
+    def _release_swap_buffers(self, sub_group_id: int) -> None: ...
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None: ...
+    def _fp32_state_allgather(self, param: ShardedParameter, fp32_state_partition: Tensor) -> Tensor: ...
+    def _get_param_partition_rank(self, param: ShardedParameter) -> int: ...
+    def checkpoint_event_prologue(self) -> None:
+        """Free parameters that are gathered."""
+        ...
+
+    def checkpoint_event_epilogue(self) -> None:
+        """Gather the parameters that every rank keeps whole."""
+        ...
+
+
+def attached(tensor: Tensor, name: str) -> Any:
+    """The attribute ``name``, which DeepSpeed has set on ``tensor``."""
+    return getattr(tensor, name)
+
+
+def attach(tensor: Tensor, **marks: bool) -> None:
+    """Set attributes on ``tensor`` that DeepSpeed looks for."""
+    for name, value in marks.items():
+        setattr(tensor, name, value)
+
+
+_ROOT = "TORCH_EXTENSIONS_DIR"
+
+
+def load_ops(*builders: str) -> None:
+    """Load the extensions of DeepSpeed's ``builders``, and compile those that are missing; DeepSpeed finds them loaded.
+
+    Args:
+        builders: names of classes of ``deepspeed.ops.op_builder``.
+
+    Raises:
+        UserError: one is missing, and the folder for compiled code cannot be written.
+    """
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - only DeepSpeed's strategies import it
+
+    folder = ops_folder()
+    try:
+        with _extensions_in(folder), _only_missing_compiled(folder):
+            for name in builders:
+                get_accelerator().create_op_builder(name).load(verbose=False)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: compiled code cannot be stored there ({error.strerror}): name another folder in {_ROOT}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _only_missing_compiled(folder: Path) -> Iterator[None]:
+    """Make DeepSpeed's builders, which load each other, compile only what is missing in ``folder``."""
+    from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415
+
+    compile_and_load = OpBuilder.jit_load
+    lock = contextlib.ExitStack()  # holds the lock from the first compilation to the last
+    locked: list[bool] = []
+
+    def jit_load(builder: Any, verbose: bool = False) -> Any:
+        """Load a library that is complete, else compile it, one process at a time."""
+        library, marker = folder / builder.name / f"{builder.name}.so", folder / builder.name / "lock"
+        if _is_complete(library, marker):
+            return _loaded(builder, library)
+        if not locked:
+            lock.enter_context(_locked(folder))
+            locked.append(True)
+            if _is_complete(library, marker):  # compiled by the process that had the lock
+                return _loaded(builder, library)
+        marker.unlink(missing_ok=True)
+        if "CXX" not in os.environ and not shutil.which("c++") and (found := compiler()):
+            os.environ["CXX"] = shlex.join(found)  # PyTorch looks only for c++
+        line = f"compiling DeepSpeed's {builder.name}, once on this machine: this takes minutes"
+        print(line, file=sys.stderr, flush=True)
+        return compile_and_load(builder, verbose)
+
+    OpBuilder.jit_load = jit_load
+    try:
+        with lock:
+            yield
+    finally:
+        OpBuilder.jit_load = compile_and_load
+
+
+def _is_complete(library: Path, marker: Path) -> bool:
+    """Whether PyTorch has finished the library: its marker is there during a build, and stays after a kill."""
+    return not marker.exists() and library.exists()
+
+
+def _loaded(builder: Any, library: Path) -> ModuleType:
+    """Load ``library``, and register it where DeepSpeed looks for the extension of ``builder``."""
+    spec = importlib.util.spec_from_file_location(builder.name, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library}: no loader for a library of this name")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    type(builder)._loaded_ops[builder.name] = module  # the one dictionary of all builders
+    return module
+
+
+def ops_folder() -> Path:
+    """The folder for this machine, below the one that PyTorch or the user chose, which different machines may share."""
+    root = Path(os.environ.get(_ROOT) or get_default_build_root())
+    python = f"py{sys.version_info.major}{sys.version_info.minor}-{_processor()}"
+    return root / f"dsgpt-{python}-torch-{torch.__version__}-deepspeed-{version('deepspeed')}"
+
+
+def _processor() -> str:
+    """A short name for the processor's instruction set: DeepSpeed compiles for this processor only."""
+    facts = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        facts = next((line for line in lines if line.startswith(("flags", "Features"))), facts)
+    return f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with Lock.of_file(folder / ".dsgpt-lock") as lock:
+        lock.take(wait=True)
+        yield
+
+
+@contextlib.contextmanager
+def _extensions_in(folder: Path) -> Iterator[None]:
+    before = os.environ.get(_ROOT)
+    os.environ[_ROOT] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ROOT]
+        else:
+            os.environ[_ROOT] = before
+
+
+# What every DeepSpeed strategy needs before its engine exists: the library, its configuration, and the optimizer.
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -157,3 +484,107 @@ def repeat_counting(optimizer: Any, *, steps: int) -> None:
         adam.ds_opt_adam.adam_update(
             adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, nothing, nothing, nothing, nothing
         )
+
+
+def _own_prefix() -> str:
+    """The beginning of the names of this host's folders. The dot ends the host's name, in which dots are replaced."""
+    return f"nvme-swap-{re.sub(r'[^A-Za-z0-9_-]', '_', socket.gethostname())}."
+
+
+class SwapSpace:
+    """The folders of this machine, which its first rank makes, locks and removes.
+
+    The operating system releases the locks when the process ends, however it ends. So the next run on this host under
+    the same path removes the folders of killed runs. Folders of other hosts stay, because a file system that hosts
+    share may show a host only its own locks (Lustre with ``localflock``, NFS with ``local_lock``).
+    """
+
+    def __init__(self, engine_config: dict[str, Any], recipe: Recipe, topology: Topology) -> None:
+        """Make the folders, and put their paths into ``engine_config``; collective.
+
+        Raises:
+            UserError: on every rank, if one of the folders cannot be made.
+        """
+        blocks = [engine_config["zero_optimization"][name] for name in recipe.nvme_blocks]
+        name = f"{_own_prefix()}{from_main(secrets.token_hex(4))}-{topology.rank - topology.local_rank}"
+        self._held: dict[Path, Lock] = {}
+        problem = ""
+        for base in {Path(block["nvme_path"]) for block in blocks if topology.local_rank == 0}:
+            try:
+                _remove_abandoned(base)
+                self._held[base / name] = _make(base / name)
+            except OSError as error:
+                place, reason = error.filename or base, error.strerror or error
+                problem = f"nvme_path {place}: cannot be used ({reason}): name another folder"
+                break
+        if problems := sorted(set(filter(None, gather_objects(problem)))):
+            self.close()
+            raise UserError(*problems)
+        for block in blocks:
+            block["nvme_path"] = str(Path(block["nvme_path"]) / name)
+
+    def close(self) -> None:
+        """Remove the folders and everything in them; call it when no rank needs them any more.
+
+        After an error, other ranks may still write there; the next run removes what they leave.
+        """
+        while self._held:
+            folder, lock = self._held.popitem()
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+
+
+def _make(folder: Path) -> Lock:
+    """Make and lock ``folder``; no other process ever sees it without its lock."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hidden = folder.with_name(f".{folder.name}")
+    hidden.mkdir()
+    lock = None
+    try:
+        lock = Lock.of_folder(hidden)
+        lock.take(shared=True, wait=True)
+        hidden.rename(folder)
+    except OSError:
+        if lock is not None:
+            lock.release()
+        with contextlib.suppress(OSError):
+            hidden.rmdir()
+        raise
+    return lock
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Remove the folders under ``base`` that ended processes of this host left, as far as possible."""
+    for folder in base.glob(f"{_own_prefix()}*"):
+        # An OSError means that the folder belongs to another user, is a link, or has been removed.
+        with contextlib.suppress(OSError), Lock.of_folder(folder) as lock:
+            if lock.take():  # otherwise another run holds it
+                shutil.rmtree(folder, ignore_errors=True)  # may fail: another user's, or another run removes it too
+
+
+# DeepSpeed's own estimates of the memory of model state, to compare with ``dsgpt.planner``.
+
+
+def estimated_bytes(*, stage: int, elements: int, largest: int, ranks: int, offload: bool) -> int:
+    """Bytes on the device of a rank, by ``estimate_zero2_model_states_mem_needs`` or that of stage 3.
+
+    They are of model state in fp16 or bf16 with Adam, whatever the run's precision and batch are.
+
+    Args:
+        stage: 2 or 3.
+        elements: of all parameters.
+        largest: elements of the largest layer.
+        ranks: on one machine.
+        offload: whether optimizer state, and at stage 3 weights, are in host memory.
+    """
+    if stage == 2:
+        from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs  # noqa: PLC0415
+
+        _, device = estimate_zero2_model_states_mem_needs(elements, num_gpus_per_node=ranks, cpu_offload=offload)
+        return int(device)
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs  # noqa: PLC0415
+
+    _, device, _ = estimate_zero3_model_states_mem_needs(
+        elements, largest, num_gpus_per_node=ranks, cpu_offload=offload, cpu_offload_params=offload
+    )
+    return int(device)

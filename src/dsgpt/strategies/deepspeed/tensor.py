@@ -1,22 +1,150 @@
-"""Tensor parallelism x data parallelism at ZeRO stage 0, 1 or 2: DeepSpeed's AutoTP splits the layers' matrices.
+"""Tensor parallelism, with ZeRO stage 0, 1 or 2 over data ranks.
 
-Written for DeepSpeed 0.19.8. Every rank of a tensor group computes on the same micro batches. Parameters that are
-not split are the same on all of them, bit for bit, because they see the same activations, gradients and dropout masks.
-ZeRO divides gradients and optimizer state among data ranks. ``setup.engine_config`` tells AutoTP which matrices to
-split, and how.
+DeepSpeed 0.19.8's tensor-parallel sums, corrected for tensors of any layout. Import it after DeepSpeed is set up.
+``RowParallel.forward`` and ``ColumnParallel.backward`` (``deepspeed/module_inject/layers.py``) reduce
+``x.contiguous()`` in place and return ``x``. If ``x`` is not contiguous, ``x.contiguous()`` is a copy: the sum is
+lost, and every rank continues with its own part, without an error. Matrix products give contiguous tensors today, but
+nothing guarantees that.
+
+Tensor parallelism inside a transformer block, as in Megatron-LM (Shoeybi et al. 2019, section 3). Attention and the
+MLP each have two matrices. In the paper's notation Y = XA, the first is split by the columns of A, the second by its
+rows, so that nothing is exchanged between the two. Each pair needs one all-reduce of activations in the forward pass
+and one in the backward pass. A ``Linear`` stores A transposed: the columns of A are the rows of its weight. Embeddings
+and LayerNorms stay whole on every peer.
+
+Tensor parallelism x data parallelism at ZeRO stage 0, 1 or 2: DeepSpeed's AutoTP splits the layers' matrices. Written
+for DeepSpeed 0.19.8. Every rank of a tensor group computes on the same micro batches. Parameters that are not split
+are the same on all of them, bit for bit, because they see the same activations, gradients and dropout masks. ZeRO
+divides gradients and optimizer state among data ranks. ``setup.engine_config`` tells AutoTP which matrices to split,
+and how.
 """
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from deepspeed.module_inject import layers
+from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
-from dsgpt.model.gpt2 import GPT2, Attention
-from dsgpt.optimization.optimizer import square_sum
-from dsgpt.strategies.deepspeed.protocols import attach
-from dsgpt.strategies.deepspeed.tensor_layout import attend_with_own_dropout, is_split
+from dsgpt.model.gpt2 import GPT2, Attention, Block
+from dsgpt.strategies.deepspeed.setup import attach
+from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
 from dsgpt.strategies.deepspeed.zero import Zero
+from dsgpt.strategies.optimizer import square_sum
+
+_ROW, _COLUMN = layers.RowParallel, layers.ColumnParallel
+"""DeepSpeed's own classes, which ``reduce_contiguous`` replaces in ``layers``."""
+
+
+class ContiguousColumnParallel(_COLUMN):  # type: ignore[misc, valid-type]  # DeepSpeed ships no types
+    """The identity, whose gradient is summed over the tensor ranks."""
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        """The gradient of this rank, of any layout, to that of all."""
+        summed: tuple[None, Tensor] = _COLUMN.backward(context, gradient.contiguous())
+        return summed
+
+
+class ContiguousRowParallel(_ROW):  # type: ignore[misc, valid-type]  # DeepSpeed ships no types
+    """The sum over the tensor ranks, whose gradient is used unchanged."""
+
+    @staticmethod
+    def forward(context: Any, group: Any, x: Tensor, is_inference_mode: bool) -> Tensor:
+        """The part of this rank, of any layout, to the sum."""
+        summed: Tensor = _ROW.forward(context, group, x.contiguous(), is_inference_mode)
+        return summed
+
+
+def reduce_contiguous() -> None:
+    """Make DeepSpeed's layers use these classes in this process; a second call changes nothing."""
+    layers.ColumnParallel, layers.RowParallel = ContiguousColumnParallel, ContiguousRowParallel
+
+
+def split_block(block: Block, group: dist.ProcessGroup) -> None:
+    """Replace the matrices of ``block`` with this rank's parts of them, in place, with uninitialised values.
+
+    Args:
+        block: with whole matrices; ``group``'s size divides its number of heads.
+        group: the tensor peers.
+    """
+    size = dist.get_world_size(group)
+    attention, mlp = block.attn, block.mlp
+    attention.qkv = ColumnParallelLinear(attention.qkv.in_features, attention.qkv.out_features // size, group)
+    attention.proj = RowParallelLinear(attention.proj.in_features // size, attention.proj.out_features, group)
+    attention.attend = attend_with_own_dropout(attention.attend, rank=dist.get_rank(group))
+    mlp.fc = ColumnParallelLinear(mlp.fc.in_features, mlp.fc.out_features // size, group)
+    mlp.proj = RowParallelLinear(mlp.proj.in_features // size, mlp.proj.out_features, group)
+    for name, parameter in block.named_parameters():
+        # DeepSpeed's gradient norms read these marks: peers hold different values of such a parameter, and all count.
+        attach(parameter, tensor_model_parallel=name in SPLIT, model_parallel=name in SPLIT)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A part of the outputs of a ``Linear``, from its whole input."""
+
+    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup) -> None:
+        super().__init__(in_features, out_features)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, in_features), equal on all peers, to (B, T, out_features) of this peer."""
+        return super().forward(_applied(_Copy, x, self.group))
+
+
+class RowParallelLinear(nn.Linear):
+    """All outputs of a ``Linear``, from the parts of its input that the peers hold."""
+
+    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup) -> None:
+        super().__init__(in_features, out_features)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, in_features) of this peer to (B, T, out_features), equal on all peers."""
+        # The bias is whole on every peer: it is added once, after the sum.
+        return _applied(_Reduce, F.linear(x, self.weight), self.group) + self.bias
+
+
+def _applied(function: type[torch.autograd.Function], x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    result: Tensor = function.apply(x, group)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+    return result
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    """What ``_Copy`` keeps for its backward pass."""
+
+    group: dist.ProcessGroup
+
+
+class _Copy(torch.autograd.Function):
+    """Megatron's ``f``: the identity, whose gradient is the sum of the gradients of the peers' parts of the layer."""
+
+    @staticmethod
+    def forward(context: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        context.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: _Context, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=context.group)
+        return total, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Megatron's ``g``: the sum over the peers, whose gradient every peer uses unchanged."""
+
+    @staticmethod
+    def forward(_context: torch.autograd.function.FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(_context: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class TensorParallel(Zero):
@@ -31,8 +159,6 @@ class TensorParallel(Zero):
 
     def _spread(self, model: GPT2, config: RunConfig) -> Any:
         from deepspeed.utils import groups  # noqa: PLC0415
-
-        from dsgpt.strategies.deepspeed.tensor_reduction import reduce_contiguous  # noqa: PLC0415
 
         # AutoTP would make these groups itself, but only after DeepSpeed has multiplied the batch by all ranks.
         groups._init_tp_mesh_device(tensor_model_parallel_size=config.topology.sizes.tensor)

@@ -1,9 +1,16 @@
-"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload to the CPU or to nvme.
+"""DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload.
 
-Written for DeepSpeed 0.19.8.
+Fewer passes over the gradients of ``BF16_Optimizer``, DeepSpeed's stage 1 in bf16. Written for DeepSpeed 0.19.8. It
+fills gradients in both precisions with zeros after each step, adds to both what the next backward pass computes, and
+converts each gradient in memory of its own before it is added.
+
+DeepSpeed data parallelism at ZeRO stage 0, 1, 2 or 3, with or without offload to the CPU or to nvme. Written for
+DeepSpeed 0.19.8.
 """
 
+import gc
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +18,86 @@ from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
+from dsgpt.machine.device import named_range
+from dsgpt.machine.process_group import sum_over_ranks
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.optimization.optimizer import global_norm
-from dsgpt.runtime.process_group import sum_over_ranks
-from dsgpt.runtime.ranges import named_range
 from dsgpt.strategies.base import to_device
-from dsgpt.strategies.deepspeed.bf16_gradients import spare_passes
-from dsgpt.strategies.deepspeed.compiled_ops import load_ops
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
-from dsgpt.strategies.deepspeed.protocols import UnfusedOptimizer
-from dsgpt.strategies.deepspeed.setup import engine_config
-from dsgpt.strategies.deepspeed.sharded_model import build_sharded
-from dsgpt.strategies.deepspeed.swap_space import SwapSpace
-from dsgpt.strategies.initial_weights import DTYPES, initialize_whole
+from dsgpt.strategies.deepspeed.setup import SwapSpace, UnfusedOptimizer, attached, engine_config, load_ops
+from dsgpt.strategies.initial_weights import DTYPES, initial_values, initialize_whole
+from dsgpt.strategies.optimizer import global_norm
+
+
+def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
+    """Replace methods of ``optimizer`` if it is a ``BF16_Optimizer``; others stay as they are.
+
+    Args:
+        optimizer: from ``deepspeed.initialize``.
+        single_rank: whether there is nothing to reduce, so that the engine need not copy all gradients to buckets.
+        engine: the optimizer's.
+    """
+    if type(optimizer).__name__ != "BF16_Optimizer":
+        return
+    clear = optimizer.clear_lp_grads
+    optimizer.clear_lp_grads = lambda *_, **__: clear(set_to_none=True)
+    optimizer.clear_hp_grads = partial(_forget_sums, optimizer)
+    optimizer._update_hp_grad = partial(_add_to_sum, optimizer)
+    if single_rank:
+        engine.enable_backward_allreduce = False
+
+
+def _forget_sums(optimizer: Any) -> None:
+    """Let the next gradients replace the fp32 sums. Every parameter has a gradient in every step."""
+    optimizer.fp32_groups_has_gradients = [[False] * len(group) for group in optimizer.fp32_groups_gradients]
+
+
+@torch.no_grad()
+def _add_to_sum(optimizer: Any, low: nn.Parameter, group: int, index: int, clear_lp_grads: bool) -> None:
+    """Add the gradient of ``low`` to its fp32 sum, or begin the sum with it."""
+    if low.grad is None:
+        return
+    total, begun = optimizer.fp32_groups_gradients[group][index], optimizer.fp32_groups_has_gradients[group]
+    gradient = low.grad.view(total.shape)
+    if begun[index]:
+        total.add_(gradient)
+    else:
+        total.copy_(gradient)
+    begun[index] = True
+    low._hp_grad = total  # type: ignore[attr-defined]  # DeepSpeed's
+    if clear_lp_grads:
+        low.grad.zero_()
+
+
+# A model that is split over the ranks while it is built (ZeRO-3's ``zero.Init``): no rank ever holds all of it.
+
+_INIT_KEYS = ("zero_optimization", "bf16", "fp16", "aio")
+
+
+def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
+    """GPT-2 with the baseline's initial weights, each split over all ranks as soon as it exists; collective.
+
+    A rank holds its part of every parameter. It also holds one whole layer while that layer is built, and one whole
+    parameter while that parameter gets its value.
+
+    Args:
+        config: the run.
+        engine_config: the JSON that the engine will get.
+    """
+    import deepspeed  # noqa: PLC0415 - takes seconds
+
+    # ``zero.Init`` checks the batch sizes too, but does not know the groups of ranks yet: any micro batch is fine here,
+    # and the engine checks the real sizes later.
+    init_config = {key: engine_config[key] for key in _INIT_KEYS if key in engine_config}
+    with deepspeed.zero.Init(config_dict_or_path={**init_config, "train_micro_batch_size_per_gpu": 1}):
+        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+    # Frees the head's own weight, which the embedding replaced: DeepSpeed's closures put it into a reference cycle.
+    gc.collect()
+    values = initial_values(config)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            if config.topology.is_main:
+                parameter.copy_(values(name, attached(parameter, "ds_shape")))
+    return model
 
 
 class Zero(DeepSpeedStrategy):

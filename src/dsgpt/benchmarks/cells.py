@@ -1,0 +1,571 @@
+"""A cell: one strategy on a number of ranks under one setting, and how it is run."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, first_failure, read_ranks, run_job
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.data.token_file import TokenFileWriter, open_token_file
+
+ACCUMULATED, EVERY = "accumulated", "every micro batch"
+"""Where a strategy rounds gradients to the low precision between ranks: the sums of all micro batches once per step, or
+those of every micro batch."""
+
+
+# The strategies under test: each is a shipped recipe, or one with a setting changed.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestedStrategy:
+    """A strategy under test: how it is started, with which recipe, on how many ranks."""
+
+    name: str
+    """As ``RunConfig.strategy_name`` has it, with a suffix where a setting of the recipe is varied."""
+    run_type: str
+    recipe: str
+    """The shipped recipe that it starts from, a file of ``ds_configs/``."""
+    ranks: tuple[int, ...]
+    launcher: str = "deepspeed"
+    changes: dict[str, Any] = field(default_factory=dict)
+    """What to change in the recipe, block by block; None removes a key."""
+    training: str = ""
+    """A key of ``TRAININGS``: changes of the recipe that are also made for its reference."""
+    replicas: str = "all"
+    """How much every rank holds whole: ``all`` weights, ``some``, or ``none``."""
+    model_ranks: int = 1
+    """Ranks that share a micro batch: each computes a part of the model, or a part of every sequence."""
+    low: str = ""
+    """Where its gradients are rounded to the low precision between ranks: ``ACCUMULATED``, ``EVERY``, or empty."""
+    low_alone: bool = True
+    """Whether a single rank, which sends nothing, rounds them all the same."""
+    whole: bool = True
+    """Whether it has a cell for every setting; otherwise it has one cell."""
+    optimizer: str = "adamw"
+    """The optimizer of that one cell."""
+    precision: str = "fp32"
+    """The precision of that one cell."""
+    refused: bool = False
+    """Whether the product must refuse it under every setting."""
+    fp32_only: bool = False
+    """Whether the product must refuse it in bf16 and fp16."""
+    compiles: bool = True
+    """Whether it trains with ``--compile``; otherwise the product must refuse the flag."""
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "unclipped": {"gradient_clipping": 0},
+    "unclipped sgd": {"gradient_clipping": 0, "optimizer": {"params": {"lr": 0.25}}},
+    "constant rate": {"scheduler": None},
+    "momentum": {"optimizer": {"params": {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01}}},
+}
+"""Changes of the recipe that change what is computed, so that the reference needs them too."""
+
+
+def _zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}}
+
+
+def _deepspeed(name: str, recipe: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
+    """ZeRO. From stage 2 on, a rank keeps no whole gradient from one micro batch to the next."""
+    low = EVERY if recipe.startswith(("zero2", "zero3")) else ACCUMULATED
+    settings: dict[str, Any] = {"low": low, "low_alone": recipe != "zero1"} | more
+    return TestedStrategy(name=name, run_type="optimized", recipe=f"{recipe}.json", ranks=ranks, **settings)
+
+
+def _sharded(name: str, recipe: str, **more: Any) -> TestedStrategy:
+    """ZeRO-3, whose gathers the compiler cannot trace."""
+    return _deepspeed(name, recipe, replicas="some", compiles=False, **more)
+
+
+def _split(name: str, recipe: str, stage: int, *, ranks: tuple[int, ...] = (2, 4), **more: Any) -> TestedStrategy:
+    """A model or sequences split over ranks, at one ZeRO stage. Sequence ranks reduce gradients in fp32."""
+    low = "" if recipe == "sequence" else EVERY if stage >= 2 else ACCUMULATED
+    shared = {"model_ranks": 4 if recipe == "3d" else 2, "low": low}
+    return _deepspeed(name, recipe, ranks=ranks, changes=_zero(stage), compiles=False, **shared, **more)
+
+
+def _torch(name: str, *, ranks: tuple[int, ...] = (1, 2, 4), **more: Any) -> TestedStrategy:
+    return TestedStrategy(
+        name=name,
+        run_type=name.split("-", maxsplit=1)[0],
+        recipe="zero1.json",
+        ranks=ranks,
+        launcher="torchrun",
+        **more,
+    )
+
+
+def _varied(name: str, *changed: tuple[str, str, str, dict[str, Any]]) -> list[TestedStrategy]:
+    """One cell for each of (suffix, recipe, block, keys of that block)."""
+    return [
+        _deepspeed(f"{name}-{suffix}", recipe, ranks=(2,), changes={block: keys}, whole=False)
+        for suffix, recipe, block, keys in changed
+    ]
+
+
+_TORCH = (
+    TestedStrategy(name="baseline", run_type="baseline", recipe="zero1.json", ranks=(1,), launcher="python"),
+    _torch("ddp"),
+    _torch("ddp-copied-buckets", ranks=(2,), changes={"dsgpt": {"ddp": {"gradient_as_bucket_view": False}}}),
+    _torch("fsdp", replicas="none"),
+    _torch("fsdp-kept", ranks=(2,), replicas="none", changes={"dsgpt": {"fsdp": {"reshard_after_forward": False}}}),
+    _torch("fsdp-offload", ranks=(2,), replicas="none", changes={"dsgpt": {"fsdp": {"cpu_offload": True}}}),
+)
+_DATA_PARALLEL = (
+    *(_deepspeed(f"zero{stage}", f"zero{stage}") for stage in (0, 1, 2)),
+    _sharded("zero3", "zero3"),
+    _deepspeed("zero2-offload", "zero2_offload"),
+    _sharded("zero3-offload", "zero3_offload"),
+    _sharded("zero3-nvme", "zero3_nvme"),
+)
+_SPLIT = (
+    *(_split(f"tensor2-zero{stage}", "tensor", stage, replicas="some") for stage in (0, 1, 2)),
+    _split("pipeline2-zero0", "pipeline", 0, replicas="some", fp32_only=True),
+    _split("pipeline2-zero1", "pipeline", 1, replicas="some"),
+    *(_split(f"sequence2-zero{stage}", "sequence", stage) for stage in (0, 1, 2)),
+    _split("sequence2-zero3", "sequence", 3, replicas="some"),
+    _split("pipeline2-tensor2-zero1", "3d", 1, ranks=(8,), replicas="some"),
+    _split("pipeline2-tensor2-zero0", "3d", 0, ranks=(8,), replicas="some", whole=False),
+)
+_REFUSED = (
+    _split("tensor2-zero3", "tensor", 3, ranks=(2,), whole=False, refused=True),
+    _split("pipeline2-zero2", "pipeline", 2, ranks=(2,), whole=False, refused=True),
+    _split("pipeline2-zero3", "pipeline", 3, ranks=(2,), whole=False, refused=True),
+)
+_WITHOUT_CLIPPING = (
+    *("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"),
+    *("tensor2-zero1", "pipeline2-zero0", "pipeline2-zero1", "sequence2-zero1"),
+)
+"""Strategies that are also trained with SGD and no clipping. That shows whether gradients are scaled wrongly after
+the reported norm was read: clipping would undo the wrong scale."""
+
+
+def _unclipped_sgd(strategy: TestedStrategy) -> TestedStrategy:
+    return replace(
+        strategy,
+        name=f"{strategy.name}-unclipped-sgd",
+        ranks=(2,),
+        training="unclipped sgd",
+        optimizer="sgd",
+        whole=False,
+    )
+
+
+_OTHER_TRAININGS = (
+    _torch("ddp-unclipped", ranks=(2,), training="unclipped", whole=False),
+    _deepspeed("zero1-unclipped", "zero1", ranks=(2,), training="unclipped", whole=False),
+    *map(_unclipped_sgd, (one for one in (*_TORCH, *_DATA_PARALLEL, *_SPLIT) if one.name in _WITHOUT_CLIPPING)),
+    _deepspeed("zero1-constant-rate", "zero1", ranks=(2,), training="constant rate", whole=False),
+    _deepspeed("zero1-momentum", "zero1", ranks=(2,), training="momentum", whole=False, optimizer="sgd"),
+)
+_OTHER_SETTINGS = (
+    *_varied(
+        "zero2",
+        ("whole-reduction", "zero2", "zero_optimization", {"reduce_scatter": False}),
+        ("scattered-gradients", "zero2", "zero_optimization", {"contiguous_gradients": False}),
+        ("bucket-per-rank", "zero2", "zero_optimization", {"use_multi_rank_bucket_allreduce": False}),
+        ("overlap", "zero2", "zero_optimization", {"overlap_comm": True}),
+        ("offload-torch-adam", "zero2_offload", "optimizer", {"params": {"torch_adam": True}}),
+    ),
+    *_varied("zero1", ("offload", "zero1", "zero_optimization", {"offload_optimizer": {"device": "cpu"}})),
+    *(
+        _sharded(f"zero3-{suffix}", recipe, ranks=(2,), changes={"zero_optimization": changes}, whole=False)
+        for suffix, recipe, changes in (
+            ("overlap", "zero3", {"overlap_comm": True}),
+            ("offload-weights", "zero3_offload", {"offload_optimizer": None}),
+            ("offload-optimizer", "zero3_offload", {"offload_param": None}),
+        )
+    ),
+    _deepspeed(
+        "zero1-immediate-update",
+        "zero1",
+        ranks=(2,),
+        changes={"bf16": {"enabled": True, "immediate_grad_update": True}},
+        whole=False,
+        precision="bf16",
+    ),
+)
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (*_TORCH, *_DATA_PARALLEL, *_SPLIT, *_REFUSED, *_OTHER_TRAININGS, *_OTHER_SETTINGS)
+}
+"""By name, in the order in which the suite runs and shows them."""
+
+
+# A cell: one strategy on a number of ranks under one setting. Every suite except ``saving`` launches cells.
+
+ACCUMULATIONS = (1, 3)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Cell:
+    """One training of a suite."""
+
+    strategy: str
+    """A key of ``STRATEGIES``."""
+    ranks: int
+    accumulation: int = 3
+    """Micro batches per optimizer step and data rank."""
+    optimizer: str = "adamw"
+    """``adamw``, clipped at 1; or ``sgd`` with learning rate 1, clipped at 0.3, which hides no wrong scale."""
+    precision: str = "fp32"
+    option: str = ""
+    """``activation checkpointing``, ``compile``, or nothing."""
+    bug: str = ""
+    """The bug planted in the strategy, a key of ``parity.planted.BUGS``; the parity suite must report such a cell as
+    failed."""
+
+    @property
+    def name(self) -> str:
+        """The name in console lines, pages and test ids."""
+        words = [self.strategy, counted(self.ranks, "rank"), f"accumulation {self.accumulation}"]
+        return ", ".join(filter(None, [*words, self.optimizer, self.precision, self.option, self.bug]))
+
+    @property
+    def folder(self) -> str:
+        """The name without blanks, for a folder."""
+        return self.name.replace(", ", "_").replace(" ", "-")
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def by(cell: Cell) -> str:
+    """``fsdp-offload on 4 ranks``."""
+    return f"{cell.strategy} on {counted(cell.ranks, 'rank')}"
+
+
+def executed_by(cell: Cell) -> str:
+    """The same in the product's words, which do not name settings of PyTorch's strategies: ``fsdp on 4 ranks``."""
+    strategy = STRATEGIES[cell.strategy]
+    name = cell.strategy if strategy.run_type == "optimized" else strategy.run_type
+    return f"{name} on {counted(cell.ranks, 'rank')}"
+
+
+# A model by its sizes, and the one that several suites measure.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model."""
+
+    name: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+
+
+NARROW = Shape(name="4 x 256", n_layer=4, n_head=4, n_embd=256, vocab_size=8192)
+
+
+# The texts that suites train on, prepared by ``data_prep/preprocess.py``: of the standard library, a part or all.
+
+SOURCES = ("abc.py", "bisect.py", "calendar.py", "heapq.py", "textwrap.py", "shlex.py", "json/decoder.py", "this.py")
+"""About 90 kB, in files that every Python since 3.11 has."""
+VOCABULARY = 300
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared token files."""
+
+    train: Path
+    val: Path
+
+
+def prepare_corpus(repository: Path, folder: Path) -> Corpus:
+    """Token files in ``folder``, with a tokenizer of 300 ids trained on the text.
+
+    Raises:
+        UserError: this Python has no sources of its library, or the script failed; the message has its output.
+    """
+    library, text = Path(sysconfig.get_path("stdlib")), folder / "text"
+    text.mkdir(parents=True)
+    for name in SOURCES:
+        if not (library / name).exists():
+            raise UserError(f"{library / name}: is missing, but the suite trains on it: use a Python with its sources")
+        shutil.copy(library / name, text / name.replace("/", "-").replace(".py", ".txt"))
+    prepared = folder / "data"
+    command = [sys.executable, str(repository / "data_prep" / "preprocess.py"), "--input", str(text)]
+    command += ["--tokenizer", "train", "--vocab_size", str(VOCABULARY)]
+    command += ["--val_fraction", "0.2", "--output_dir", str(prepared)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip() or done.stdout.strip()}")
+    return Corpus(train=prepared / "train.bin", val=prepared / "val.bin")
+
+
+def prepare_demo(repository: Path, folder: Path) -> Path:
+    """The text of ``make demo`` in ``folder``, prepared once.
+
+    Raises:
+        UserError: the script failed.
+    """
+    if not (folder / "train.bin").exists():
+        command = [sys.executable, "data_prep/preprocess.py", "--output_dir", str(folder)]
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"data_prep/preprocess.py failed: {done.stderr.strip()[-500:]}")
+    return folder
+
+
+def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
+    """The corpus with a validation file of the first ``windows`` windows of ``length`` tokens, next to the whole one.
+
+    Args:
+        corpus: as ``prepare_corpus`` made it.
+        windows: how many; if this is not a multiple of the global batch, the last batch is padded.
+        length: tokens that a window predicts.
+    """
+    whole = open_token_file(corpus.val)
+    about, path = whole.sidecar, corpus.val.with_name("val-cut.bin")
+    with TokenFileWriter(
+        path,
+        vocab_size=about.vocab_size or VOCABULARY,
+        eot_id=about.eot_id or 0,
+        tokenizer=about.tokenizer,
+        source=f"the beginning of {corpus.val.name}",
+    ) as writer:
+        writer.append(whole.memmap()[: windows * length])  # an end-of-text id follows, which the last window predicts
+    return Corpus(train=corpus.train, val=path)
+
+
+# Makes the recipe file and the flags of ``src/gpt2.py`` for a cell.
+
+STEPS = 20
+GLOBAL_BATCH = 12
+"""Divisible by 1, 2 and 4 data ranks times 1 and 3 micro batches."""
+SEQUENCE = 32
+VALIDATION_WINDOWS = 17
+"""The second global batch of a validation is padded: of two data ranks the second has no target in it, of four the last
+two. Ranks and micro batches then have unequal weights."""
+CLIPPING = {"adamw": 1.0, "sgd": 0.3}
+OPTIMIZERS = {
+    "adamw": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "sgd": {"type": "SGD", "params": {"lr": 1.0}},
+}
+SCHEDULER = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "cos_min_ratio": 0.1}}
+WIDTHS = {"cpu": 34, "cuda": 128}
+"""34 is not divisible by 4 ranks: shards are uneven or padded. The fused attention of GPUs needs heads of 64."""
+FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 8}
+"""Dynamic, and so low that this model never overflows: after a skipped step, different steps would be compared."""
+
+SMALL_BUCKETS = {
+    "reduce_bucket_size": 5_000,
+    "allgather_bucket_size": 5_000,
+}
+SMALL_BUCKETS_3 = {
+    "reduce_bucket_size": 5_000,
+    "stage3_prefetch_bucket_size": 5_000,
+    "stage3_param_persistence_threshold": 200,
+    "stage3_max_live_parameters": 20_000,
+    "stage3_max_reuse_distance": 20_000,
+    "sub_group_size": 20_000,
+}
+"""In parameters. At the usual sizes this model would fit into one bucket, and ZeRO-3 would shard nothing."""
+
+
+def shape(device: str) -> dict[str, int]:
+    """The model's shape on ``device``, ``cpu`` or ``cuda``, as flags of ``src/gpt2.py``."""
+    return {
+        "num_layers": 2,
+        "num_heads": 2,
+        "embedding_size": WIDTHS[device],
+        "max_position_embeddings": SEQUENCE,
+        "seq_length": SEQUENCE,
+    }
+
+
+def write_recipe(path: Path, cell: Cell, *, recipes: Path, training: str | None = None) -> Path:
+    """Write the shipped recipe of the cell's strategy, as the cell changes it, to ``path``.
+
+    Args:
+        path: the new file.
+        cell: which strategy and settings.
+        recipes: the folder of the shipped ones.
+        training: a key of ``TRAININGS``; by default that of the cell's strategy.
+    """
+    strategy = STRATEGIES[cell.strategy]
+    recipe = json.loads((recipes / strategy.recipe).read_text(encoding="utf-8"))
+    torch_adam = recipe["optimizer"]["params"].get("torch_adam")
+    recipe["optimizer"] = copy.deepcopy(OPTIMIZERS[cell.optimizer])
+    if torch_adam is not None and cell.optimizer == "adamw":
+        recipe["optimizer"]["params"]["torch_adam"] = torch_adam
+    recipe |= {
+        "train_batch_size": GLOBAL_BATCH,
+        "scheduler": SCHEDULER,
+        "gradient_clipping": CLIPPING[cell.optimizer],
+    }
+    if cell.precision == "fp16":
+        recipe["fp16"] = FP16
+    if cell.option != "compile":  # PyTorch compiles DDP with buckets of at least 1 MiB
+        recipe = merged(recipe, {"dsgpt": {"ddp": {"bucket_cap_mb": 0.02}}})
+    recipe = merged(recipe, TRAININGS[strategy.training if training is None else training])
+    recipe = merged(recipe, strategy.changes)
+    stage = recipe.get("zero_optimization", {}).get("stage", 0)
+    if stage:
+        recipe = merged(recipe, {"zero_optimization": SMALL_BUCKETS_3 if stage == 3 else SMALL_BUCKETS})
+    write_json_atomic(path, recipe)
+    return path
+
+
+def merged(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``recipe`` with ``changes`` laid over it, object by object; None removes a key."""
+    result = dict(recipe)
+    for key, value in changes.items():
+        below = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def flags(cell: Cell, *, recipe: Path, corpus: Corpus, run_dir: Path, device: str, steps: int = STEPS) -> list[str]:
+    """The flags of ``src/gpt2.py`` that train this cell for ``steps`` optimizer steps."""
+    values = {
+        "run_type": STRATEGIES[cell.strategy].run_type,
+        "train_data_path": corpus.train,
+        "val_data_path": corpus.val,
+        "checkpoint_path": run_dir,
+        "deepspeed_config": recipe,
+        **shape(device),
+        "dropout": 0,
+        "max_train_steps": steps,
+        "grad_accum_steps": cell.accumulation,
+        "precision": cell.precision,
+        "device": device,
+    }
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    if cell.option:
+        words.append(f"--{cell.option.replace(' ', '_')}")
+    return words
+
+
+# Runs cells in a folder: text, recipes and flags for each, then one launch for many of them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellEnd:
+    """How all ranks of one assignment ended."""
+
+    folder: Path
+    ranks: list[RankEnd]
+    """The file of every rank; empty if the launch was lost."""
+    status: str
+    """``done``, or that of the rank that failed first: ``refused`` or ``error``."""
+    message: str = ""
+    """The error of the rank that failed first, without the paths of this machine."""
+    seconds: float = 0.0
+
+
+class CellRunner:
+    """Runs cells.
+
+    Args:
+        folder: an existing folder; every cell gets a folder in it.
+        repository: holds the scripts and recipes.
+        device: ``cpu`` or ``cuda``.
+        steps: optimizer steps of a cell.
+    """
+
+    def __init__(self, folder: Path, *, repository: Path, device: str, steps: int = STEPS) -> None:
+        self.folder, self.device, self._repository, self._steps = folder, device, repository, steps
+        self.launches: list[Launch] = []
+        """Those that the record lists."""
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The text, prepared when it is first needed.
+
+        Raises:
+            UserError: it could not be prepared.
+        """
+        whole = prepare_corpus(self._repository, self.folder / "corpus")
+        return cut_validation(whole, windows=VALIDATION_WINDOWS, length=SEQUENCE)
+
+    def assignment(
+        self,
+        cell: Cell,
+        *,
+        call: str,
+        name: str = "",
+        training: str | None = None,
+        more: Sequence[str] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Assignment:
+        """Make the cell's folder with its recipe; return what its ranks must call.
+
+        Args:
+            cell: what to run.
+            call: ``module:function``.
+            name: of the folder; by default the cell's.
+            training: a key of ``TRAININGS``; by default that of the cell's strategy.
+            more: further flags of ``src/gpt2.py``.
+            arguments: of the call.
+        """
+        folder = self.folder / (name or cell.folder)
+        folder.mkdir()
+        recipe = write_recipe(folder / "recipe.json", cell, recipes=self._repository / "ds_configs", training=training)
+        words = flags(
+            cell, recipe=recipe, corpus=self.corpus, run_dir=folder / "run", device=self.device, steps=self._steps
+        )
+        return Assignment(folder=str(folder), flags=[*words, *more], call=call, arguments=dict(arguments or {}))
+
+    def run(
+        self,
+        launcher: str,
+        ranks: int,
+        assignments: Sequence[Assignment],
+        *,
+        started: Callable[[Launch], None] | None = None,
+        imports: Sequence[str] | None = None,
+    ) -> Iterator[CellEnd]:
+        """Run ``assignments`` under one launcher; yield how each ended, in order, including the lost ones.
+
+        Args:
+            launcher: ``python``, ``torchrun`` or ``deepspeed``.
+            ranks: how many it starts.
+            assignments: for all of these ranks.
+            started: called with the launch before it starts; without it, the record does not list the launch.
+            imports: as for ``run_job``.
+        """
+        launch = Launch(launcher=launcher, ranks=ranks, cells=len(assignments))
+        if started:
+            self.launches.append(launch)
+            started(launch)
+        job_file, done = self.folder / f"job-{len(list(self.folder.glob('job-*.json'))) + 1}.json", 0
+        for index, seconds in run_job(launch, assignments, job_file=job_file, device=self.device, imports=imports):
+            done = index + 1
+            yield self._end_of(Path(assignments[index].folder), ranks, seconds)
+        for assignment in assignments[done:]:
+            message = f"the launch ended before this cell did; {_last_lines(job_file)}"
+            yield CellEnd(folder=Path(assignment.folder), ranks=[], status="error", message=message)
+
+    def _end_of(self, folder: Path, ranks: int, seconds: float) -> CellEnd:
+        ends = read_ranks(folder, ranks)
+        failure = first_failure(ends)
+        if failure is None:
+            return CellEnd(folder=folder, ranks=ends, status="done", seconds=seconds)
+        message = failure["message"].replace(f"{folder}/", "").replace(f"{self.folder}/", "")
+        return CellEnd(folder=folder, ranks=ends, status=failure["status"], message=message, seconds=seconds)
+
+
+def _last_lines(job_file: Path) -> str:
+    lines = job_file.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"the last lines of its log: {' / '.join(lines[-3:])}"

@@ -1,0 +1,378 @@
+"""``benchmark.py decoding``: how fast a model generates, beside other implementations on the same work."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteCommand,
+    SuiteFlags,
+    SuiteOptions,
+    SuitePage,
+    judged,
+    record_head,
+    run_suite,
+    table,
+)
+from dsgpt.common.errors import UserError
+from dsgpt.common.text import machine_words
+from dsgpt.machine.console import Console
+
+OURS, HUGGING_FACE, NANOGPT = "dsgpt", "transformers", "nanogpt"
+# The rows of the suite: what is generated, and the goals.
+
+RATIO_GOAL = 1.3
+"""How many times as fast as transformers."""
+SHARE_GOAL = 0.7
+"""The time of reading the weights once, as a share of the time of a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Prompts of equal length that are continued together."""
+
+    model_size: str
+    precision: str
+    batch_size: int
+    quantize: str = "none"
+    """``int8`` for our weights in 8 bits; the peers keep theirs."""
+    prompt_tokens: int = 32
+    new_tokens: int = 100
+
+    @property
+    def key(self) -> str:
+        """Its name for ``--only``."""
+        return f"{self._weights}-{self.batch_size}"
+
+    @property
+    def title(self) -> str:
+        """Its name on the page."""
+        return f"{self.model_size}, {self._weights}, batch {self.batch_size}"
+
+    @property
+    def _weights(self) -> str:
+        return self.precision if self.quantize == "none" else self.quantize
+
+    @property
+    def has_goals(self) -> bool:
+        """Whether the row must reach the goals; weights in 8 bits are for memory."""
+        return self.quantize == "none"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, for the record."""
+        return asdict(self)
+
+
+def rows(model_size: str) -> list[Work]:
+    """Every row: two precisions and 8 bits, one text and eight."""
+    return [
+        Work(model_size=model_size, precision=precision, quantize=quantize, batch_size=batch_size)
+        for precision, quantize in (("fp32", "none"), ("bf16", "none"), ("bf16", "int8"))
+        for batch_size in (1, 8)
+    ]
+
+
+def peers_of(work: Work, *, nanogpt: bool) -> list[str]:
+    """The contenders of a row. NanoGPT reads all tokens again for each new one, so it takes part at batch 1 only."""
+    return [OURS, HUGGING_FACE, *([NANOGPT] if nanogpt and work.batch_size == 1 else [])]
+
+
+Figures = Mapping[str, Any]
+
+
+def decoding_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.decoding`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware, env, work = record["hardware"], record["env"], record["results"][0]["work"]
+    head = f"""# How fast a model generates
+
+Generated from `{source}` by
+`.venv/bin/python src/benchmark.py decoding --table-from {source} --page docs/decoding.md`;
+`.venv/bin/python src/benchmark.py decoding` measures it on your machine.
+
+Every contender continues the same {work["prompt_tokens"]}-token prompts by {work["new_tokens"]} tokens, greedily, in
+one process with all cores. They run in turn, {record["rounds"]} turns each after a warm-up, so that all meet the same
+machine. A ratio is that of one turn to the turn beside it; the table has its median and its range, and "no
+difference" where the range holds 1. Times include reading the prompts.
+
+A token needs every weight once. The floor is the time that this machine takes to read as many bytes, measured in every
+round by PyTorch's product of a matrix and a vector. The share is the floor divided by the time of a token of ours.
+{_huge_pages(record)}
+
+int8 rows compare our weights in 8 bits with the peers' in bf16.
+
+Machine: {machine_words(hardware)}; {hardware["device"]}.
+torch {env["torch_version"]}, transformers {env["transformers_version"]}.
+Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    return "\n".join(
+        [
+            head,
+            f"\n## Seconds of {work['new_tokens']} tokens\n\n{_speed_table(record)}",
+            f"\n## Distance to the memory's floor\n\n{_floor_table(record)}",
+            *_losses(record),
+            "",
+        ]
+    )
+
+
+def _huge_pages(record: Record) -> str:
+    setting = record.get("huge_pages")
+    if record["hardware"]["device"] != "cpu" or setting not in ("always", "madvise"):
+        return "Nothing here asks for huge pages, or the system gives none."
+    return (
+        "The floor's matrix, and those of our weights that are copied in PyTorch's layout (fp32 with one text, int8),\n"
+        f"lie in huge pages, which this system gives by its setting `{setting}`. The peers' weights lie where PyTorch\n"
+        "puts them."
+    )
+
+
+def _losses(record: Record) -> list[str]:
+    """The section about rounded weights, if they were measured."""
+    losses = record["losses"]
+    if losses is None:
+        return []
+    weights = losses["weights"]
+    rows = [
+        [
+            name,
+            f"{each['loss']:.5f}",
+            f"{each['perplexity']:.3f}",
+            f"{each['perplexity'] / weights['fp32']['perplexity'] - 1:+.3%}",
+        ]
+        for name, each in weights.items()
+    ]
+    text = (
+        f"The model of `{losses['checkpoint']}` predicts the {losses['tokens']:,} tokens of its validation file. In "
+        "int8 the weights of layers and head are rounded, and the arithmetic is bf16."
+    )
+    header = ["weights", "loss, nats per token", "perplexity", "against fp32"]
+    return [f"\n## What rounded weights lose\n\n{text}\n\n{table(header, rows)}"]
+
+
+def summary_lines(record: Record) -> list[str]:
+    """One line for each result, for a console."""
+    return [verdict(result) for result in record["results"]]
+
+
+def missed(result: Figures) -> list[str]:
+    """The goals that a result did not reach, and other ids than those of transformers in fp32."""
+    found = []
+    if result["ratio_goal"] and result["ratios"][HUGGING_FACE]["median"] < result["ratio_goal"]:
+        found.append(f"{result['title']}: slower than {result['ratio_goal']:.1f} times as fast as {HUGGING_FACE}")
+    if result["share_goal"] and result["share"]["median"] < result["share_goal"]:
+        found.append(f"{result['title']}: farther from the memory's floor than {result['share_goal']:.0%}")
+    if result["work"]["precision"] == "fp32" and not result["same_ids"]:
+        found.append(f"{result['title']}: other ids than {HUGGING_FACE}")
+    return found
+
+
+def verdict(result: Figures) -> str:
+    """A result in one line."""
+    ratios = ", ".join(f"{_span(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items())
+    mark = ", NOT REACHED" if missed(result) else ""
+    return f"{result['title']}: {ratios}; {_span(result['share'], '.0%')} of the memory's floor{mark}"
+
+
+def _speed_table(record: Record) -> str:
+    rows = []
+    for result in record["results"]:
+        times = "; ".join(f"{name} {_span(seconds, '.2f')}" for name, seconds in result["seconds"].items())
+        ratios = "; ".join(f"{_span(ratio, '.2f')}x {name}{judged(ratio)}" for name, ratio in result["ratios"].items())
+        tokens = result["work"]["batch_size"] * result["work"]["new_tokens"]
+        speed = tokens / result["seconds"][OURS]["median"]
+        goal = _goal(result["ratio_goal"], ".2f", result["ratios"][HUGGING_FACE]["median"])
+        rows.append([result["title"], times, ratios, goal, f"{speed:,.0f}", "yes" if result["same_ids"] else "no"])
+    return table(["work", "seconds", "ratio", "goal", "our tokens/s", "same ids"], rows)
+
+
+def _floor_table(record: Record) -> str:
+    rows = []
+    for result in record["results"]:
+        floor = result["floor_sec"]["median"]
+        rows.append(
+            [
+                result["title"],
+                f"{result['bytes_per_token'] / 1e6:,.0f}",
+                f"{result['bytes_per_token'] / floor / 1e9:.1f}",
+                f"{floor * 1e3:.1f}",
+                _span(result["token_sec"], ".1f", scale=1e3),
+                _span(result["share"], ".0%"),
+                _goal(result["share_goal"], ".0%", result["share"]["median"]),
+            ]
+        )
+    return table(["work", "MB per token", "GB/s", "floor, ms", "token, ms", "share", "goal"], rows)
+
+
+def _goal(goal: float | None, form: str, reached: float) -> str:
+    """``1.30``, and whether it was missed; a row of 8 bits has no goal."""
+    if goal is None:
+        return "none"
+    return f"{goal:{form}}{'' if reached >= goal else ', **not reached**'}"
+
+
+def _span(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> str:
+    """``1.20 (1.18 to 1.23)``."""
+    median, smallest, largest = (format(figures[key] * scale, form) for key in ("median", "smallest", "largest"))
+    return f"{median} ({smallest} to {largest})"
+
+
+PAGE = SuitePage(name="decoding", of="decoding", text=decoding_page, summary=summary_lines)
+SCHEMA_VERSION = "1.0"
+SIZES = ("demo", "tiny", "small", "medium", "large", "xl")
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(SuiteOptions):
+    """The options of the command line."""
+
+    model_size: str
+    rounds: int
+    """Turns of every contender."""
+    peer: Sequence[str]
+    """``nanogpt=FOLDER``."""
+    only: Sequence[str]
+    """Beginnings of the keys of rows; empty for all."""
+    checkpoint: Path | None
+    """A trained model, to measure what rounded weights lose; None to measure times only."""
+    data: Path | None
+    """The token file that it predicts."""
+    device: str
+
+
+def run_decoding(options: DecodingOptions, *, repository: Path) -> int:
+    """Measure; return 0 if every goal was reached and every id in fp32 is that of transformers.
+
+    Raises:
+        UserError: a peer's folder is wrong, or nothing is selected.
+    """
+    return run_suite(_DecodingCommand(options), options, repository=repository)
+
+
+class _DecodingCommand(SuiteCommand[Result]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "row"
+
+    def __init__(self, options: DecodingOptions) -> None:
+        self._options = options
+        self._checkout = _checkout(options.peer)
+        self._rows: list[Work] = []
+        self._losses: Result | None = None
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
+        """Choose the rows; see ``SuiteCommand``."""
+        if (self._options.checkpoint is None) != (self._options.data is None):
+            raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
+        every, wanted = rows(self._options.model_size), self._options.only
+        self._rows = [work for work in every if not wanted or any(work.key.startswith(word) for word in wanted)]
+        if not self._rows:
+            raise UserError(
+                f"--only {' '.join(wanted)}: selects nothing; there are {', '.join(work.key for work in every)}"
+            )
+        return len(self._rows)
+
+    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002 - of the interface
+        """Choose the device, and measure what does not depend on time; nothing is written."""
+        import torch  # noqa: PLC0415 - takes seconds
+
+        from dsgpt.machine.device import bring_up  # noqa: PLC0415
+
+        if self._options.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
+        threads = len(os.sched_getaffinity(0)) if self._options.device == "cpu" else None
+        self._device = bring_up(self._options.device, local_rank=0, threads=threads)
+        if self._options.checkpoint and self._options.data:
+            from dsgpt.benchmarks.decoding_contenders import measure_losses  # noqa: PLC0415
+
+            self._losses = measure_losses(self._options.checkpoint, self._options.data, device=self._options.device)
+
+    def results(self) -> Iterator[Result]:
+        from dsgpt.benchmarks.decoding_contenders import measure_row  # noqa: PLC0415 - torch takes seconds
+
+        for work in self._rows:
+            yield measure_row(work, rounds=self._options.rounds, device=self._device, checkout=self._checkout)
+
+    def line(self, result: Result, *, count: str, left: str) -> str:
+        return f"{count} {verdict(result)}{left}"
+
+    def record(self, results: Sequence[Result], *, seconds: float) -> Record:
+        from dsgpt.machine.device import huge_page_setting  # noqa: PLC0415 - torch takes seconds
+
+        return record_head(SCHEMA_VERSION, device=self._options.device) | {
+            "rounds": self._options.rounds,
+            "huge_pages": huge_page_setting(),
+            "model_size": self._options.model_size,
+            "seconds": round(seconds, 1),
+            "losses": self._losses,
+            "results": list(results),
+        }
+
+    def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
+        return [line for result in results for line in missed(result)]
+
+
+def _checkout(words: Sequence[str]) -> Path | None:
+    """The checkout that ``--peer`` names; None without one.
+
+    Raises:
+        UserError: it is not ``nanogpt=FOLDER``, or no checkout.
+    """
+    found = None
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not equals or name != NANOGPT:
+            raise UserError(f"--peer {word}: must be {NANOGPT}=FOLDER")
+        if not (Path(folder) / "model.py").is_file():
+            raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
+        found = Path(folder).resolve()
+    return found
+
+
+DESCRIPTION = """\
+decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
+fp32 and bf16, and compare their seconds; measure how far the time of a token is from that of reading the weights. Exit
+code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
+EXAMPLES = """\
+examples:
+  .venv/bin/python src/benchmark.py decoding
+  .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
+  .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+  .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
+
+
+def _add_flags(flags: SuiteFlags) -> None:
+    flags.parser.add_argument(
+        "--model_size",
+        type=flags.reader.choice("--model_size", SIZES, "small"),
+        default="small",
+        metavar="SIZE",
+        help=f"{', '.join(SIZES)} (default: small)",
+    )
+    flags.number("--rounds", default=5, low=1, text="turns of every contender in a row (default: 5)")
+    for flag, metavar, text in (
+        ("--checkpoint", "DIR", "a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"),
+        ("--data", "FILE", "the token file that it predicts, such as the val.bin of its run"),
+    ):
+        flags.parser.add_argument(flag, type=Path, default=None, metavar=metavar, help=text)
+    flags.peers("a checkout to compare with")
+    flags.only("KEY", "rows, by the beginnings of their keys")
+    flags.device("cpu or cuda")
+
+
+SUITE = Suite(
+    description=DESCRIPTION,
+    examples=EXAMPLES,
+    add_flags=_add_flags,
+    options=DecodingOptions,
+    run=run_decoding,
+    page=PAGE,
+)

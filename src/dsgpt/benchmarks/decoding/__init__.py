@@ -1,1 +1,0 @@
-"""How fast a model generates, beside other implementations on the same work."""

@@ -1,0 +1,401 @@
+"""``benchmark.py faults``: what is killed when, and the page of the campaign."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dsgpt.benchmarks.cells import Cell, by
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteCommand,
+    SuiteFlags,
+    SuiteOptions,
+    SuitePage,
+    record_head,
+    run_suite,
+    table,
+    work_facts,
+)
+from dsgpt.common.text import machine_words
+from dsgpt.config.options import SAVE_MODES
+from dsgpt.machine.console import Console
+
+if TYPE_CHECKING:
+    from dsgpt.benchmarks.faults_kinds import Fault
+    from dsgpt.benchmarks.faults_runs import Runs
+
+
+STEPS, SAVE_EVERY = 24, 4
+"""Steps of every run of the campaign, and steps between its checkpoints."""
+# Which process of which run is killed, and when; all of it follows from a seed.
+
+DROPOUT = 0.1
+"""Not 0, so that a random stream that was not restored shows in the losses."""
+KILLS, SEED = 40, 4
+RUNS = {
+    "baseline": Cell(strategy="baseline", ranks=1, accumulation=1),
+    "ddp": Cell(strategy="ddp", ranks=2, accumulation=3),
+    "zero1": Cell(strategy="zero1", ranks=2, accumulation=1),
+    "zero3": Cell(strategy="zero3", ranks=2, accumulation=3),
+    "pipeline2": Cell(strategy="pipeline2-zero1", ranks=2, accumulation=3),
+}
+"""The runs that are disturbed, by the name that pages and lines use."""
+VICTIMS = ("one rank", "all", "the launcher")
+KILL_MOMENTS = ("training", "saving")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """``kill -9`` of one or more processes of a run at an instant."""
+
+    run: str
+    """A key of ``RUNS``."""
+    victim: str
+    """One of ``VICTIMS``; a baseline is one process and has no launcher."""
+    rank: int
+    """Which rank, if the victim is one rank."""
+    moment: str
+    """One of ``MOMENTS``: while steps run, or while a checkpoint is written."""
+    step: int
+    """The kill comes after this step; or while its checkpoint is written, and then it is a multiple of
+    ``SAVE_EVERY``."""
+    fraction: float
+    """How far into the next step, or into the save, 0 to 1."""
+    save_mode: str
+
+    @property
+    def name(self) -> str:
+        """The name in console lines, pages and test ids."""
+        victim = f"rank {self.rank}" if self.victim == "one rank" else self.victim
+        when = f"in the save of step {self.step}" if self.moment == "saving" else f"after step {self.step}"
+        return f"{self.run}: {victim} {when} + {self.fraction:.2f}, {self.save_mode}"
+
+
+def seeded_kills(count: int = KILLS, *, seed: int = SEED) -> list[Kill]:
+    """``count`` kills, the same for the same seed; all runs, victims, moments and save modes take turns."""
+    chance = random.Random(seed)
+    return [_kill(chance, number, run=list(RUNS)[number % len(RUNS)]) for number in range(count)]
+
+
+def _kill(chance: random.Random, number: int, *, run: str) -> Kill:
+    turn, place = divmod(number, len(RUNS))
+    moment = KILL_MOMENTS[turn % 2]
+    saves = range(SAVE_EVERY, STEPS, SAVE_EVERY)
+    return Kill(
+        run=run,
+        victim="one rank" if run == "baseline" else VICTIMS[(turn + place) % 3],
+        rank=chance.randrange(RUNS[run].ranks),
+        moment=moment,
+        step=chance.choice(saves) if moment == "saving" else chance.randrange(1, STEPS - 1),
+        fraction=chance.random(),
+        save_mode=SAVE_MODES[(turn // 2 + place) % 2],
+    )
+
+
+def core_kills() -> list[Kill]:
+    """The kills of ``make test``: each victim once, both moments."""
+    return [
+        Kill(run="ddp", victim="one rank", rank=1, moment="training", step=9, fraction=0.5, save_mode="async"),
+        Kill(run="zero1", victim="all", rank=0, moment="saving", step=8, fraction=0.4, save_mode="sync"),
+        Kill(run="pipeline2", victim="the launcher", rank=0, moment="training", step=6, fraction=0.2, save_mode="sync"),
+    ]
+
+
+# How one fault of the campaign ended.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one fault ended."""
+
+    kind: str
+    """``kill``, ``request``, ``damage``, ``disk`` or ``launch``."""
+    name: str
+    """What was done to which run."""
+    wrong: str = ""
+    """Every check that failed, in words; empty if all passed."""
+    not_run: str = ""
+    """Why this machine cannot run it; empty if it was run."""
+    seconds: float = 0.0
+    measured: dict[str, Any] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    """What the run printed about the fault, without the paths of this machine."""
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed`` or ``not run``."""
+        return "not run" if self.not_run else "failed" if self.wrong else "passed"
+
+
+def all_wrong(*findings: tuple[bool, str]) -> str:
+    """The messages of the findings that are true, joined; empty if none is."""
+    return "; ".join(words for holds, words in findings if holds)
+
+
+def first_error(output: str) -> str:
+    """The first line with an error; launchers print many lines after it."""
+    lines = [line.strip() for line in output.splitlines()]
+    return next((line for line in lines if "rror: " in line or line.startswith("error: ")), output[-300:])
+
+
+STATUS_WORDS = {"passed": "yes", "failed": "**NO**", "not run": "not run"}
+
+
+def faults_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.faults`` makes it.
+        source: the record's path, for the reader.
+    """
+    parts = [_head(record, source), _kills(record), _signals(record), _others(record), _troubles(record)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The figures of the page's summary, for a console."""
+    return [line.strip() for line in _summary(record).splitlines()]
+
+
+def _of(record: Record, *kinds: str) -> list[dict[str, Any]]:
+    return [fault for fault in record["faults"] if fault["kind"] in kinds]
+
+
+def _summary(record: Record) -> str:
+    ran = [fault for fault in record["faults"] if fault["status"] != "not run"]
+    left_out = len(record["faults"]) - len(ran)
+    rest = f" This machine could not run {left_out} more." if left_out else ""
+    kills = _of(record, "kill")
+    lines = [f"* **{_passed(ran)} of {len(ran)} faults** ended as they should.{rest}"]
+    facts = [kill["measured"] for kill in kills if kill["measured"]]
+    if facts:
+        cut = sum(one["save_cut_off"] for one in facts)
+        lost = max(one["steps_lost"] for one in facts)
+        gone = max(one["gone_sec"] for one in facts)
+        every = record["work"]["save_every"]
+        lines += [
+            f"* After **{_passed(kills)} of {len(kills)} kills**, `--resume` recovered the run; {cut} of them",
+            f"  interrupted a save. At most {lost} steps had to be repeated, with a checkpoint every {every} steps.",
+            f"  The last process ended at most {gone:.1f} s after the kill.",
+        ]
+        ended = [one["launcher_sec"] for one in facts if one["launcher_outlived_victim"]]
+        if ended:
+            lines.append(f"* A launcher whose rank was killed ended with an error, at most {max(ended):.1f} s later.")
+    return "\n".join(lines)
+
+
+def _passed(faults: list[dict[str, Any]]) -> int:
+    return sum(fault["status"] == "passed" for fault in faults)
+
+
+def _head(record: Record, source: str) -> str:
+    hardware, env, work = record["hardware"], record["env"], record["work"]
+    runs = "\n".join(
+        f"* `{name}`: {run['executed_by']}, accumulation {run['accumulation']}" for name, run in work["runs"].items()
+    )
+    return f"""# A run that was stopped resumes to the same result
+
+Generated from `{source}` by
+`.venv/bin/python src/benchmark.py faults --table-from {source} --page docs/faults.md`; `make faults`
+runs the campaign on your machine.
+
+{_summary(record)}
+
+Recovered means: `--resume` with the same command ended with exit code 0; every loss, gradient norm, learning rate and
+validation loss of the run equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}; no step is
+missing or logged twice; and no process of the launch was left.
+
+{runs}
+
+Each takes {work["steps"]} steps of {work["global_batch_size"]} sequences of {work["seq_len"]} tokens and saves every
+{work["save_every"]}. Machine: {machine_words(hardware)}; {hardware["device"]}. Python
+{env["python_version"]}, torch {env["torch_version"]}, DeepSpeed {env["deepspeed_version"]}. Commit
+`{record["git_commit"]}`, {record["timestamp_utc"]}. It took {record["seconds"] / 60:.0f} minutes."""
+
+
+def _kills(record: Record) -> str:
+    kills = _of(record, "kill")
+    if not kills:
+        return ""
+    header = ["run", "`kill -9` of", "aimed at", "interrupted a save", "`--save_mode`", "steps taken", "resumed from"]
+    header += ["lost", "allowed", "exit code", "launcher ended after", "all ended after", "recovered"]
+    rows = [_kill_row(kill) for kill in kills if kill["measured"]]
+    return f"""## Kills
+
+Instants are drawn with seed {record["seed"]}. Half of them are aimed at steps, half at a save, for which the kill may
+come too late. All kinds of victims take turns. Lost steps were done and had to be repeated. Allowed are the steps
+between two saves, and those done while the last save was being written. If only the launcher is killed, the ranks
+finish their step, save and exit. The exit code is what the launcher's parent sees: -9 if the launcher was killed.
+
+{table(header, rows)}"""
+
+
+def _kill_row(kill: dict[str, Any]) -> list[Any]:
+    facts = kill["measured"]
+    cut = "yes" if facts["save_cut_off"] else ""
+    keys = ("save_mode", "steps_taken", "resumed_from", "steps_lost", "steps_allowed", "exit_code")
+    times = [f"{facts[key]:.1f} s" for key in ("launcher_sec", "gone_sec")]
+    where = [facts["run"], facts["victim"], facts["aimed_at"], cut]
+    return [*where, *(facts[key] for key in keys), *times, STATUS_WORDS[kill["status"]]]
+
+
+def _signals(record: Record) -> str:
+    signals = _of(record, "request")
+    if not signals:
+        return ""
+    header = ["signal", "exit code", "all ended after", "steps lost", "what the run printed", "passed"]
+    rows = [
+        [
+            fault["name"],
+            fault["measured"].get("exit_code"),
+            f"{fault['measured']['gone_sec']:.1f} s" if fault["measured"] else None,
+            fault["measured"].get("steps_lost"),
+            _printed(fault),
+            STATUS_WORDS[fault["status"]],
+        ]
+        for fault in signals
+    ]
+    return f"""## Signals
+
+Each signal is sent after step 6, between two saves, and the run is then resumed. The signal that is sent twice goes to
+a run with steps of more than a second, which is not resumed. The exit code is the launcher's; a `baseline` has no
+launcher, so it is the run's.
+
+{table(header, rows)}"""
+
+
+def _others(record: Record) -> str:
+    header = ["fault", "exit code", "resumed from step", "what the run printed", "recovered"]
+    rows = [
+        [
+            fault["name"],
+            fault["measured"].get("exit_code"),
+            fault["measured"].get("resumed_from"),
+            _printed(fault),
+            STATUS_WORDS[fault["status"]],
+        ]
+        for fault in _of(record, "damage", "disk", "launch")
+    ]
+    if not rows:
+        return ""
+    return f"""## Damaged files, file systems that refuse writes, launches
+
+Damage is done to the newest checkpoint, or beside it, of a run that is as a kill before its last step leaves it. The
+command of the run whose worker `torchrun` restarts has `--resume`. Of the two runs on one folder, `--overwrite` is
+refused and `--resume` waits.
+
+{table(header, rows)}"""
+
+
+def _printed(fault: dict[str, Any]) -> str:
+    return "<br>".join(f"`{' '.join(line.split())}`" for line in fault["said"])
+
+
+def _troubles(record: Record) -> str:
+    bad = [fault for fault in record["faults"] if fault["status"] != "passed"]
+    lines = [
+        f"* {fault['name']}: {STATUS_WORDS[fault['status']]}: {fault['wrong'] or fault['not_run']}" for fault in bad
+    ]
+    return "## Failed or not run\n\n" + "\n".join(lines) if lines else ""
+
+
+PAGE = SuitePage(name="faults", of="the fault campaign", text=faults_page, summary=summary_lines)
+SCHEMA_VERSION = "1.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions(SuiteOptions):
+    """The options of the command line."""
+
+    kills: int
+    seed: int
+    """Decides the instants and victims of the kills."""
+    core: bool
+    """Only what ``make test`` runs."""
+
+
+def run_faults(options: FaultOptions, *, repository: Path) -> int:
+    """Run the campaign; return 0 if every run recovered.
+
+    Raises:
+        UserError: the text could not be prepared.
+    """
+    return run_suite(_FaultsCommand(options, repository), options, repository=repository)
+
+
+class _FaultsCommand(SuiteCommand["Outcome"]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "fault"
+    count_width: ClassVar[int] = 2
+
+    def __init__(self, options: FaultOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._faults: list[Fault] = []
+        self._runs: Runs
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002
+        from dsgpt.benchmarks.faults_kinds import all_faults, core_faults  # noqa: PLC0415 - torch takes seconds
+
+        options = self._options
+        self._faults = core_faults() if options.core else all_faults(kills=options.kills, seed=options.seed)
+        return len(self._faults)
+
+    def begin(self, folder: Path, console: Console) -> None:
+        from dsgpt.benchmarks.faults_runs import Runs  # noqa: PLC0415
+
+        self._runs = Runs(folder, repository=self._repository)
+        console.say(f"{len(self._faults)} faults; each run is first trained undisturbed")
+
+    def results(self) -> Iterator["Outcome"]:
+        from dsgpt.benchmarks.faults_kinds import try_faults  # noqa: PLC0415
+
+        return try_faults(self._runs, self._faults)
+
+    def line(self, result: "Outcome", *, count: str, left: str) -> str:
+        word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
+        reasons = (result.wrong or result.not_run).splitlines()
+        because = f": {reasons[0]}" if reasons else ""
+        return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
+
+    def record(self, results: Sequence["Outcome"], *, seconds: float) -> Record:
+        """The record of ``results``, which took ``seconds``."""
+        runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
+        settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
+        return record_head(SCHEMA_VERSION, device="cpu") | {
+            "work": settings | work_facts("cpu") | {"runs": runs},
+            "seed": self._options.seed,
+            "seconds": round(seconds, 1),
+            "faults": [
+                asdict(outcome) | {"status": outcome.status, "seconds": round(outcome.seconds, 2)}
+                for outcome in results
+            ],
+        }
+
+    def failures(self, results: Sequence["Outcome"], record: Record) -> list[str]:  # noqa: ARG002
+        return [outcome.name for outcome in results if outcome.status == "failed"]
+
+
+DESCRIPTION = """\
+faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
+resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
+otherwise."""
+EXAMPLES = """\
+examples:
+  .venv/bin/python src/benchmark.py faults
+  .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
+  .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
+
+
+def _add_flags(flags: SuiteFlags) -> None:
+    flags.number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
+    drawn = f"seed that draws victims and instants (default: {SEED}, as in docs/faults.md)"
+    flags.number("--seed", default=SEED, text=drawn)
+    flags.core("only what `make test` runs")
+
+
+SUITE = Suite(
+    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=FaultOptions, run=run_faults, page=PAGE
+)

@@ -1,1 +1,0 @@
-"""Kills, signals, damaged files and full disks: the next ``--resume`` succeeds."""

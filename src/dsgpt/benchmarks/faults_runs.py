@@ -1,0 +1,389 @@
+"""Starts, watches, resumes and compares the runs of the fault campaign."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from dsgpt.benchmarks.cells import STRATEGIES, flags, prepare_corpus, write_recipe
+from dsgpt.benchmarks.faults import (
+    DROPOUT,
+    RUNS,
+    SAVE_EVERY,
+    STEPS,
+    first_error,
+)
+from dsgpt.benchmarks.launch import environment_for
+from dsgpt.checkpoints import store
+from dsgpt.common.files import write_json_atomic
+from dsgpt.machine.launcher import launcher_command
+from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, read_steps
+
+# A training as a user starts it, observed from outside: its steps, its ranks, the processes left after its end.
+
+POLL_SEC = 0.002
+"""Much shorter than a step or a save, so that a kill hits the instant that it is aimed at."""
+MARK = "DSGPT_LAUNCH_UNDER_TEST"
+"""The variable that all processes of a launch inherit."""
+LIMIT_SEC = 300
+"""Longer than any training of the campaign takes."""
+
+
+class Missed(RuntimeError):
+    """What the suite waited for did not happen."""
+
+
+class Training:
+    """One launch of ``src/gpt2.py`` in a new session. At the end of the context all its processes are killed.
+
+    Args:
+        command: launcher, script and flags.
+        run_dir: the run folder.
+        log: the file to which its output is appended.
+    """
+
+    def __init__(self, command: Sequence[str], *, run_dir: Path, log: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self.run_dir, self._log, self._log_start = run_dir, log, log.stat().st_size if log.exists() else 0
+        with log.open("ab") as file, default_sighup():
+            self.launcher = psutil.Popen(
+                list(command),
+                env=environment_for("cpu") | {MARK: self._mark},
+                cwd=run_dir.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.everyone():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launcher.wait()
+
+    def everyone(self) -> list[psutil.Process]:
+        """Every process that this launch started, even if its parent has ended."""
+        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self._mark]
+
+    def ranks(self, count: int) -> list[psutil.Process]:
+        """The processes that train, by rank.
+
+        Raises:
+            Missed: there are not ``count`` of them.
+        """
+        if count == 1:
+            return [self.launcher]
+        named = {process.pid: _environment(process).get("RANK") for process in self.everyone()}
+        found = {}
+        for process in psutil.process_iter():
+            rank = named.get(process.pid)
+            if rank is not None and named.get(process.ppid()) is None:  # children of a rank have its environment
+                found[int(rank)] = process
+        if sorted(found) != list(range(count)):
+            raise Missed(f"of {count} ranks, {sorted(found)} were found")
+        return [found[rank] for rank in range(count)]
+
+    def steps(self) -> int:
+        """The last step that the run has logged."""
+        return last_step(self.run_dir)
+
+    def wait_for(self, condition: Callable[[], bool], *, what: str) -> None:
+        """Wait until ``condition`` holds.
+
+        Raises:
+            Missed: the launcher ended first, or it took ``LIMIT_SEC``.
+        """
+        deadline = time.monotonic() + LIMIT_SEC
+        while not condition():
+            if self.launcher.poll() is not None and not condition():
+                raise Missed(f"the run ended before {what}: {self.output()[-500:]}")
+            if time.monotonic() > deadline:
+                raise Missed(f"{what} did not happen within {LIMIT_SEC} s: {self.output()[-500:]}")
+            time.sleep(POLL_SEC)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until ``step`` is done and logged."""
+        self.wait_for(lambda: self.steps() >= step, what=f"step {step}")
+
+    def wait_for_save(self, step: int) -> None:
+        """Wait until the checkpoint of ``step`` is being written."""
+        partial, final = store.partial_folder(self.run_dir, step), self.run_dir / store.folder_name(step)
+        self.wait_for(lambda: partial.exists() or final.exists(), what=f"the save of step {step}")
+
+    def wait_until_gone(self) -> tuple[int, float, float]:
+        """Wait until all processes have ended.
+
+        Returns:
+            The launcher's exit code, the seconds until it ended, and those until the last of its processes had.
+
+        Raises:
+            Missed: some are still there after ``LIMIT_SEC``.
+        """
+        started, ended = time.monotonic(), None
+        while True:
+            now = time.monotonic() - started
+            if ended is None and self.launcher.poll() is not None:
+                ended = now
+            if ended is not None and not self.everyone():
+                return self.launcher.returncode, ended, now
+            if now > LIMIT_SEC:
+                raise Missed(f"{len(self.everyone())} processes are left after {LIMIT_SEC} s: {self.output()[-500:]}")
+            time.sleep(0.05)
+
+    def wait(self) -> int:
+        """Wait for the end of the launcher alone, and return its exit code.
+
+        Raises:
+            Missed: it is still there after ``LIMIT_SEC``.
+        """
+        try:
+            return self.launcher.wait(LIMIT_SEC)
+        except psutil.TimeoutExpired as error:
+            raise Missed(f"it did not end within {LIMIT_SEC} s: {self.output()[-500:]}") from error
+
+    def output(self) -> str:
+        """What the launcher and its ranks printed."""
+        return self._log.read_bytes()[self._log_start :].decode(errors="replace").strip()
+
+
+@contextlib.contextmanager
+def default_sighup() -> Iterator[None]:
+    """A context whose child processes do not ignore SIGHUP, even if this process was started with ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+        return {}
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step in the run's log; 0 if there is none. A torn line does not count."""
+    log = run_dir / STEPS_FILE
+    return max((line["step"] for line in read_steps(log) if "loss" in line), default=0) if log.exists() else 0
+
+
+def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to each of ``processes`` that still exists, as close together as one process can."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """``kill -9`` for each of ``processes``."""
+    send(processes, signal.SIGKILL)
+
+
+# Starts and resumes the runs of the campaign, and compares a disturbed run with the undisturbed one.
+
+LOG = "console.log"
+COMPARED = ("loss", "grad_norm", "lr", "val_loss")
+"""Figures that must be the same at every step, to the last bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undisturbed:
+    """A run that was not disturbed."""
+
+    run_dir: Path
+    step_sec: float
+    """Median time of a step."""
+    save_sec: float
+    """Median time from a save's start to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A disturbed run after ``--resume``."""
+
+    output: str
+    resumed_from: int
+    """The checkpoint's step; 0 for a fresh start. The last step if the run was finished before it noticed the fault."""
+    taken: int
+    """The last step that the run had logged before."""
+    wrong: str
+    """How it differs from the undisturbed run; empty if it does not."""
+    seconds: float
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that had to be repeated."""
+        return self.taken - self.resumed_from
+
+
+class Runs:
+    """Folders, recipes and text for the campaign's runs.
+
+    Args:
+        folder: an existing folder, in which everything is written.
+        repository: holds the scripts and recipes.
+    """
+
+    def __init__(self, folder: Path, *, repository: Path) -> None:
+        self.folder, self._repository = folder.resolve(), repository
+        self._corpus = prepare_corpus(repository, self.folder / "corpus")
+        self._undisturbed: dict[str, Undisturbed] = {}
+
+    def new(self, name: str) -> Path:
+        """The path of a run folder that does not exist yet, in a new folder named after ``name``."""
+        count = sum(1 for _ in self.folder.iterdir())
+        parent = self.folder / f"{count:03d}-{''.join(c if c.isalnum() else '-' for c in name)}"
+        parent.mkdir()
+        return parent / "run"
+
+    def start(
+        self,
+        run: str,
+        run_dir: Path,
+        *more: str,
+        launcher: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+        log: str = LOG,
+    ) -> Training:
+        """Start ``run`` with its launcher.
+
+        Args:
+            run: a key of ``RUNS``.
+            run_dir: its folder.
+            more: further flags.
+            launcher: further flags of the launcher.
+            prefix: a command that runs the launcher.
+            changes: other values for flags that every run has; they change the training.
+            log: name of the file beside the run folder for what the launcher and its ranks print.
+        """
+        cell = RUNS[run]
+        front = launcher_command(STRATEGIES[cell.strategy].launcher if cell.ranks > 1 else "python", cell.ranks)
+        words = self.words(run, run_dir, changes or {})
+        command = [*prefix, *front, *launcher, str(self._repository / "src" / "gpt2.py"), *words, *more]
+        return Training(command, run_dir=run_dir, log=run_dir.parent / log)
+
+    def words(self, run: str, run_dir: Path, changes: Mapping[str, Any]) -> list[str]:
+        """The flags of ``run``, with ``changes`` of values."""
+        cell, recipe = RUNS[run], self.folder / f"{run}.json"
+        if not recipe.exists():
+            write_recipe(recipe, cell, recipes=self._repository / "ds_configs")
+        words = flags(cell, recipe=recipe, corpus=self._corpus, run_dir=run_dir, device="cpu")
+        for name, value in {"dropout": DROPOUT, "max_train_steps": STEPS, **changes}.items():
+            words[words.index(f"--{name}") + 1] = str(value)
+        return [*words, "--save_every", str(SAVE_EVERY), "--keep_checkpoints", "9", "--steps_per_print", "1"]
+
+    def train(self, run: str, run_dir: Path, *more: str) -> tuple[int, str]:
+        """Train ``run`` without a fault, with ``more`` flags; its exit code and what it printed."""
+        with self.start(run, run_dir, *more) as training:
+            code, _, _ = training.wait_until_gone()
+            return code, training.output()
+
+    def undisturbed(self, run: str) -> Undisturbed:
+        """The undisturbed run, trained at the first call.
+
+        Raises:
+            Missed: it failed.
+        """
+        if run not in self._undisturbed:
+            run_dir = self.new(f"{run} undisturbed")
+            code, output = self.train(run, run_dir)
+            if code:
+                raise Missed(f"{run} failed undisturbed, exit code {code}: {output[-1000:]}")
+            steps = [line["step_time_sec"] for line in read_steps(run_dir / STEPS_FILE) if "loss" in line]
+            saves = [save["save_total_sec"] for save in read_record(run_dir)["saves"]]
+            self._undisturbed[run] = Undisturbed(run_dir=run_dir, step_sec=_median(steps), save_sec=_median(saves))
+        return self._undisturbed[run]
+
+    def rolled_back(self, run: str, name: str) -> Path:
+        """A copy of the undisturbed run in the state in which a kill just before its last step would have left it."""
+        run_dir = self.copied(run, name)
+        (run_dir / COMPLETE_FILE).unlink()
+        shutil.rmtree(store.checkpoints(run_dir)[0])
+        store.name_newest_and_best(run_dir)
+        drop_steps_after(run_dir / STEPS_FILE, STEPS - 1)
+        write_json_atomic(run_dir / RECORD_FILE, read_record(run_dir) | {"status": "running"})
+        return run_dir
+
+    def copied(self, run: str, name: str) -> Path:
+        """A copy of the undisturbed run."""
+        return shutil.copytree(self.undisturbed(run).run_dir, self.new(name))
+
+    def resume(self, run: str, run_dir: Path) -> Resumed:
+        """Resume ``run`` to its end, and compare it with the undisturbed run.
+
+        Raises:
+            Missed: it did not end.
+        """
+        taken, started = last_step(run_dir), time.perf_counter()
+        code, output = self.train(run, run_dir, "--resume")
+        failure = f"--resume ended with exit code {code}: {first_error(output)}"
+        wrong = failure if code else self.difference(run, run_dir)
+        return Resumed(
+            output=output,
+            taken=taken,
+            resumed_from=resumed_from(output, taken=taken),
+            wrong=wrong,
+            seconds=time.perf_counter() - started,
+        )
+
+    def difference(self, run: str, run_dir: Path) -> str:
+        """Where ``run_dir`` differs from the undisturbed run; empty if both are the same to the last bit."""
+        expected, found = (_figures(folder) for folder in (self.undisturbed(run).run_dir, run_dir))
+        if found.keys() != expected.keys():
+            return f"it has other steps: {sorted(found.keys() ^ expected.keys())[:3]}"
+        for place, value in expected.items():
+            if found[place] != value:
+                return f"{place[1]} of step {place[0]} is {found[place]!r}, undisturbed {value!r}"
+        if read_record(run_dir)["status"] != "completed":
+            return "its record does not say that it is completed"
+        return ""
+
+
+def _figures(run_dir: Path) -> dict[tuple[int, str], Any]:
+    """Every compared figure by step and name. A step that is logged twice gives a pair, which equals no figure."""
+    found: dict[tuple[int, str], Any] = {}
+    for line in read_steps(run_dir / STEPS_FILE):
+        for key in COMPARED:
+            if key in line:
+                place = (line["step"], key)
+                found[place] = (found[place], line[key]) if place in found else line[key]
+    return found
+
+
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """``training_metrics.json``."""
+    record: dict[str, Any] = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+    return record
+
+
+def resumed_from(output: str, *, taken: int) -> int:
+    """The step from which a run continued that printed ``output`` and had logged steps up to ``taken``."""
+    if "holds a finished run" in output:
+        return taken
+    found = re.search(r"resuming from \S*/step-(\d{8})", output)
+    return int(found[1]) if found else 0
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

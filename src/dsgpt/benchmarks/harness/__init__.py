@@ -1,1 +1,0 @@
-"""What all benchmarks share: starting ranks, collecting results, records and pages."""

@@ -1,0 +1,501 @@
+"""``benchmark.py inference``: how engines answer many requests at once, on the same arrivals."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteCommand,
+    SuiteFlags,
+    SuiteOptions,
+    SuitePage,
+    read_record,
+    record_head,
+    run_suite,
+    table,
+)
+from dsgpt.benchmarks.inference_turns import (
+    COMMITTED,
+    Alone,
+    Engines,
+    Setting,
+    Trace,
+    Turn,
+    differences,
+    gap_sec,
+    load_of,
+    read_trace,
+    same_answers,
+    turn_order,
+)
+from dsgpt.benchmarks.inference_worker import CONTINUOUS, ENGINES, ONE, STATIC, VLLM
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.files import sha256_of, write_json_atomic
+from dsgpt.common.json_files import JsonError, parse_as, read_object
+from dsgpt.common.text import machine_words
+from dsgpt.machine.console import Console, duration
+from dsgpt.model.config import GPT2Config
+from dsgpt.record.schema import RECORD_FILE
+from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles
+from dsgpt.record.sweeps import Spread
+from dsgpt.training.status import RunLock
+
+# What engines took for many requests, as it stands in the record of the run whose model answered.
+
+KEY = "by_concurrency"
+"""Of the run's ``inference`` block."""
+
+
+def by_concurrency(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of a record of many requests by the number of requests at once, then by engine."""
+    found: dict[str, dict[str, Any]] = {}
+    for engine in record["engines"]:
+        for slots, load in engine[KEY].items():
+            found.setdefault(slots, {})[engine["name"]] = load
+    return found
+
+
+# Adds what was measured to the record of the run that trained the model.
+
+
+def run_record_of(checkpoint: Path) -> Path | None:
+    """The record of the run that ``checkpoint``, a run folder or a checkpoint in one, is of; None if there is none."""
+    records = (folder / RECORD_FILE for folder in (checkpoint, checkpoint.absolute().parent))
+    return next((record for record in records if record.is_file()), None)
+
+
+def write_by_concurrency(file: Path, record: dict[str, Any]) -> None:
+    """Put the engines' figures into the ``inference`` block of the run's record ``file``; its other keys stay.
+
+    Raises:
+        UserError: another process trains in the folder, or the file cannot be read.
+    """
+    with RunLock(file.parent) as lock:
+        lock.take()
+        try:
+            run = read_object(file)
+        except JsonError as error:
+            raise UserError(f"{file}: cannot be read as the record of a run: {error}") from error
+        block = (run.get("inference") or {}) | {KEY: by_concurrency(record)}
+        write_json_atomic(file, run | {"inference": block})
+
+
+def inference_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.inference`` makes it.
+        source: the record's path, for the reader.
+    """
+    found = _read(record)
+    parts = [_head(found, source), "## Throughput and latency", _overview(found), "## At each concurrency"]
+    for slots in found.gap_sec:
+        parts += [f"### {slots} at once", _details(found, slots)]
+    parts += ["## Engines", _engines(found), "## Same ids", _same_ids(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary_lines(record: Record) -> list[str]:
+    """A line for each engine, for a console."""
+    lines = []
+    for engine in _read(record).engines:
+        if engine.failure:
+            lines.append(f"{engine.name}: failed: {engine.failure}")
+        if not engine.by_concurrency:
+            continue
+        slots, load = list(engine.by_concurrency.items())[-1]
+        speed = f"{load.tokens_per_sec.median:,.0f} tokens per second"
+        lines.append(
+            f"{engine.name}: {speed} and p95 latency {load.latency_sec.p95:.3f} s at {slots} at once; "
+            f"{engine.same_ids} of {engine.answers} answers have our ids"
+        )
+    return lines
+
+
+def _read(record: Record) -> Concurrency:
+    """The record with its types checked; raises ``JsonError``, a ``ValueError``."""
+    return parse_as(json.dumps(record).encode(), Concurrency, unknown_keys=True)
+
+
+def _head(found: Concurrency, source: str) -> str:
+    hardware, model, env = found.hardware, found.model, found.env
+    threads = f", {found.threads} threads for each engine" if found.threads else ""
+    shape = f"{model['n_layer']} layers of width {model['n_embd']}, vocabulary {model['vocab_size']:,}"
+    return f"""# Many requests at once
+
+Generated from `{source}` by `.venv/bin/python src/benchmark.py inference --table-from {source}`.
+
+Every engine answered the same {found.requests} requests: {found.prompt_tokens:,} tokens of prompts and
+{found.new_tokens:,} new tokens, greedily, in fp32. A trace with seed {found.seed} says when they arrive (Poisson) and
+how long each is; the prompts are random ids, so that no engine can reuse what it computed for another. At concurrency
+c, an engine works on at most c requests at once, and the others wait in a queue. On average a request arrives every
+2 S / c seconds, where S = {found.alone_sec:.4f} s is the mean time of a request that this project answers alone: an
+engine that decoded c requests as fast as one would be busy half of the time. The arrivals do not wait for the engine:
+if it is slower than they are, the queue grows until the trace ends, and so do latency and queue time.
+
+The engines took turns, {found.repeats} at each concurrency, after a warm-up. Throughput is the median of the turns,
+with the smallest and largest value behind it; percentiles are of the requests of all turns. All turns took
+{duration(found.seconds)}.
+
+Model: `{found.checkpoint}`, {shape}.
+Machine: {machine_words(hardware)}; {hardware["device"]}{threads}. torch {env["torch_version"]}.
+Commit `{found.git_commit}`, {found.timestamp_utc}."""
+
+
+def _overview(found: Concurrency) -> str:
+    """Throughput and median latency of every engine, a row for each concurrency."""
+    header = ["at once", "offered, tokens/s", *(f"{engine.name}: tokens/s; p50 latency" for engine in found.engines)]
+    rows = []
+    for slots in found.gap_sec:
+        loads = [engine.by_concurrency.get(slots) for engine in found.engines]
+        offered = next((load.offered_tokens_per_sec for load in loads if load), None)
+        cells = [
+            f"{_spread(load.tokens_per_sec)}; {load.latency_sec.p50:.3f} s" if load else "failed" for load in loads
+        ]
+        rows.append([slots, "unknown" if offered is None else f"{offered:,.0f}", *cells])
+    return table(header, rows)
+
+
+def _details(found: Concurrency, slots: str) -> str:
+    """All percentiles at one concurrency."""
+    columns: list[tuple[str, Callable[[Load], str]]] = [
+        ("first token, ms", lambda load: _milliseconds(load.ttft_sec)),
+        ("per token, ms", lambda load: _milliseconds(load.time_per_token_sec)),
+        ("latency, ms", lambda load: _milliseconds(load.latency_sec)),
+        ("in the queue, ms", lambda load: _milliseconds(load.queue_sec)),
+        ("tokens/s of a request", lambda load: _three(load.request_tokens_per_sec, "{:,.0f}")),
+        ("peak memory, MB", lambda load: _megabytes(load.peak_memory_bytes)),
+    ]
+    rows = [
+        [engine.name, *(form(load) if (load := engine.by_concurrency.get(slots)) else "failed" for _, form in columns)]
+        for engine in found.engines
+    ]
+    return table(["p50 / p95 / p99", *(name for name, _ in columns)], rows)
+
+
+def _engines(found: Concurrency) -> str:
+    rows = [
+        [
+            engine.name,
+            TITLES.get(engine.name, engine.name),
+            engine.version or ("this commit" if engine.load_sec else "unknown"),
+            "failed" if engine.load_sec is None else f"{engine.load_sec:.1f}",
+        ]
+        for engine in found.engines
+    ]
+    legend = (
+        "The first token and the latency count from the arrival of a request, so they include its time in the queue. "
+        "Of the speeds of requests, p95 is what 95% of them reach at least. Peak memory is what was resident in the "
+        "engine's processes, or allocated on the GPU by the process that measures; it includes the libraries and what "
+        "vLLM reserves for its cache."
+    )
+    return f"{table(['engine', 'what it is', 'version', 'seconds to load'], rows)}\n\n{legend}"
+
+
+def _same_ids(found: Concurrency) -> str:
+    lines = [
+        f"* {engine.name}: {engine.same_ids:,} of {engine.answers:,} answers have the ids that `one` gives alone"
+        for engine in found.engines
+    ]
+    lines += [f"* {engine.name} failed: {engine.failure}" for engine in found.engines if engine.failure]
+    rows = [row for engine in found.engines for row in _difference_rows(engine)]
+    if not rows:
+        return "\n".join(lines)
+    header = ["engine", "request", "new token", "our id", "its id", "our lead", "answers"]
+    legend = (
+        "Where answers leave ours. Our lead is by how much our id's logit exceeds the second likeliest: near 0, the "
+        "rounding of another order of sums decides. After it, the texts differ."
+    )
+    return "\n\n".join(["\n".join(lines), legend, table(header, rows)])
+
+
+def _difference_rows(engine: Engine) -> list[list[object]]:
+    return [
+        [engine.name, one.request, one.position, _id(one.ours), _id(one.theirs), f"{one.margin:.2g}", one.answers]
+        for one in engine.differences
+    ]
+
+
+def _id(token: int) -> str:
+    return "none" if token < 0 else str(token)
+
+
+def _milliseconds(values: Percentiles | None) -> str:
+    return _three(values, "{:,.1f}", scale=1000)
+
+
+def _three(values: Percentiles | None, form: str, *, scale: float = 1.0) -> str:
+    if values is None:
+        return "unknown"
+    return " / ".join(form.format(value * scale) for value in (values.p50, values.p95, values.p99))
+
+
+def _spread(value: Spread) -> str:
+    text = f"{value.median:,.0f}"
+    return text if len(value.values) < 2 else f"{text} ({value.smallest:,.0f} to {value.largest:,.0f})"
+
+
+def _megabytes(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 1e6:,.0f}"
+
+
+PAGE = SuitePage(name="inference", of="many requests", text=inference_page, summary=summary_lines)
+CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
+DEFAULT_ENGINES = (ONE, STATIC, CONTINUOUS)
+CHECKPOINT = Path("checkpoint/demo-zero1")
+VLLM_ENVIRONMENT = Path(".venv-vllm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(SuiteOptions):
+    """The options of the command line."""
+
+    checkpoint: Path
+    """A run folder, a checkpoint or a portable folder."""
+    concurrency: Sequence[int]
+    """Requests that an engine works on at once, at most."""
+    engines: Sequence[str]
+    repeats: int
+    """Turns of every engine at every concurrency."""
+    requests: int
+    """Of the trace, from its beginning; 0 for all."""
+    trace: Path
+    vllm: Path
+    """The environment with vLLM."""
+    device: str
+
+
+def run_inference(options: InferenceOptions, *, repository: Path) -> int:
+    """Measure the engines, also for the record of the run; return 0 when every engine answered with our ids, else 1.
+
+    Raises:
+        UserError: the checkpoint, the trace or vLLM's environment is missing or unusable, ``one`` failed, or a process
+            trains in the run's folder.
+    """
+    code = run_suite(_InferenceCommand(options), options, repository=repository)
+    if file := run_record_of(options.checkpoint):
+        write_by_concurrency(file, read_record(options.output, of=PAGE.of))
+        print(f"by_concurrency in {file}")
+    return code
+
+
+class _InferenceCommand(SuiteCommand[Turn]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "turn"
+
+    def __init__(self, options: InferenceOptions) -> None:
+        self._options = options
+        self._kinds = tuple(dict.fromkeys(options.engines))
+        self._turns = list(turn_order(self._kinds, options.concurrency, repeats=options.repeats))
+        self._trace: Trace
+        self._model: GPT2Config
+        self._engines: Engines
+        self._alone: Alone
+        self._measured: list[Engine] = []
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
+        """Refuse what cannot be measured; see ``SuiteCommand``."""
+        from dsgpt.checkpoints.selection import find_checkpoint, open_model_files  # noqa: PLC0415 - torch
+
+        options, problems = self._options, Problems()
+        python = _python_of(options.vllm)
+        if VLLM in options.engines and not python.exists():
+            problems.add(
+                f"--vllm {options.vllm}: has no Python with vLLM: run `make vllm`, or leave vllm out of --engines"
+            )
+        try:
+            self._trace = _selected(read_trace(options.trace), options.requests)
+        except UserError as error:
+            problems.add(*error.problems)
+        try:
+            self._model = open_model_files(find_checkpoint(options.checkpoint, flag="--checkpoint")).config
+        except UserError as error:
+            problems.add(*error.problems)
+        problems.raise_if_any()
+        mistakes = self._trace.mistakes(positions=self._model.block_size)
+        problems.add(*(f"--trace {options.trace}: {mistake}" for mistake in mistakes))
+        problems.raise_if_any()
+        return len(self._turns)
+
+    def begin(self, folder: Path, console: Console) -> None:
+        from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds
+
+        options = self._options
+        exported = folder / "exported"
+        quiet = Console(speaks=False)
+        export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=quiet)
+        self._setting = Setting(
+            checkpoint=options.checkpoint.resolve(),
+            exported=exported.resolve(),
+            device=options.device,
+            threads=0 if options.device == "cuda" else len(os.sched_getaffinity(0)),
+            slots=max(options.concurrency),
+            vllm_python=_python_of(options.vllm),
+        )
+        self._folder, self._console = folder, console
+        requests, names = len(self._trace.requests), ", ".join(self._kinds)
+        console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
+
+    def results(self) -> Iterator[Turn]:
+        with ExitStack() as held:
+            self._engines = Engines(self._kinds, self._setting, self._folder)
+            held.callback(self._engines.close)
+            self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
+            self._engines.warm_up(self._arrivals(1, gap=0.0), slots=self._setting.slots)
+            turns: list[Turn] = []
+            told: set[str] = set()
+            for repeat, concurrency, kind in self._turns:
+                requests = self._arrivals(concurrency)
+                if turn := self._engines.turn(kind, requests, concurrency=concurrency, repeat=repeat):
+                    turns.append(turn)
+                    yield turn
+                for name in self._engines.failures.keys() - told:
+                    self._console.say(f"{name}: failed: {self._engines.failures[name]}; the others go on")
+                    told.add(name)
+            self._measured = [self._engine(name, turns) for name in self._kinds]  # processes explain differences
+
+    def _arrivals(self, concurrency: int, *, gap: float | None = None) -> list[Any]:
+        seconds = gap_sec(self._alone.mean_sec, concurrency) if gap is None else gap
+        return self._trace.arriving(gap_sec=seconds, vocab_size=self._model.vocab_size)
+
+    def _engine(self, name: str, turns: Sequence[Turn]) -> Engine:
+        own = [turn for turn in turns if turn.engine == name]
+        answers = [answer for turn in own for answer in turn.answers]
+        other = {answer.number for answer in answers if list(answer.ids) != list(self._alone.ids[answer.number])}
+        margins = self._engines.margins([one for one in self._arrivals(1) if one.number in other], self._alone)
+        facts = self._engines.facts(name)
+        return Engine(
+            name=name,
+            version=facts.get("version"),
+            load_sec=facts.get("load_sec"),
+            same_ids=same_answers(own, self._alone.ids),
+            answers=len(answers),
+            differences=differences(own, self._alone.ids, margins),
+            by_concurrency={
+                str(slots): load_of(found)
+                for slots in self._options.concurrency
+                if (found := [turn for turn in own if turn.concurrency == slots])
+            },
+            failure=self._engines.failures.get(name),
+        )
+
+    def line(self, result: Turn, *, count: str, left: str) -> str:
+        speed = f"{result.tokens_per_sec:,.0f} tokens per second"
+        return f"{count} repeat {result.repeat}, {result.concurrency} at once, {result.engine}: {speed}{left}"
+
+    def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - measured with the engines
+        """The record as ``reports.concurrency`` reads it."""
+        options, trace = self._options, self._trace
+        return record_head(SCHEMA_VERSION, device=options.device) | {
+            "checkpoint": options.checkpoint.as_posix(),
+            "model": self._model.as_dict(),
+            "threads": self._setting.threads or None,
+            "trace_sha256": sha256_of(options.trace),
+            "seed": trace.seed,
+            "requests": len(trace.requests),
+            "prompt_tokens": sum(one.prompt_tokens for one in trace.requests),
+            "new_tokens": sum(one.new_tokens for one in trace.requests),
+            "repeats": options.repeats,
+            "alone_sec": self._alone.mean_sec,
+            "gap_sec": {str(slots): gap_sec(self._alone.mean_sec, slots) for slots in options.concurrency},
+            "seconds": round(seconds, 1),
+            "engines": [asdict(engine) for engine in self._measured],
+        }
+
+    def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002
+        other = [
+            f"{engine.name}: {engine.answers - engine.same_ids} of {engine.answers} answers have other ids"
+            for engine in self._measured
+            if engine.same_ids < engine.answers
+        ]
+        return [*(f"{engine.name}: failed: {engine.failure}" for engine in self._measured if engine.failure), *other]
+
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:
+        return list(failures)
+
+
+def _selected(trace: Trace, requests: int) -> Trace:
+    return replace(trace, requests=trace.requests[:requests]) if requests else trace
+
+
+def _python_of(environment: Path) -> Path:
+    """Its interpreter; absolute, but not resolved: the link itself tells Python the environment."""
+    return environment.absolute() / "bin" / "python"
+
+
+PEERS = "--peers"
+"""Turns the command into that of ``decoding``."""
+DESCRIPTION = """\
+inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
+once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
+first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
+the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise, and if one
+failed, without which the others go on."""
+EXAMPLES = """\
+examples:
+  .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
+  .venv/bin/python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
+  .venv/bin/python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
+
+`make vllm` installs vLLM into .venv-vllm."""
+
+
+def _add_flags(flags: SuiteFlags) -> None:
+    add, read = flags.parser.add_argument, flags.reader
+    slots, engines = ",".join(map(str, CONCURRENCY)), ",".join(DEFAULT_ENGINES)
+    add(
+        "--checkpoint",
+        type=Path,
+        default=CHECKPOINT,
+        metavar="DIR",
+        help=f"run folder, checkpoint or portable folder (default: {CHECKPOINT})",
+    )
+    add(
+        "--concurrency",
+        type=read.wholes("--concurrency", low=1),
+        default=CONCURRENCY,
+        metavar="LIST",
+        help=f"requests that an engine works on at once, at most (default: {slots})",
+    )
+    add(
+        "--engines",
+        type=read.choices("--engines", ENGINES),
+        default=DEFAULT_ENGINES,
+        metavar="LIST",
+        help=f"some of {', '.join(ENGINES)} (default: {engines})",
+    )
+    flags.number("--repeats", default=REPEATS, low=1, text=f"turns of each engine and concurrency (default: {REPEATS})")
+    flags.number("--requests", default=0, text="only the first N requests of the trace; 0 for all (default)")
+    add("--trace", type=Path, default=COMMITTED, metavar="FILE", help="the requests (default: the committed ones)")
+    environment = VLLM_ENVIRONMENT
+    add(
+        "--vllm",
+        type=Path,
+        default=environment,
+        metavar="DIR",
+        help=f"the environment with vLLM, which `make vllm` makes (default: {environment})",
+    )
+    flags.device("cpu or cuda")
+    add(
+        PEERS,
+        action="store_true",
+        help="compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags "
+        "it takes",
+    )
+
+
+SUITE = Suite(
+    description=DESCRIPTION,
+    examples=EXAMPLES,
+    add_flags=_add_flags,
+    options=InferenceOptions,
+    run=run_inference,
+    page=PAGE,
+)

@@ -1,1 +1,0 @@
-"""How engines answer many requests at once, on the same arrivals."""

@@ -1,1 +1,0 @@
-"""Every strategy against plain PyTorch, step by step."""

@@ -1,0 +1,493 @@
+"""The reference of the parity suite, what a training measured, and how both are compared.
+
+What one rank measured in one training: numbers per step, the samples it read, and on rank 0 gradient and weights. The
+reference and every strategy write the same files, so that one comparison serves all.
+
+The reference: a training loop in plain PyTorch, on one device, without anything from ``dsgpt.strategies``. In fp32 it
+takes the whole global batch at once, without ranks or accumulation. In bf16 and fp16 it takes the micro batches of a
+``Split``, one after the other, and sums their gradients. From this package it uses the model, its initial weights and
+the order of the samples, which have separate golden tests. The learning rate and the validation are computed here. So
+is the loss in fp32, and where the split says so, by PyTorch's ``cross_entropy`` of all logits; else it is the model's
+own, which rounds as the strategies do.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsgpt.benchmarks.cells import ACCUMULATED, EVERY
+from dsgpt.benchmarks.launch import rank_file
+from dsgpt.benchmarks.parity_bounds import RATE, Bounds, Split
+from dsgpt.common.files import write_json_atomic
+from dsgpt.config.recipe_blocks import SchedulerRecipe
+from dsgpt.config.run_config import RunConfig
+from dsgpt.data.loader import Batch
+from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.record.schema import finite
+
+STATE_FILE = "state.safetensors"
+GRADIENT, CHANGED, WEIGHT = "gradient/", "changed/", "weight/"
+FIRST_CHANGE = 3
+"""The first step with a learning rate above 0 under the suite's schedule: the weights after it show one update."""
+
+
+def validated_after(total_steps: int) -> tuple[int, int]:
+    """The steps after which to validate: the middle one and the last.
+
+    The middle one shows that a validation does not change training. None comes before the first step: DeepSpeed's
+    ZeRO-3 learns from its first forward pass what to gather when, and sends an eighth more in every training step if
+    that pass was a validation.
+    """
+    return total_steps // 2, total_steps
+
+
+class Measurement:
+    """Collects measurements step by step; ``write`` writes them at the end."""
+
+    def __init__(self, *, data_rank: int, strategy: str) -> None:
+        self._facts: dict[str, Any] = {"data_rank": data_rank, "strategy": strategy}
+        self._steps: list[dict[str, Any]] = []
+        self._validations: list[dict[str, Any]] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._replicas: dict[str, tuple[str, float]] = {}
+
+    def step(
+        self, *, loss: float, grad_norm: float, lr: float, used: list[float], skipped: bool, samples: list[str]
+    ) -> None:
+        """Note one optimizer step.
+
+        Args:
+            loss: mean over the global batch.
+            grad_norm: before clipping.
+            lr: the learning rate that was reported.
+            used: every learning rate that an optimizer of this rank stepped with.
+            skipped: whether the optimizer step was skipped.
+            samples: hashes of the samples that this rank read for it.
+        """
+        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "used": used, "skipped": skipped}
+        self._steps.append({**numbers, "samples": sorted(samples)})
+
+    def validation(self, *, after_step: int, loss: float, targets: int) -> None:
+        """Note the mean loss over all targets of the validation file, nats per token, and their number."""
+        self._validations.append({"after_step": after_step, "loss": loss, "targets": targets})
+
+    def gradient(self, name: str, value: Tensor) -> None:
+        """Note one parameter's gradient in the first step, before clipping."""
+        self._tensors[GRADIENT + name] = value.detach().to("cpu", torch.float32, copy=True)
+
+    def weight(self, name: str, value: Tensor, *, after: str = WEIGHT) -> None:
+        """Note one parameter after the last step, or after step ``FIRST_CHANGE`` if ``after`` is ``CHANGED``."""
+        self._tensors[after + name] = value.detach().to("cpu", torch.float32, copy=True)
+
+    def replica(self, name: str, value: Tensor) -> None:
+        """Note a weight that this rank holds whole: a hash to compare with other ranks', and a norm to show."""
+        value = value.detach().cpu().contiguous()
+        self._replicas[name] = (digest(value), float(torch.linalg.vector_norm(value.double())))
+
+    def bytes_per_rank(self, found: dict[str, Any]) -> None:
+        """Note the bytes of a step: see ``rank.compared_bytes``."""
+        self._facts["bytes_per_rank"] = found
+
+    def write(self, folder: Path, *, rank: int) -> None:
+        """Write the rank's file, and beside it the tensors, if any were noted."""
+        if self._tensors:
+            save_file({name: value.contiguous() for name, value in self._tensors.items()}, folder / STATE_FILE)
+        seen = {"steps": self._steps, "validations": self._validations, "replicas": self._replicas}
+        end = {"status": "done", **self._facts, **seen}
+        write_json_atomic(rank_file(folder, rank), finite(end))
+
+
+def digest(value: Tensor) -> str:
+    """A hash of a tensor's bytes."""
+    return hashlib.blake2b(value.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def sample_hash(inputs: Tensor, targets: Tensor) -> str:
+    """A hash of one sample: its ids, (T,), and the ids to predict, (T,)."""
+    return digest(torch.cat([inputs, targets]).cpu())
+
+
+class WatchedBatches:
+    """Passes micro batches on, and remembers the hashes of their samples."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = iter(batches)
+        self._samples: list[str] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._samples += [sample_hash(*sample) for sample in zip(batch.inputs, batch.targets, strict=True)]
+        return batch
+
+    def take(self) -> list[str]:
+        """The hashes since the last call."""
+        samples, self._samples = self._samples, []
+        return samples
+
+
+def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Gradients or weights by canonical name; empty if none were noted."""
+    path = folder / STATE_FILE
+    tensors = load_file(path) if path.exists() else {}
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_LOSS_SCALE = 256.0
+"""A power of two, which changes no digit of a gradient that neither overflows nor vanishes."""
+
+Gradients = list[Tensor]
+
+
+def train_reference(config: RunConfig, device: torch.device, split: Split) -> Measurement:
+    """Train ``config`` from its first to its last step."""
+    recipe, measurement = config.recipe, Measurement(data_rank=0, strategy="reference")
+    model = GPT2(config.model)
+    initialize(model, config=config.model, seed=config.options.seed)
+    model.to(device, DTYPES[config.precision])
+    # Mixed precision begins with rounded weights: the fp32 ones are copies of those that the model computes with.
+    masters = {name: value.detach().float().clone().requires_grad_() for name, value in model.named_parameters()}
+    optimizer = _optimizer(config, masters)
+    for step in range(1, config.total_steps + 1):
+        lr = learning_rate(recipe.scheduler, base=recipe.optimizer.lr, total_steps=config.total_steps, step=step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        inputs, targets = _global_batch(config, step)
+        loss, gradients = _loss_and_gradients(config, model, inputs.to(device), targets.to(device), split)
+        for master, gradient in zip(masters.values(), gradients, strict=True):
+            master.grad = gradient
+        if step == 1:
+            for name, gradient in zip(masters, gradients, strict=True):
+                measurement.gradient(name, gradient)
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping or math.inf)
+        optimizer.step()
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.copy_(masters[name])
+        if step == FIRST_CHANGE:
+            for name, master in masters.items():
+                measurement.weight(name, master, after=CHANGED)
+        if step in validated_after(config.total_steps):
+            val_loss, targets_in_all = _validate(config, model, device)
+            measurement.validation(after_step=step, loss=val_loss, targets=targets_in_all)
+        samples = [sample_hash(*sample) for sample in zip(inputs, targets, strict=True)]
+        measurement.step(loss=loss, grad_norm=float(norm), lr=lr, used=[lr], skipped=False, samples=samples)
+    for name, master in masters.items():
+        measurement.weight(name, master)
+    return measurement
+
+
+def _loss_and_gradients(
+    config: RunConfig, model: GPT2, inputs: Tensor, targets: Tensor, split: Split
+) -> tuple[float, Gradients]:
+    """The mean loss over a global batch, ids and targets (B, T), and its fp32 gradients in the parameters' order."""
+    low, micro_batches = DTYPES[config.precision], split.data_ranks * split.accumulation
+    scale = FP16_LOSS_SCALE if config.precision == "fp16" else 1.0
+    losses, found = [], []
+    for chunk in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        model.zero_grad()
+        whole = split.whole_logits or config.precision == "fp32"
+        loss = (_loss_of_all_logits(model, *chunk) if whole else model(*chunk)) / split.accumulation
+        (loss * scale).backward()
+        losses.append(float(loss))
+        found.append([_gradient(value).clone() for value in model.parameters()])
+    by_rank = [found[first : first + split.accumulation] for first in range(0, micro_batches, split.accumulation)]
+    if split.low == EVERY:
+        parts = [_added(same, low) for same in zip(*by_rank, strict=True)]
+    else:
+        between = low if split.low == ACCUMULATED else torch.float32
+        sums = [_added(micro, torch.float32) for micro in by_rank]
+        parts = [_added([[value.to(between) for value in one] for one in sums], between)]
+    factor = scale * split.data_ranks
+    return sum(losses) / split.data_ranks, [value / factor for value in _added(parts, torch.float32)]
+
+
+def _loss_of_all_logits(model: GPT2, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss by PyTorch's own function, instead of the model's."""
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter of the model takes part in its loss"
+    return parameter.grad
+
+
+def _added(several: list[Gradients] | tuple[Gradients, ...], dtype: torch.dtype) -> Gradients:
+    """The sum, one summand after the other, each partial sum rounded to ``dtype``."""
+    total = [value.to(dtype) for value in several[0]]
+    for one in several[1:]:
+        total = [(so_far + value.to(dtype)) for so_far, value in zip(total, one, strict=True)]
+    return total
+
+
+@torch.no_grad()
+def _validate(config: RunConfig, model: GPT2, device: torch.device) -> tuple[float, int]:
+    """Mean loss over every whole window of the validation file, one after the other, and the number of targets."""
+    tokens, length = config.val.memmap(), config.seq_length
+    loss_sum, targets = 0.0, 0
+    for first in range(0, len(tokens) - length, length):
+        ids = torch.from_numpy(tokens[first : first + length + 1].astype(np.int64)).to(device)  # (T + 1,)
+        logits = model(ids[None, :-1])[0].float()  # (T, V)
+        loss_sum += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
+        targets += length
+    return loss_sum / targets, targets
+
+
+def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps: int, step: int) -> float:
+    """The learning rate of optimizer step ``step`` (the first is 1), by DeepSpeed's documentation of the schedule.
+
+    WarmupCosineLR with logarithmic warm-up (deepspeed.readthedocs.io, "Learning Rate Schedulers"): with w steps of
+    warm-up and n in all, counter i gives log(i + 1) / log(w) up to w, then half a cosine from 1 down to the lowest
+    ratio. The counter starts at -1 and is advanced after a step, so both of the first two steps are at the start of the
+    warm-up.
+    """
+    if scheduler is None:
+        return base
+    if (scheduler.type, scheduler.warmup_type, scheduler.warmup_min_ratio) != ("WarmupCosineLR", "log", 0.0):
+        raise NotImplementedError(f"the reference does not implement {scheduler.type} ({scheduler.warmup_type})")
+    warm_up, counter = scheduler.warmup_num_steps, max(0, step - 2)
+    if counter < warm_up:
+        return base * math.log(counter + 1) / math.log(warm_up)
+    done = (counter - warm_up + 1) / (total_steps - warm_up)
+    return base * (scheduler.cos_min_ratio + (1 - scheduler.cos_min_ratio) * math.cos(math.pi * done / 2) ** 2)
+
+
+def _optimizer(config: RunConfig, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
+    recipe = config.recipe.optimizer
+    decayed, plain = [w for w in weights.values() if w.dim() > 1], [w for w in weights.values() if w.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if recipe.type == "SGD":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+
+
+def _global_batch(config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+    """Ids and targets, (B, T) each, of one step: window i of the file is ``tokens[i*T : i*T + T + 1]``."""
+    tokens, length = config.train.memmap(), config.seq_length
+    windows = [tokens[i * length : i * length + length + 1] for i in config.order.batch(step - 1)]
+    ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+# Compares a training with its reference: every fact, at every step, for every parameter, against its bound.
+
+Facts = dict[str, Any]
+"""A part of a rank's file, as ``Measurement`` writes it."""
+Difference = tuple[float, str, Any, Any]
+"""Size, where, expected and actual value."""
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """The result of comparing one cell."""
+
+    measured: dict[str, Facts] = field(default_factory=dict)
+    """By fact: its largest difference and where that was."""
+    failures: list[Facts] = field(default_factory=list)
+    """Facts out of bounds, each with the first place where it is, and both values."""
+
+    def note(
+        self,
+        fact: str,
+        found: list[Difference],
+        bound: float | Callable[[str], float],
+    ) -> None:
+        """Compare one fact's differences with its bound; a difference that is not a number fails.
+
+        Args:
+            fact: its name.
+            found: its differences, in the order of their places.
+            bound: one number, or a function from a place to a number.
+        """
+        if not found:
+            return
+        largest = max(found, key=lambda entry: entry[0])
+        self.measured.setdefault(fact, {}).update(difference=largest[0], where=largest[1])
+        for difference, where, expected, actual in found:
+            allowed = bound(where) if callable(bound) else bound
+            if not difference <= allowed:
+                self._fail(fact, where, expected, actual, difference=difference, bound=allowed)
+                return
+
+    def _fail(self, fact: str, where: str, expected: Any, actual: Any, **more: float) -> None:
+        self.failures.append({"fact": fact, "where": where, "expected": expected, "actual": actual, **more})
+
+    def require(self, fact: str, where: str, expected: Any, actual: Any) -> None:
+        """Compare two values that must be equal; the first difference of a fact is kept."""
+        known = self.measured.setdefault(fact, {})
+        if expected != actual and known.get("equal", True):
+            known["equal"] = False
+            self._fail(fact, where, expected, actual)
+        else:
+            known.setdefault("equal", True)
+
+
+def compare(
+    ranks: list[Facts],
+    folder: Path,
+    *,
+    reference: Facts,
+    reference_folder: Path,
+    bounds: Bounds,
+    replicas: str,
+) -> Comparison:
+    """Compare the measurements of all ranks of a cell with those of the reference.
+
+    Args:
+        ranks: every rank's file.
+        folder: where rank 0 wrote its tensors.
+        reference: the reference's file.
+        reference_folder: where its tensors are.
+        bounds: how far they may be apart.
+        replicas: ``all``, ``some`` or ``none``: how much of the model every rank must hold whole.
+    """
+    comparison = Comparison()
+    ours, theirs = ranks[0]["steps"], reference["steps"]
+    comparison.require("steps", "in all", len(theirs), len(ours))
+    pairs = list(zip(theirs, ours, strict=False))
+    for step, (one, two) in enumerate(pairs, start=1):
+        comparison.require("skipped", f"step {step}", one["skipped"], two["skipped"])
+    _check_rates(comparison, ranks, theirs)
+    comparison.note("loss", _numbers(pairs, "loss", relative=False), bounds.loss)
+    comparison.note("gradient norm", _numbers(pairs, "grad_norm", relative=True), bounds.norm)
+    _check_validation(comparison, ranks, reference["validations"], bounds)
+    _check_samples(comparison, ranks, theirs)
+    _check_ranks_agree(comparison, ranks)
+    for fact, kind, bound in (
+        ("first gradient", GRADIENT, bounds.for_gradient),
+        ("first update", CHANGED, bounds.for_update),
+        ("weights", WEIGHT, bounds.weights),
+    ):
+        expected, actual = read_tensors(reference_folder, kind), read_tensors(folder, kind)
+        comparison.require(fact, "names", sorted(expected), sorted(actual))
+        if kind != GRADIENT:
+            expected, actual = _seen(expected), _seen(actual)
+        comparison.note(fact, list(_tensors(expected, actual)), bound)
+    _check_replicas(comparison, ranks, replicas, names=set(expected))
+    return comparison
+
+
+def _check_rates(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
+    """The rate that a strategy reports, and those that every rank's optimizer stepped with, in all parameter groups."""
+    found = []
+    for index, expected in enumerate(reference):
+        for number, rank in enumerate(ranks):
+            if index >= len(rank["steps"]):
+                continue
+            step = rank["steps"][index]
+            if not (step["used"] or step["skipped"]):
+                comparison.require("learning rate", f"step {index + 1}, used by rank {number}", "one", "none")
+            for lr in [step["lr"], *step["used"]]:
+                found.append((abs(lr - expected["lr"]), f"step {index + 1}, rank {number}", expected["lr"], lr))
+    comparison.note("learning rate", found, RATE)
+
+
+def _check_validation(comparison: Comparison, ranks: list[Facts], reference: list[Facts], bounds: Bounds) -> None:
+    """Every rank's mean loss over all targets of the validation file, and their number."""
+    found = []
+    for number, rank in enumerate(ranks):
+        comparison.require("validations", f"of rank {number}", len(reference), len(rank["validations"]))
+        for expected, actual in zip(reference, rank["validations"], strict=False):
+            where = f"step {expected['after_step']}, rank {number}"
+            comparison.require("validation targets", where, expected["targets"], actual["targets"])
+            difference = float("inf") if actual["loss"] is None else abs(actual["loss"] - expected["loss"])
+            found.append((difference, where, expected["loss"], actual["loss"]))
+    comparison.note("validation loss", found, bounds.validation)
+
+
+def _numbers(pairs: list[tuple[Facts, Facts]], key: str, *, relative: bool) -> list[tuple[float, str, Any, Any]]:
+    found = []
+    for step, (one, two) in enumerate(pairs, start=1):
+        expected, actual = one[key], two[key]
+        if actual is None:  # it was not finite
+            found.append((float("inf"), f"step {step}", expected, actual))
+            continue
+        difference = abs(actual - expected) / (abs(expected) if relative else 1.0)
+        found.append((difference, f"step {step}", expected, actual))
+    return found
+
+
+def _tensors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> Iterator[tuple[float, str, float, float]]:
+    """Relative L2 distance per parameter, and both norms."""
+    for name, one in expected.items():
+        two = actual.get(name)
+        if two is None:
+            continue  # the comparison of names reports it
+        size, other = (float(torch.linalg.vector_norm(value.double())) for value in (one, two))
+        if two.shape != one.shape:
+            yield float("inf"), f"{name}, shape {tuple(two.shape)} instead of {tuple(one.shape)}", size, other
+            continue
+        distance = float(torch.linalg.vector_norm(two.double() - one.double()))
+        yield (distance / size if size else distance), name, size, other
+
+
+def _seen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part of every weight that affects the loss: all but the keys' biases, the middle third of ``(3C,)``.
+
+    Softmax ignores what all keys share, so the gradient of these biases is only rounding error. Adam takes full steps
+    along it, so these biases end at arbitrary values in every precision.
+    """
+    return {name: _without_keys(value) if name.endswith("attn.qkv.bias") else value for name, value in weights.items()}
+
+
+def _without_keys(bias: Tensor) -> Tensor:
+    queries, _, values = bias.tensor_split(3)
+    return torch.cat([queries, values])
+
+
+def _check_samples(comparison: Comparison, ranks: list[Facts], reference: list[Facts]) -> None:
+    """Together the data ranks read each of the reference's samples once; peers of one data rank read the same."""
+    shares: dict[int, list[tuple[int, Facts]]] = {}
+    for number, rank in enumerate(ranks):
+        shares.setdefault(rank["data_rank"], []).append((number, rank))
+    for index, step in enumerate(reference):
+        together: Counter[str] = Counter()
+        for data_rank, peers in shares.items():
+            taken = [(number, rank["steps"][index]["samples"]) for number, rank in peers if len(rank["steps"]) > index]
+            taken = [(number, samples) for number, samples in taken if samples]  # middle stages of a pipeline read none
+            for number, samples in taken[1:]:
+                where = f"step {index + 1}, rank {number} beside rank {taken[0][0]} of data rank {data_rank}"
+                comparison.require("samples", where, taken[0][1], samples)
+            together.update(taken[0][1] if taken else [])
+        comparison.require("samples", f"step {index + 1}", step["samples"], sorted(together.elements()))
+
+
+def _check_ranks_agree(comparison: Comparison, ranks: list[Facts]) -> None:
+    """Every rank reports the same loss, norm, learning rate and skipped steps."""
+    for number, rank in enumerate(ranks[1:], start=1):
+        for index, (one, two) in enumerate(zip(ranks[0]["steps"], rank["steps"], strict=False), start=1):
+            for key in ("loss", "grad_norm", "lr", "skipped"):
+                comparison.require("reports of all ranks", f"step {index}, {key} of rank {number}", one[key], two[key])
+
+
+def _check_replicas(comparison: Comparison, ranks: list[Facts], replicas: str, *, names: set[str]) -> None:
+    """Ranks that hold a weight whole hold the same bits, and every rank holds as many as its strategy says."""
+    holders: dict[str, tuple[int, list[Any]]] = {}
+    shared = 0
+    for number, rank in enumerate(ranks):
+        for name, value in rank["replicas"].items():
+            if name not in holders:
+                holders[name] = (number, value)
+                continue
+            first, expected = holders[name]
+            shared += 1
+            where = f"{name} of rank {number} beside rank {first}"
+            comparison.require("replicated weights", where, expected, value)
+        if replicas == "all":
+            held = len(names & rank["replicas"].keys())
+            comparison.require("replicated weights", f"number held by rank {number}", len(names), held)
+    if replicas == "some" and len(ranks) > 1:
+        comparison.require("replicated weights", "any held by two ranks", True, shared > 0)

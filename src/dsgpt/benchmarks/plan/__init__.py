@@ -1,1 +1,0 @@
-"""What the planner predicts, held against measurements."""

@@ -1,0 +1,387 @@
+"""Runs the cells of the plan suite, and one rank of one cell."""
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from dsgpt.benchmarks.cells import CellEnd, CellRunner
+from dsgpt.benchmarks.launch import Assignment, Launch, rank_file
+from dsgpt.benchmarks.plan import VOCABULARIES, PlanCell
+from dsgpt.benchmarks.random_tokens import write_random_tokens
+from dsgpt.common.files import write_json_atomic
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.data.loader import Batch
+from dsgpt.machine.device import bring_up
+from dsgpt.machine.process_group import barrier, joined
+from dsgpt.machine.topology import read_topology
+from dsgpt.planner.calibrate import calibrate
+from dsgpt.planner.fitting import Factors, MeasuredStep, fit
+from dsgpt.planner.memory import STEP, peak_memory
+from dsgpt.planner.model_state import model_state
+from dsgpt.planner.rates import Calibration, calibrated_machine, read_calibration
+from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.step_time import StepTime, predict_step
+from dsgpt.planner.traffic import sent_bytes
+from dsgpt.strategies.base import Strategy, build_strategy
+from dsgpt.telemetry.memory import TrafficMeter
+from dsgpt.training.trainer import training_batches
+
+# Step times of the cells as the planner predicts them: from a calibration, fitted to a part of the cells.
+
+DEVICES = 2
+"""Of the machine; the cells have one or two ranks."""
+
+
+def calibration_in(folder: Path, *, seconds: float) -> Calibration:
+    """Measure this machine for about ``seconds``."""
+    path = folder / "calibration.json"
+    calibrate(path, seconds=seconds, devices=DEVICES)
+    return read_calibration(path)
+
+
+def fitted(calibration: Calibration, measured: Sequence[tuple[Setup, float]]) -> Factors:
+    """The factors that follow from the seconds of some setups."""
+    return fit(
+        [
+            MeasuredStep(
+                setup=setup, machine=calibrated_machine(calibration, devices=setup.world_size), seconds=seconds
+            )
+            for setup, seconds in measured
+        ]
+    )
+
+
+def predicted_times(setups: Mapping[str, Setup], calibration: Calibration, factors: Factors) -> dict[str, StepTime]:
+    """The step time of every setup, by its key."""
+    machines = {
+        setup.world_size: calibrated_machine(calibration, devices=setup.world_size) for setup in setups.values()
+    }
+    return {key: predict_step(setup, factors.applied(machines[setup.world_size])) for key, setup in setups.items()}
+
+
+# Runs the cells: memory first, then rounds of step times, in which all cells take turns.
+
+TOKENS = 200_000
+STEPS = 3
+"""Timed steps of a cell in a round."""
+RANK = "dsgpt.benchmarks.plan_rank"
+ESTIMATED = (2, 3)
+"""ZeRO stages that DeepSpeed has an estimator for."""
+
+CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL = 60.0, 4.0
+"""Seconds of the calibration that times are predicted from; a few cells get a shorter one."""
+
+CellResult = dict[str, Any]
+
+
+class PlanSuite:
+    """Measures cells in a folder.
+
+    Args:
+        folder: an existing folder.
+        repository: holds the recipes.
+        rounds: of step times.
+        started: called with every launch.
+    """
+
+    def __init__(self, folder: Path, *, repository: Path, rounds: int, started: Callable[[Launch], None]) -> None:
+        self._folder, self._recipes, self._rounds, self._started = folder, repository / "ds_configs", rounds, started
+        self._runner = CellRunner(folder, repository=repository, device="cpu")
+        self._setups: dict[str, Setup] = {}
+        self.calibration: Calibration | None = None
+        """Of this machine, from which times are predicted; None before it, and without rounds."""
+        self.factors: Factors | None = None
+        """What was fitted to measured times; None before that."""
+        write_random_tokens(folder / "tokens", vocab_sizes=VOCABULARIES, count=TOKENS)
+
+    def run(self, cells: Sequence[PlanCell]) -> Iterator[CellResult]:
+        """The result of each cell; all memory is measured before the first time is."""
+        memory = {cell.key: end for cell, end in self._pass(cells, "memory")}
+        seconds = min(CALIBRATION_SEC, CALIBRATION_SEC_OF_A_CELL * len(cells))
+        self.calibration = calibration_in(self._folder, seconds=seconds) if self._rounds else None
+        times: dict[str, list[list[float]]] = {cell.key: [] for cell in cells}
+        for number in range(1, self._rounds + 1):
+            for cell, end in self._pass(cells, f"time-{number}"):
+                if end.status == "done":
+                    times[cell.key].append(max((rank["seconds"] for rank in end.ranks), key=sum))
+        predicted = self._predicted(cells, times)
+        for cell in cells:
+            yield self._result(cell, memory[cell.key], times[cell.key], predicted.get(cell.key))
+
+    def _predicted(self, cells: Sequence[PlanCell], times: Mapping[str, list[list[float]]]) -> dict[str, StepTime]:
+        """Predicted step times; empty if no cell that may be fitted to was measured."""
+        measured = [
+            (self._setups[cell.key], _middle(times[cell.key])) for cell in cells if cell.fit and times[cell.key]
+        ]
+        if self.calibration is None or not measured:
+            return {}
+        self.factors = fitted(self.calibration, measured)
+        return predicted_times(self._setups, self.calibration, self.factors)
+
+    def _pass(self, cells: Sequence[PlanCell], name: str) -> Iterator[tuple[PlanCell, CellEnd]]:
+        """Run every cell once, those with the same launcher and ranks in one launch."""
+        by_launch = sorted(cells, key=_launch)
+        for (launcher, ranks), group in groupby(by_launch, key=_launch):
+            together = list(group)
+            assignments = [self._assignment(cell, name) for cell in together]
+            ends = self._runner.run(launcher, ranks, assignments, started=self._started)
+            yield from zip(together, ends, strict=True)
+
+    def _assignment(self, cell: PlanCell, name: str) -> Assignment:
+        folder = self._folder / f"{name}-{cell.key}"
+        folder.mkdir()
+        recipe = cell.write_recipe(folder / "recipe.json", recipes=self._recipes)
+        flags = cell.flags(recipe=recipe, tokens=self._folder / "tokens", folder=folder)
+        if name != "memory":
+            return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_time", arguments={"steps": STEPS})
+        setup = self._setups[cell.key] = cell.setup(recipe)
+        arguments = {"witness": cell.ranks == 1 and cell.accumulation == 1, "estimate": _estimate(setup)}
+        return Assignment(folder=str(folder), flags=flags, call=f"{RANK}:measure_memory", arguments=arguments)
+
+    def _result(
+        self, cell: PlanCell, end: CellEnd, rounds: Sequence[Sequence[float]], predicted: StepTime | None
+    ) -> CellResult:
+        head = {"key": cell.key, "title": cell.title, "strategy": cell.strategy, "ranks": cell.ranks}
+        head |= {"fit": cell.fit, "work": cell.work, "status": end.status, "message": end.message}
+        if end.status != "done":
+            return head
+        setup = self._setups[cell.key]
+        return head | {
+            "peak_memory": [_of_rank(setup, rank, facts) for rank, facts in enumerate(end.ranks)],
+            "model_state": _state(setup, end.ranks[0]["cost"]),
+            "ring_bytes": _sent(setup, end.ranks[0]["cost"]),
+            "estimate_bytes": end.ranks[0].get("estimate_bytes"),
+            "step_seconds": {
+                "rounds": [list(seconds) for seconds in rounds],
+                "measured": _middle(rounds) if rounds else None,
+                "predicted": predicted and predicted.seconds,
+                "predicted_parts": predicted and predicted.parts,
+            },
+        }
+
+
+def _launch(cell: PlanCell) -> tuple[str, int]:
+    """Cells that agree in this share a launch."""
+    return cell.launcher, cell.ranks
+
+
+def _middle(rounds: Sequence[Sequence[float]]) -> float:
+    """The median of all steps."""
+    return statistics.median(second for seconds in rounds for second in seconds)
+
+
+def _of_rank(setup: Setup, rank: int, facts: dict[str, Any]) -> dict[str, Any]:
+    predicted = peak_memory(setup, rank=rank, device="cpu", among=STEP)
+    return {
+        "rank": rank,
+        "measured": facts["peak_bytes"],
+        "mem_tracker": facts["mem_tracker_bytes"],
+        "predicted": predicted.as_dict(),
+        "ratio": predicted.total / facts["peak_bytes"],
+    }
+
+
+def _state(setup: Setup, cost: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of model state of the rank that holds most."""
+    measured = cost["model_state_bytes_per_rank"]
+    return {"measured": measured["total"], "predicted": model_state(setup, rank=measured["rank"]).total}
+
+
+def _sent(setup: Setup, cost: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that every rank sends in a step."""
+    traffic = cost["communication_per_step"]
+    predicted = [sent_bytes(setup, rank=rank) for rank in range(setup.world_size)]
+    return {"measured": None if traffic is None else traffic["ring_bytes_by_rank"], "predicted": predicted}
+
+
+def _estimate(setup: Setup) -> dict[str, Any] | None:
+    """Arguments of DeepSpeed's estimator; None where it has none."""
+    stage = setup.recipe.zero_stage
+    if setup.run_type != "optimized" or stage not in ESTIMATED:
+        return None
+    sizes = model_parameters(setup.model)
+    return {
+        "stage": stage,
+        "elements": total(sizes),
+        "largest": setup.model.largest_parameter(),
+        "ranks": setup.world_size,
+        "offload": setup.recipe.offload_optimizer != "none",
+    }
+
+
+# Measures the most memory that the tensors of this process need in a step, as sums of allocations on the CPU.
+
+_STEP = "the measured step"
+_ALLOCATION = "[memory]"
+RELEASE_SEC = 0.01
+"""How long a rank waits after each collective; see ``_released_here``."""
+
+
+class TensorMemory:
+    """Records every allocation and release of this process; a context from before the strategy is built.
+
+    The recording is that of ``torch.profiler``, which sees every tensor that the main thread makes or frees, those of
+    C++ too.
+    """
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
+        )
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._held.enter_context(_released_here())
+        self._profiler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._profiler.stop()
+        self._held.close()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A context for the step to measure."""
+        with torch.profiler.record_function(_STEP):
+            yield
+
+    def peak(self) -> int:
+        """The most bytes at a time within the step; call it after the context."""
+        events: list[Any] = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        first, end = next(
+            (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events if event.name() == _STEP
+        )
+        live = most = 0
+        for when, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _ALLOCATION):
+            live += size
+            if first <= when <= end:
+                most = max(most, live)
+        return most
+
+
+@contextlib.contextmanager
+def _released_here() -> Iterator[None]:
+    """Wait a moment after every collective, so that gloo's threads are never the last to hold its tensors.
+
+    The profiler does not see what other threads free. Their memory would count for ever, or not, from run to run.
+    """
+    original = dist.Work.wait
+
+    def wait(work: dist.Work, *arguments: Any) -> bool:
+        done = original(work, *arguments)
+        time.sleep(RELEASE_SEC)
+        return done
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = original  # type: ignore[method-assign]
+
+
+WARM_UP_STEPS = 2
+MEASURED_STEP = WARM_UP_STEPS + 1
+
+
+def measure_memory(flags: list[str], folder: Path, *, witness: bool, estimate: dict[str, Any] | None) -> None:
+    """Measure peak memory, model state and traffic of a step.
+
+    Args:
+        flags: of ``src/gpt2.py``.
+        folder: of the cell.
+        witness: whether PyTorch's MemTracker measures a step too.
+        estimate: arguments of ``strategies.deepspeed.estimates.estimated_bytes``; None for strategies that it does not
+            know.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    config, device = _resolved(flags)
+    with _group(config, device), contextlib.ExitStack() as held:
+        memory = held.enter_context(TensorMemory())
+        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
+        batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+        for step in range(1, MEASURED_STEP):
+            strategy.train_step(batches, step)
+        gc.collect()  # garbage of building is not memory of a step
+        with memory.step():
+            strategy.train_step(batches, MEASURED_STEP)
+        memory.__exit__()
+        cost = _cost(strategy, batches)
+        seen = _witnessed(strategy, batches) if witness else None
+        facts = {"peak_bytes": memory.peak(), "cost": cost, "mem_tracker_bytes": seen}
+        if estimate is not None:
+            from dsgpt.strategies.deepspeed.setup import estimated_bytes  # noqa: PLC0415 - imports DeepSpeed
+
+            facts["estimate_bytes"] = estimated_bytes(**estimate)
+        _done(folder, config, facts)
+        barrier()
+
+
+def measure_time(flags: list[str], folder: Path, *, steps: int) -> None:
+    """Measure the seconds of each of ``steps`` steps, after those of warm-up.
+
+    Raises:
+        UserError: the product refuses the combination.
+    """
+    config, device = _resolved(flags)
+    with _group(config, device), contextlib.ExitStack() as held:
+        strategy = held.enter_context(contextlib.closing(build_strategy(config, device)))
+        batches = held.enter_context(contextlib.closing(training_batches(config, first_step=0)))
+        seconds = []
+        for step in range(1, WARM_UP_STEPS + steps + 1):
+            started = time.perf_counter()
+            float(strategy.train_step(batches, step).loss)
+            seconds.append(time.perf_counter() - started)
+        _done(folder, config, {"seconds": seconds[WARM_UP_STEPS:]})
+        barrier()
+
+
+def _resolved(flags: list[str]) -> tuple[RunConfig, torch.device]:
+    options, problems = parse_arguments(flags)
+    config = resolve(options, topology=read_topology(), problems=problems)
+    torch.manual_seed(config.options.seed)
+    return config, bring_up(config.device, local_rank=config.topology.local_rank, threads=config.threads_per_device)
+
+
+def _group(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if config.run_type == "baseline" else joined(config.topology, device)
+
+
+def _cost(strategy: Strategy, batches: Iterator[Batch]) -> dict[str, Any]:
+    """The ``cost`` block of a run's record, of the next step."""
+    found: list[dict[str, Any]] = []
+    step = MEASURED_STEP + 1
+    meter = TrafficMeter(lambda: strategy.state_tensors()._asdict(), last_step=step, report=found.append)
+    with meter.watch(step):
+        strategy.train_step(batches, step)
+    return found[0]
+
+
+def _witnessed(strategy: Strategy, batches: Iterator[Batch]) -> int:
+    """The peak of the step after that, as ``MemTracker`` counts it.
+
+    It finds the parameters of modules itself, and would count them twice if it were told of them.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415 - takes seconds
+
+    tracker, state = MemTracker(), strategy.state_tensors()
+    found = {tensor.untyped_storage().data_ptr() for tensor in state.parameters}
+    others = [*state.optimizer, *state.master]
+    tracker.track_external(*[tensor for tensor in others if tensor.untyped_storage().data_ptr() not in found])
+    with tracker:
+        strategy.train_step(batches, MEASURED_STEP + 2)
+    return max(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
+
+
+def _done(folder: Path, config: RunConfig, facts: dict[str, Any]) -> None:
+    write_json_atomic(rank_file(folder, config.topology.rank), {"status": "done", "time": time.time(), **facts})

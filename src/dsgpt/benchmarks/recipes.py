@@ -1,0 +1,365 @@
+"""``benchmark.py recipes``: which learning rate, batch and schedule a small model learns most with.
+
+Every training sees the same number of tokens of the demo's text, in the same order for a seed, whatever its batch. The
+choice is made on one seed and shown on three others.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dsgpt.benchmarks.cells import prepare_demo
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteCommand,
+    SuiteFlags,
+    SuiteOptions,
+    SuitePage,
+    record_head,
+    run_suite,
+    table,
+)
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import write_json_atomic
+from dsgpt.common.text import machine_words
+from dsgpt.machine.console import Console
+
+SEED, OTHER_SEEDS = 1337, (1, 2, 3)
+
+
+# The trainings of a search: a grid on one seed, then single changes of a good one, then the best on other seeds.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The settings of one training."""
+
+    batch: int
+    """Sequences of a global batch."""
+    lr: float
+    warm_up: float = 0.05
+    """Share of the steps."""
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    floor: float = 0.1
+    """The last rate, as a share of ``lr``."""
+    seed: int = SEED
+
+    def recipe(self, *, steps: int) -> dict[str, Any]:
+        """The recipe of a training of ``steps`` steps."""
+        return {
+            "train_batch_size": self.batch,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {
+                    "lr": self.lr,
+                    "betas": [0.9, self.beta2],
+                    "eps": 1e-8,
+                    "weight_decay": self.weight_decay,
+                },
+            },
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {
+                    "warmup_min_ratio": 0.0,
+                    "warmup_num_steps": max(2, round(self.warm_up * steps)),
+                    "cos_min_ratio": self.floor,
+                    "warmup_type": "linear",
+                },
+            },
+            "gradient_clipping": 1.0,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, for the record."""
+        return asdict(self)
+
+    def name(self) -> str:
+        """For a folder and a console line."""
+        return "-".join(f"{key}{value:g}" for key, value in asdict(self).items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched for a model size."""
+
+    size: str
+    length: int
+    """Tokens of a sequence."""
+    tokens: int
+    """Of every training, whatever its batch."""
+    batches: Sequence[int]
+    rates: Sequence[float]
+    changes: bool = True
+    """Whether single changes of a good one are tried."""
+
+    def grid(self) -> list[Trial]:
+        """Every batch with every rate."""
+        return [Trial(batch=batch, lr=lr) for batch in self.batches for lr in self.rates]
+
+    def changes_of(self, good: Trial) -> list[Trial]:
+        """A good one of the grid, with one other setting each."""
+        changed = [
+            replace(good, warm_up=0.02),
+            replace(good, warm_up=0.1),
+            replace(good, beta2=0.99),
+            replace(good, floor=0.01),
+            replace(good, weight_decay=0.01),
+        ]
+        return changed if self.changes else []
+
+    def steps(self, trial: Trial) -> int:
+        """Optimizer steps of a training."""
+        return self.tokens // (trial.batch * self.length)
+
+
+SEARCHES = {
+    "demo": Search(size="demo", length=128, tokens=819_200, batches=(4, 8, 16), rates=(1e-3, 2e-3, 4e-3, 8e-3)),
+    "tiny": Search(size="tiny", length=128, tokens=819_200, batches=(8,), rates=(1e-3, 2e-3, 4e-3), changes=False),
+}
+SHIPPED_BEFORE = Trial(batch=32, lr=6e-4, warm_up=0.25)
+"""What ``ds_configs/zero1.json`` does in 200 steps, as the demo did."""
+
+
+def other_seeds(best: Trial) -> list[Trial]:
+    """The best on seeds that took no part in the choice."""
+    return [replace(best, seed=seed) for seed in OTHER_SEEDS]
+
+
+_SETTINGS = ("batch", "lr", "warm_up", "beta2", "floor", "weight_decay")
+
+
+def recipes_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.recipes`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware = record["hardware"]
+    head = f"""# The search behind the recipes of small models
+
+Generated from `{source}` by
+`.venv/bin/python src/benchmark.py recipes --table-from {source} --page docs/recipe-search.md`;
+`.venv/bin/python src/benchmark.py recipes` repeats it.
+
+The field's published settings are for models of 100 million parameters and more, and for batches of half a million
+tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
+higher rate. Every training here sees the same number of tokens of the demo's text, whatever its batch. The choice is
+made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate is no worse, so that it is not the
+last rate before training becomes unstable; then single changes of it, if any. Three other
+seeds, which change the initial weights and the order of the text, show what the choice is worth.
+
+Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    return "\n".join([head, *(_section(size, record) for size in record["searches"]), ""])
+
+
+def _section(size: str, record: Record) -> str:
+    work, trials = record["searches"][size], [trial for trial in record["trials"] if trial["size"] == size]
+    search = [trial for trial in trials if trial["stage"] in {"grid", "change"}]
+    seeds, before = ([trial for trial in trials if trial["stage"] == stage] for stage in ("seed", "before"))
+    best = _chosen(search, seeds)
+    text = f"""
+## `{size}`, {work["tokens"]:,} tokens in sequences of {work["length"]}
+
+{_table(search, best)}
+
+The first row is what `ds_configs/zero1.json` does in 200 steps. The bold one was chosen."""
+    return f"{text} On other seeds it ends at {_losses(seeds)}; the first row ends at {_losses(before)}."
+
+
+def _losses(trials: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(f"{trial['val_loss']:.4f} (seed {trial['seed']})" for trial in trials)
+
+
+def _chosen(search: Sequence[dict[str, Any]], seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The training whose settings were repeated on other seeds."""
+    return next(trial for trial in search if all(trial[key] == seeds[0][key] for key in _SETTINGS))
+
+
+def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> str:
+    rows = []
+    for trial in trials:
+        loss = f"{trial['val_loss']:.4f}"
+        cells = [f"{trial[key]:g}" for key in _SETTINGS]
+        rows.append([*cells, trial["steps"], f"**{loss}**" if trial is best else loss])
+    header = ["batch", "lr", "warm-up", "beta2", "last rate", "decay", "steps", "validation loss"]
+    return table(header, rows)
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The best of each size, for a console."""
+    lines = []
+    for size in record["searches"]:
+        trials = [trial for trial in record["trials"] if trial["size"] == size]
+        best = _chosen(trials, [trial for trial in trials if trial["stage"] == "seed"])
+        settings = ", ".join(f"{key} {best[key]:g}" for key in _SETTINGS)
+        lines.append(f"{size}: validation loss {best['val_loss']:.4f} with {settings}")
+    return lines
+
+
+PAGE = SuitePage(name="recipes", of="recipes", text=recipes_page, summary=summary_lines)
+SCHEMA_VERSION = "1.0"
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipesOptions(SuiteOptions):
+    """The options of the command line."""
+
+    size: Sequence[str]
+    """Model sizes; empty for all."""
+    device: str
+
+
+def run_recipes(options: RecipesOptions, *, repository: Path) -> int:
+    """Search; return 0 when every training has ended.
+
+    Raises:
+        UserError: the text could not be prepared, or a training failed.
+    """
+    return run_suite(_RecipesCommand(options, repository), options, repository=repository)
+
+
+class _RecipesCommand(SuiteCommand[Result]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "training"
+
+    def __init__(self, options: RecipesOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._searches = [search for size, search in SEARCHES.items() if not options.size or size in options.size]
+        self._folder: Path
+        self._data: Path
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002
+        some = SHIPPED_BEFORE
+        on_seeds = 2 * len(other_seeds(some))
+        return sum(1 + len(search.grid()) + len(search.changes_of(some)) + on_seeds for search in self._searches)
+
+    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
+        self._folder = folder.resolve()
+        self._data = prepare_demo(self._repository, self._folder / "data")
+
+    def results(self) -> Iterator[Result]:
+        for search in self._searches:
+            found = yield from self._train_all(search, "grid", [SHIPPED_BEFORE, *search.grid()])
+            good = _best_with_margin(found)
+            changed = yield from self._train_all(search, "change", search.changes_of(_settings(good)))
+            yield from self._train_all(search, "seed", other_seeds(_settings(_best([good, *changed]))))
+            yield from self._train_all(search, "before", other_seeds(SHIPPED_BEFORE))
+
+    def _train_all(self, search: Search, stage: str, trials: Sequence[Trial]) -> Generator[Result, None, list[Result]]:
+        """Train them, on a CPU one per core at a time; yields each result, and returns all."""
+        jobs, results = 1 if self._options.device == "cuda" else len(os.sched_getaffinity(0)), []
+        with ThreadPoolExecutor(max_workers=jobs) as pool:
+            for result in pool.map(lambda trial: {"stage": stage, **self._train(search, trial)}, trials):
+                results.append(result)
+                yield result
+        return results
+
+    def _train(self, search: Search, trial: Trial) -> Result:
+        run_dir = self._folder / search.size / trial.name()
+        run_dir.mkdir(parents=True)
+        recipe, steps = run_dir / "recipe.json", search.steps(trial)
+        write_json_atomic(recipe, trial.recipe(steps=steps))
+        values = {
+            "run_type": "baseline",
+            "deepspeed_config": recipe,
+            "model_size": search.size,
+            "seq_length": search.length,
+            "train_data_path": self._data / "train.bin",
+            "val_data_path": self._data / "val.bin",
+            "max_val_steps": 640 // trial.batch,
+            "max_train_steps": steps,
+            "checkpoint_path": run_dir / "run",
+            "seed": trial.seed,
+            "device": self._options.device,
+        }
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, str(self._repository / "src" / "gpt2.py"), *words, "--no_inference"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"the training {trial.name()} failed: {done.stderr.strip()[-500:]}")
+        record = json.loads((run_dir / "run" / "training_metrics.json").read_text(encoding="utf-8"))
+        summary = record["summary"]
+        return {
+            "size": search.size,
+            **trial.as_dict(),
+            "steps": steps,
+            "val_loss": summary["final_val_loss"],
+        }
+
+    def line(self, result: Result, *, count: str, left: str) -> str:
+        settings = f"batch {result['batch']}, lr {result['lr']:g}, warm-up {result['warm_up']:g}"
+        more = f"beta2 {result['beta2']:g}, floor {result['floor']:g}, decay {result['weight_decay']:g}"
+        return f"{count} {result['size']}: {settings}, {more}, seed {result['seed']}: {result['val_loss']:.4f}{left}"
+
+    def record(self, results: Sequence[Result], *, seconds: float) -> Record:
+        return record_head(SCHEMA_VERSION, device=self._options.device) | {
+            "searches": {search.size: {"tokens": search.tokens, "length": search.length} for search in self._searches},
+            "seconds": round(seconds, 1),
+            "trials": list(results),
+        }
+
+    def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
+        return []
+
+
+def _best_with_margin(results: Sequence[Result]) -> Result:
+    """The best of the grid whose doubled rate is in it too, and no worse; without one, the best.
+
+    The best rate of one seed may be the last before training becomes unstable, and fail on other seeds.
+    """
+    losses = {(result["batch"], result["lr"]): float(result["val_loss"]) for result in results}
+    stable = [
+        result
+        for result in results
+        if losses.get((result["batch"], 2 * result["lr"]), math.inf) <= float(result["val_loss"])
+    ]
+    return _best(stable or results)
+
+
+def _best(results: Sequence[Result]) -> Result:
+    """The one with the lowest validation loss."""
+    return min(results, key=lambda result: float(result["val_loss"]))
+
+
+def _settings(result: Result) -> Trial:
+    return Trial(**{key: result[key] for key in SHIPPED_BEFORE.as_dict()})
+
+
+DESCRIPTION = """\
+recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
+most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended."""
+EXAMPLES = f"""\
+examples:
+  .venv/bin/python src/benchmark.py recipes
+  .venv/bin/python src/benchmark.py recipes --size demo
+
+sizes: {", ".join(SEARCHES)}"""
+
+
+def _add_flags(flags: SuiteFlags) -> None:
+    flags.parser.add_argument(
+        "--size",
+        type=flags.reader.choice("--size", tuple(SEARCHES), None),
+        nargs="+",
+        default=(),
+        metavar="SIZE",
+        help="only these model sizes (default: all)",
+    )
+    flags.device("cpu, one training per core, or cuda, one at a time")
+
+
+SUITE = Suite(
+    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=RecipesOptions, run=run_recipes, page=PAGE
+)

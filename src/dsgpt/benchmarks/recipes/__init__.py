@@ -1,1 +1,0 @@
-"""Which learning rate, batch and schedule a small model learns most with."""

@@ -1,1 +1,0 @@
-"""Every strategy resumes from the checkpoint of every other."""

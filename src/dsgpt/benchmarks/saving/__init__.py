@@ -1,1 +1,0 @@
-"""How long training waits for a checkpoint."""

@@ -1,0 +1,515 @@
+"""``benchmark.py serving``: a server under several times the requests that it can answer.
+
+First as many clients as the server has places measure its capacity. Then requests arrive at random, several times as
+many per second, in rounds. Refused clients ask again when the server says. Every request must get one answer, with the
+text that it gets from a server that has nothing else to do, and the memory must not grow from round to round.
+"""
+
+import asyncio
+import itertools
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import httpx2
+import psutil
+
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteCommand,
+    SuiteFlags,
+    SuiteOptions,
+    SuitePage,
+    record_head,
+    run_suite,
+    table,
+)
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import clipped_text
+from dsgpt.common.text import machine_words
+from dsgpt.machine.console import Console
+
+# A server in a process of its own, and its memory.
+
+MODEL = "served"
+START_SEC, STOP_SEC = 120, 60
+SAMPLE_SEC = 0.1
+
+
+class ServerProcess:
+    """Starts ``src/serve.py`` and waits until it accepts requests; a context manager, which stops it at its end.
+
+    Args:
+        repository: has the script.
+        checkpoint: what to serve.
+        batch: as ``--max_batch``.
+        queue: as ``--max_queue``.
+        device: as ``--device``.
+        log: gets what it prints to standard error.
+
+    Raises:
+        UserError: it does not start.
+    """
+
+    def __init__(self, repository: Path, checkpoint: Path, *, batch: int, queue: int, device: str, log: Path) -> None:
+        words = ["--checkpoint", checkpoint, "--model_name", MODEL, "--port", 0, "--device", device]
+        words += ["--max_batch", batch, "--max_queue", queue]
+        command = [sys.executable, str(repository / "src" / "serve.py"), *map(str, words)]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+        assert self._process.stdout is not None
+        ready = select.select([self._process.stdout], [], [], START_SEC)[0]
+        found = re.search(r"http://\S+:\d+", self._process.stdout.readline()) if ready else None
+        if found is None:
+            self._process.kill()
+            self._process.communicate()
+            printed = log.read_text(encoding="utf-8", errors="replace").strip() or "it printed nothing"
+            raise UserError(f"src/serve.py did not start: {clipped_text(printed.splitlines()[-1], width=300)}")
+        self.url = found[0]
+        self._peak, self._done = 0, threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._sampler.join()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def stop(self) -> int | None:
+        """End it with SIGTERM; returns its exit code, None if it does not end within ``STOP_SEC``."""
+        self._done.set()
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(timeout=STOP_SEC)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def peak_bytes(self) -> int:
+        """The most resident memory since the last call."""
+        peak, self._peak = self._peak, 0
+        return peak
+
+    def metric(self, line: str) -> float:
+        """A figure of ``/metrics``; 0 if it has none yet, or if the server does not answer."""
+        try:
+            text = httpx2.get(f"{self.url}/metrics").text
+        except httpx2.HTTPError:
+            return 0.0
+        found = re.search(rf"^{re.escape(line)} (\S+)$", text, flags=re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def _sample(self) -> None:
+        process = psutil.Process(self._process.pid)
+        while not self._done.wait(SAMPLE_SEC):
+            try:
+                self._peak = max(self._peak, process.memory_info().rss)
+            except psutil.NoSuchProcess:
+                return
+
+
+# Clients that ask a server for completions: at random instants, and again when it refuses them.
+
+TIMEOUT_SEC = 300
+MOST_ATTEMPTS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What became of one request."""
+
+    prompt: int
+    """Index of its prompt."""
+    answers: int
+    """Answers that it got: 1, unless something is wrong."""
+    name: str
+    """The server's name of the answer; empty without one."""
+    text: str
+    refusals: int
+    """How often it was refused with 429."""
+    accepted_sec: float
+    """From the attempt that was accepted to its answer."""
+    whole_sec: float
+    """From the instant of the first attempt to the answer."""
+    failure: str | None = None
+    """Why there is no answer, one line."""
+
+
+class Load:
+    """Requests to one server.
+
+    Args:
+        url: of the server.
+        model: its name in requests.
+        prompts: request i asks for a completion of the prompt ``i % len(prompts)``.
+        max_tokens: of a completion.
+        seed: draws arrivals, and how much longer than asked a refused client waits.
+    """
+
+    def __init__(self, url: str, model: str, prompts: Sequence[str], *, max_tokens: int, seed: int) -> None:
+        self._url, self._prompts, self._random = url, prompts, random.Random(seed)
+        self._body = {"model": model, "max_tokens": max_tokens, "temperature": 0}
+
+    def steady(self, requests: int, *, clients: int) -> tuple[list[Served], float]:
+        """``clients`` at a time, each as soon as an earlier one is answered; also returns the seconds of all.
+
+        Raises:
+            UserError: a request is not answered.
+        """
+        served, seconds = asyncio.run(self._all([0.0] * requests, clients=clients))
+        if lost := [one.failure for one in served if one.failure]:
+            raise UserError(f"src/serve.py does not answer {len(lost)} of {requests} requests: {lost[0]}")
+        return served, seconds
+
+    def poisson(self, instants: Sequence[float]) -> tuple[list[Served], float]:
+        """A request at each of ``instants``; also returns the seconds until all are answered."""
+        return asyncio.run(self._all(instants, clients=len(instants)))
+
+    def instants(self, requests: int, *, per_sec: float) -> list[float]:
+        """Random instants, ``per_sec`` a second in the mean, in seconds."""
+        return list(itertools.accumulate(self._random.expovariate(per_sec) for _ in range(requests)))
+
+    async def _all(self, instants: Sequence[float], *, clients: int) -> tuple[list[Served], float]:
+        places, started = asyncio.Semaphore(clients), time.perf_counter()
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
+        async with httpx2.AsyncClient(base_url=self._url, timeout=TIMEOUT_SEC, limits=limits) as client:
+
+            async def one(number: int, instant: float) -> Served:
+                await asyncio.sleep(instant)
+                async with places:
+                    return await self._until_answered(client, number, begun=started + instant)
+
+            served = await asyncio.gather(*(one(number, instant) for number, instant in enumerate(instants)))
+        return list(served), time.perf_counter() - started
+
+    async def _until_answered(self, client: httpx2.AsyncClient, number: int, *, begun: float) -> Served:
+        """Ask, and as often as the server refuses, wait as long as it says and ask again."""
+        prompt, asked = number % len(self._prompts), begun
+        body = {**self._body, "prompt": self._prompts[prompt]}
+        choices: list[dict[str, str]] = []
+        name, failure, refusals = "", f"refused {MOST_ATTEMPTS} times", 0
+        while refusals < MOST_ATTEMPTS:
+            asked = time.perf_counter()
+            try:
+                answer = await client.post("/v1/completions", json=body)
+            except httpx2.HTTPError as error:
+                failure = f"{type(error).__name__}: {error}"
+                break
+            if answer.status_code != 429:
+                if answer.status_code == 200:
+                    found = answer.json()
+                    choices, name = found["choices"], found["id"]
+                failure = f"answered {answer.status_code}: {clipped_text(answer.text)}"
+                break
+            refusals += 1
+            await asyncio.sleep(float(answer.headers["retry-after"]) * self._random.uniform(1, 2))
+        ended = time.perf_counter()
+        return Served(
+            prompt=prompt,
+            answers=len(choices),
+            name=name,
+            text=choices[0]["text"] if choices else "",
+            refusals=refusals,
+            accepted_sec=ended - asked,
+            whole_sec=ended - begun,
+            failure=None if choices else failure,
+        )
+
+
+def serving_page(record: Record, *, source: str) -> str:
+    """The page.
+
+    Args:
+        record: as ``dsgpt.benchmarks.serving`` makes it.
+        source: the record's path, for the reader.
+    """
+    hardware, rounds = record["hardware"], record["rounds"]
+    lost, wrong = (sum(of(record, one) for one in rounds) for of in (_lost, _wrong))
+    grown = "unknown" if record["growth"] is None else f"{record['growth']:.3f} of the first one's"
+    head = f"""# A server under {record["times"]} times its capacity
+
+Generated from `{source}` by
+`.venv/bin/python src/benchmark.py serving --table-from {source} --page docs/serving-load.md`;
+`.venv/bin/python src/benchmark.py serving` measures it on your machine.
+
+`src/serve.py` serves `{record["checkpoint"]}` and decodes {record["batch"]} sequences at a time; {record["queue"]} may
+wait. With a client for each of these places it answers {record["capacity_per_sec"]:.1f} requests a second, each a
+completion of {record["max_tokens"]} tokens at most. Then requests arrive at random, {record["times"]} times as many a
+second: {record["requests"]} in each of {len(rounds)} rounds on the same server. That is at least {record["load"]:.1f}
+times what it answered a second in any round. A refused client waits once to twice as long as `Retry-After`
+says, and asks again.
+
+**{_verdict(lost, wrong)}**
+The peak memory of the last round is {grown}. After SIGTERM the server ended with {record["exit_code"]}. The clients
+share the machine with the server.
+
+Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
+    return "\n".join([head, "", "## Rounds", "", *summary_lines(record), "", _NOTES, ""])
+
+
+_NOTES = """\
+*Latency when accepted* is from the attempt that was accepted to its answer. *With refusals* is from the arrival, so it
+has the waits of a queue outside of the server: at several times the capacity it grows with the number of
+requests, whatever the server does. The texts are compared with those that the server gave to one client alone."""
+
+
+def _lost(record: Record, one: Record) -> int:
+    """Requests of a round without an answer."""
+    lost: int = record["requests"] - min(one["answered"], one["answered_by_the_servers_count"])
+    return lost
+
+
+def _wrong(_: Record, one: Record) -> int:
+    """Requests of a round with a second answer or a wrong text, and answers that nobody got."""
+    more = max(0, one["answered_by_the_servers_count"] - one["answered"])
+    wrong: int = one["answered_twice"] + one["wrong_texts"] + more
+    return wrong
+
+
+def _verdict(lost: int, wrong: int) -> str:
+    if lost or wrong:
+        return f"{lost} requests were lost; {wrong} were answered twice or with another text."
+    return "Every request was answered once, with the text that it gets from an idle server."
+
+
+def summary_lines(record: Record) -> list[str]:
+    """The table of the rounds, for a console."""
+    header = ["round", "answered", "lost", "twice", "wrong texts", "refused", "seconds"]
+    header += ["latency when accepted, p50 / p95 / p99", "with refusals, p50 / p95 / p99", "peak memory"]
+    rows = [
+        [
+            *(one["round"], one["answered"], _lost(record, one)),
+            *(one[key] for key in ("answered_twice", "wrong_texts", "refusals")),
+            f"{one['seconds']:.1f}",
+            _percentiles(one["accepted_sec"]),
+            _percentiles(one["whole_sec"]),
+            f"{one['peak_rss_bytes'] / 1e6:,.0f} MB",
+        ]
+        for one in record["rounds"]
+    ]
+    return table(header, rows).splitlines()
+
+
+def _percentiles(values: dict[str, float] | None) -> str:
+    if values is None:
+        return "unknown"
+    return " / ".join(f"{values[key]:.2f}" for key in ("p50", "p95", "p99")) + " s"
+
+
+PAGE = SuitePage(name="serving", of="a load test", text=serving_page, summary=summary_lines)
+SCHEMA_VERSION = "1.0"
+CHECKPOINT = Path("checkpoint/demo-zero1")
+REQUESTS, TIMES, ROUNDS = 500, 4, 3
+BATCH, QUEUE = 8, 16
+SEED = 1
+MAX_TOKENS = 32
+"""Of a completion."""
+GROWTH_BOUND = 1.02
+"""Bound on the peak memory of the last round, divided by that of the first."""
+PROMPTS = tuple(
+    f"{start}{name}"
+    for start in ("def ", "class ", "import ", "    return ", "for ")
+    for name in ("main", "read", "Error", "value", "items")
+)
+
+ANSWERED = 'dsgpt_requests_total{status="200"}'
+Round = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(SuiteOptions):
+    """The options of the command line."""
+
+    checkpoint: Path
+    requests: int
+    """Of a round."""
+    times: int
+    """Arrivals per second, in multiples of the capacity."""
+    rounds: int
+    device: str
+
+
+def run_serving(options: ServingOptions, *, repository: Path) -> int:
+    """Measure; return 0 if nothing was lost or answered wrongly and the memory did not grow.
+
+    Raises:
+        UserError: the server does not start.
+    """
+    return run_suite(_ServingCommand(options, repository), options, repository=repository)
+
+
+class _ServingCommand(SuiteCommand[Round]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "round"
+
+    def __init__(self, options: ServingOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._capacity = 0.0
+        self._exit_code: int | None = None
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002
+        return self._options.rounds
+
+    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002 - of the interface
+        self._log = folder / "server.txt"
+
+    def results(self) -> Iterator[Round]:
+
+        options = self._options
+        with ExitStack() as held:
+            repository, device = self._repository, options.device
+            server = held.enter_context(
+                ServerProcess(repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=device, log=self._log)
+            )
+            load = Load(server.url, MODEL, PROMPTS, max_tokens=MAX_TOKENS, seed=SEED)
+            alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
+            steady, places = max(10 * BATCH, options.requests // 4), BATCH + QUEUE  # so that the batch is always full
+            load.steady(steady, clients=places)  # reaches the memory of a full batch
+            self._capacity = steady / load.steady(steady, clients=places)[1]
+            known: set[str] = set()
+            for number in range(options.rounds):
+                before, _ = server.metric(ANSWERED), server.peak_bytes()
+                instants = load.instants(options.requests, per_sec=options.times * self._capacity)
+                requests, seconds = load.poisson(instants)
+                counted = max(0, int(server.metric(ANSWERED) - before))
+                yield round_of(requests, alone=alone, known=known) | {
+                    "round": number + 1,
+                    "answered_by_the_servers_count": counted,
+                    "seconds": seconds,
+                    "offered_per_sec": len(instants) / instants[-1],
+                    "peak_rss_bytes": server.peak_bytes(),
+                    "open_sequences": int(server.metric("dsgpt_open_sequences")),
+                }
+                known |= {one.name for one in requests}
+            self._exit_code = server.stop()
+
+    def line(self, result: Round, *, count: str, left: str) -> str:
+        return f"{count} {result['answered']} requests answered in {result['seconds']:.1f} s{left}"
+
+    def record(self, results: Sequence[Round], *, seconds: float) -> Record:
+        """The record of ``results``, which took ``seconds``."""
+        options, last = self._options, results[-1]["peak_rss_bytes"]
+        return record_head(SCHEMA_VERSION, device=options.device) | {
+            "checkpoint": options.checkpoint.as_posix(),
+            "batch": BATCH,
+            "queue": QUEUE,
+            "requests": options.requests,
+            "times": options.times,
+            "max_tokens": MAX_TOKENS,
+            "seed": SEED,
+            "seconds": round(seconds, 1),
+            "capacity_per_sec": self._capacity,
+            "rounds": [_round(result) for result in results],
+            "load": min(result["offered_per_sec"] for result in results) / self._most_per_sec(results),
+            "growth": last / first if (first := results[0]["peak_rss_bytes"]) else None,
+            "growth_bound": GROWTH_BOUND,
+            "exit_code": self._exit_code,
+        }
+
+    def _most_per_sec(self, results: Sequence[Round]) -> float:
+        """The most requests a second that the server answered, in the rounds or before."""
+        rates: list[float] = [result["answered"] / result["seconds"] for result in results]
+        return max(self._capacity, *rates)
+
+    def failures(self, results: Sequence[Round], record: Record) -> list[str]:
+        found = []
+        for result in results:
+            lost = self._options.requests - min(result["answered"], result["answered_by_the_servers_count"])
+            more = result["answered_by_the_servers_count"] - result["answered"]
+            wrong = {"lost": lost, "answered twice": result["answered_twice"] + max(more, 0)}
+            wrong |= {"wrong texts": result["wrong_texts"], "sequences left": result["open_sequences"]}
+            found += [f"round {result['round']}: {number} {what}" for what, number in wrong.items() if number]
+            found += [f"round {result['round']}: {number} {what}" for what, number in result["failures"].items()]
+        if record["load"] < self._options.times / 2:
+            found.append(f"the load was only {record['load']:.1f} times what the server answers: repeat it, idle")
+        if record["growth"] is None or record["growth"] > GROWTH_BOUND:
+            found.append("the memory grew from the first round to the last, or is unknown")
+        if record["exit_code"] != 0:
+            found.append(f"the server ended with {record['exit_code']}; None: it did not end")
+        return found
+
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:
+        return [f"FAILED: {line}" for line in failures]
+
+
+def round_of(requests: Sequence["Served"], *, alone: Sequence[str], known: Set[str]) -> Round:
+    """What became of the requests of a round.
+
+    Args:
+        requests: all of them.
+        alone: the right text of each prompt.
+        known: the names of answers of earlier rounds.
+    """
+    served = [one for one in requests if one.answers]
+    return {
+        "answered": len(served),
+        "answered_twice": sum(one.answers for one in served) - len({one.name for one in served} - known),
+        "wrong_texts": sum(one.text != alone[one.prompt] for one in served),
+        "failures": Counter(one.failure for one in requests if one.failure),
+        "requests": [asdict(one) for one in requests],
+    }
+
+
+def _round(result: Round) -> Round:
+    """A round with percentiles of the answered requests in place of all requests."""
+    requests = [one for one in result["requests"] if one["answers"]]
+    kept = {key: value for key, value in result.items() if key != "requests"}
+    for key in ("accepted_sec", "whole_sec"):
+        values = [one[key] for one in requests]
+        kept[key] = {f"p{share}": _percentile(values, share) for share in (50, 95, 99)} if values else None
+    return kept | {"refusals": sum(one["refusals"] for one in result["requests"])}
+
+
+def _percentile(values: Sequence[float], share: int) -> float:
+    """The smallest value that at least ``share`` percent of ``values`` do not exceed."""
+    return sorted(values)[max(0, -(-share * len(values) // 100) - 1)]
+
+
+DESCRIPTION = """\
+serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
+Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise."""
+EXAMPLES = """\
+examples:
+  .venv/bin/python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
+
+
+def _add_flags(flags: SuiteFlags) -> None:
+    flags.parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=CHECKPOINT,
+        metavar="DIR",
+        help=f"what to serve, as for src/serve.py (default: {CHECKPOINT})",
+    )
+    for flag, default, text in (
+        ("--requests", REQUESTS, "requests of a round"),
+        ("--times", TIMES, "arrivals per second, in multiples of what the server can answer"),
+        ("--rounds", ROUNDS, "rounds on the same server"),
+    ):
+        flags.number(flag, default=default, low=1, text=f"{text} (default: {default})")
+    flags.device("cpu or cuda")
+
+
+SUITE = Suite(
+    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=ServingOptions, run=run_serving, page=PAGE
+)

@@ -1,1 +1,0 @@
-"""A server under several times the requests that it can answer."""

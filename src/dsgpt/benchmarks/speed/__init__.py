@@ -1,1 +1,0 @@
-"""How fast a step is, beside other trainers on the same work."""

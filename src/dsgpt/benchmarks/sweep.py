@@ -1,0 +1,414 @@
+"""``benchmark.py run`` and ``compare``: what a setting costs, the same training under many, in turns.
+
+Every turn is a training of its own under the launcher that users use. Its result is on disk before the next turn
+starts, so the same command continues an interrupted sweep.
+"""
+
+import argparse
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dsgpt.benchmarks.frame import (
+    Record,
+    SuiteCommand,
+    SuiteFlags,
+    SuiteOptions,
+    SuitePage,
+    make_page,
+    record_head,
+    run_suite,
+)
+from dsgpt.benchmarks.sweep_cells import (
+    SUITES,
+    Cell,
+    Suite,
+    built_in,
+    planned_work,
+    read_description,
+    require_equal_work,
+    value_of,
+)
+from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
+from dsgpt.benchmarks.sweep_turns import PlannedTurn, TurnStore, ordered_turns
+from dsgpt.common.command_line import Reader
+from dsgpt.common.errors import EXIT_DONE, UserError, did_you_mean
+from dsgpt.common.files import sha256_of
+from dsgpt.machine.console import Console
+from dsgpt.machine.launcher import launcher_command
+from dsgpt.model.config import PRESETS
+from dsgpt.record.sweeps import SCHEMA_VERSION, SWEEP_FILE, State, Turn
+
+PAGE = SuitePage(name="sweep", of="sweeps", text=sweep_page, summary=summary_lines)
+DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
+MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
+TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
+PARTS = ("train", "validation")
+RUN = "run"
+"""The run folder of a turn, below the turn's."""
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(SuiteOptions):
+    """The options of the command line."""
+
+    suite: str
+    """One of ``SUITES``, or the path of a description."""
+    devices: Sequence[int] | None
+    """None for ``DEVICES``, or for all cells of a description."""
+    repeats: int
+    limit: float
+    """Seconds of a turn."""
+    seed: int
+    """Draws the order of the turns."""
+    device: str
+    model_size: str
+    steps: int
+    seq_length: int
+    target_loss: float | None
+    price: float | None
+    """Of a device hour."""
+    profile_comm: int
+    """Steps of each training in which communication is measured."""
+
+
+def default_output(suite: str) -> Path:
+    """The record of a suite, if no other is named."""
+    return Path("checkpoint") / "sweep" / Path(suite).stem / SWEEP_FILE
+
+
+def read_suite(suite: str, devices: Sequence[int] | None) -> Suite:
+    """The suite of that name or in that file.
+
+    Raises:
+        UserError: the file or something in it is wrong, or the numbers of devices do not fit.
+    """
+    if suite in SUITES:
+        return built_in(suite, devices=devices or DEVICES)
+    return read_description(Path(suite), devices=devices)
+
+
+def run_sweep(options: SweepOptions, *, repository: Path) -> int:
+    """Run what is left of the sweep, and write its record and page; return 0 when every turn has a result.
+
+    Raises:
+        UserError: the suite has mistakes or compares different work, or the folder holds another sweep.
+    """
+    return run_suite(_SweepCommand(options, repository), options, repository=repository)
+
+
+class _SweepCommand(SuiteCommand[Turn]):
+    page: ClassVar[SuitePage] = PAGE
+    unit: ClassVar[str] = "training"
+
+    def __init__(self, options: SweepOptions, repository: Path) -> None:
+        self._options, self._repository = options, repository
+        self._suite = read_suite(options.suite, options.devices)
+        self._turns = ordered_turns(self._suite.cells, repeats=options.repeats, seed=options.seed)
+        self._store = TurnStore(options.output.parent.resolve() / "work")
+        self._data: Path | None = None
+
+    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
+        return len(self._turns)
+
+    def work_folder(self, options: SuiteOptions, held: ExitStack) -> Path:  # noqa: ARG002
+        """Beside the record, so that the next command finds the turns of this one."""
+        return self._store.folder
+
+    def begin(self, folder: Path, console: Console) -> None:
+        """Prepare the text, and refuse a suite whose cells do not do the same work; see ``SuiteCommand``."""
+        plan = self._fingerprint()
+        self._store.require(plan)
+        if any(value_of(cell.flags, TRAIN_DATA) is None for cell in self._suite.cells):
+            from dsgpt.benchmarks.cells import prepare_demo  # noqa: PLC0415 - numpy takes its time
+
+            self._data = prepare_demo(self._repository, folder / "data")
+        flags = {cell.name: self._flags(cell, folder / "planned") for cell in self._suite.cells}
+        works = {
+            cell.name: planned_work(cell, flags[cell.name], repository=self._repository) for cell in self._suite.cells
+        }
+        require_equal_work(self._suite, works)
+        plan["data"] = {
+            name: [work[f"{part} data"] for part in PARTS] if work else None for name, work in works.items()
+        }
+        self._store.require(plan)
+        self._store.begin(plan)
+        left = len(list(self._store.left(self._turns)))
+        if left < len(self._turns):
+            console.say(f"{len(self._turns) - left} of {len(self._turns)} turns have results from before; {left} left")
+
+    def results(self) -> Iterator[Turn]:
+        for planned in self._turns:
+            turn = self._store.result(planned)
+            if turn is None:
+                turn = self._train(planned)
+                self._store.keep(planned, turn)
+            yield self._with_time_to_target(turn, planned)
+
+    def _with_time_to_target(self, turn: Turn, planned: PlannedTurn) -> Turn:
+        """The turn with a figure that is read again, because the target is not a setting of the training."""
+        from dsgpt.benchmarks.sweep_turns import time_to_loss  # noqa: PLC0415
+
+        target = self._options.target_loss
+        if target is None or turn.state != State.DONE:
+            return turn
+        return replace(turn, time_to_target_sec=time_to_loss(self._run_dir(planned), target))
+
+    def _run_dir(self, planned: PlannedTurn) -> Path:
+        return self._store.folder / planned.folder / RUN
+
+    def _train(self, planned: PlannedTurn) -> Turn:
+        from dsgpt.benchmarks.sweep_turns import (  # noqa: PLC0415
+            train,
+            turn_of,
+        )
+
+        folder, cell = self._store.folder / planned.folder, planned.cell
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
+        run_dir = self._run_dir(planned)
+        folder.mkdir(parents=True)
+        script = str(self._repository / "src" / "gpt2.py")
+        ending = train(
+            [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)],
+            log=folder / "log.txt",
+            limit_sec=self._options.limit,
+            cwd=self._repository,
+            device=self._options.device,
+        )
+        turn = turn_of(planned, ending, run_dir)
+        for checkpoint in run_dir.glob("step-*"):
+            shutil.rmtree(checkpoint)  # twelve bytes per parameter, which nothing here reads
+        return turn
+
+    def _flags(self, cell: Cell, run_dir: Path) -> list[str]:
+        """All flags of a cell's training; those of the cell come last, and count."""
+        options = self._options
+        values: dict[str, Any] = {
+            "model_size": options.model_size,
+            "seq_length": options.seq_length,
+            "max_train_steps": options.steps,
+            "max_val_steps": VAL_STEPS,
+            "save_every": 0,
+            "device": options.device,
+            "profile_comm": options.profile_comm,
+        }
+        if self._data is not None:
+            values |= {"train_data_path": self._data / "train.bin", "val_data_path": self._data / "val.bin"}
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        return [*words, "--no_inference", *cell.flags, "--checkpoint_path", str(run_dir)]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be equal for turns of two commands to be one sweep. More repeats may be added."""
+        options = self._options
+        head = record_head(SCHEMA_VERSION, device=options.device)
+        sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
+        return {
+            "suite": self._suite.as_dict(),
+            "settings": [
+                *(options.model_size, options.steps, options.seq_length, options.device, options.profile_comm),
+            ],
+            "seed": options.seed,
+            "limit": options.limit,
+            "recipes": self._recipes(),
+            "sources": hashlib.sha256(sources.encode()).hexdigest(),
+            "software": head["env"],
+            "machine": head["hardware"],
+        }
+
+    def _recipes(self) -> dict[str, str]:
+        """The sha256 of every recipe that a cell names; empty for one that is missing."""
+        named = {value_of(cell.flags, RECIPE) for cell in self._suite.cells} - {None}
+        files = {str(name): self._repository / str(name) for name in named}
+        return {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(files.items())}
+
+    def line(self, result: Turn, *, count: str, left: str) -> str:
+        speed = "" if result.tokens_per_sec is None else f", {result.tokens_per_sec:,.0f} tokens per second"
+        why = "" if result.message is None else f" ({result.message})"
+        return f"{count} repeat {result.repeat}, {result.cell}: {result.state}{why}{speed}{left}"
+
+    def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - of this command alone
+        """The sweep as ``reports.sweeps`` reads it."""
+        from dsgpt.benchmarks.sweep_turns import cell_of, comparison_of, losses_of  # noqa: PLC0415
+
+        options = self._options
+        turns: Mapping[str, list[Turn]] = {
+            cell.name: [turn for turn in results if turn.cell == cell.name] for cell in self._suite.cells
+        }
+        cells = [cell_of(cell, turns[cell.name], price=options.price) for cell in self._suite.cells]
+        losses = {(planned.cell.name, planned.repeat): losses_of(self._run_dir(planned)) for planned in self._turns}
+        comparisons = [comparison_of(plan, cells, losses=losses) for plan in self._suite.comparisons]
+        return record_head(SCHEMA_VERSION, device=options.device) | {
+            "suite": self._suite.name,
+            "seed": options.seed,
+            "repeats": options.repeats,
+            "limit_sec": options.limit,
+            "target_loss": options.target_loss,
+            "price_per_device_hour": options.price,
+            "seconds": round(sum(turn.seconds for turn in results), 1),
+            "cells": [asdict(cell) for cell in cells],
+            "comparisons": [asdict(comparison) for comparison in comparisons],
+        }
+
+    def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002
+        """Nothing: a turn that failed is a result of the sweep."""
+        return []
+
+    def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002
+        return [f"turns and logs: {self._store.folder}"]
+
+
+# The command lines of ``run`` and ``compare``: their help, their flags, and what they call.
+
+DESCRIPTIONS = {
+    "run": """\
+run: train the cells of a suite, each in its own processes under the launcher that users use, again and again in a drawn
+order; write what each setting costs. Cells that are compared do the same work, or are refused before anything runs. A
+training that runs out of memory, is refused, fails or exceeds its limit is a result. An interrupted sweep is continued
+by the same command. Exit code 0: every turn has a result.""",
+    "compare": """\
+compare: is B slower than A? A and B are two runs, paired by step, or two sweeps, paired by repeat; SWEEP#CELL names one
+cell. It prints the difference with its interval. Exit code 0: B is as fast as A within noise, or faster; 1: it is
+slower beyond noise.""",
+}
+EXAMPLES = {
+    "run": f"""\
+examples:
+  .venv/bin/python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
+  .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
+  .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
+
+suites: {", ".join(SUITES)}""",
+    "compare": """\
+examples:
+  .venv/bin/python src/benchmark.py compare checkpoint/before checkpoint/after
+  .venv/bin/python src/benchmark.py compare before/sweep.json after/sweep.json
+  .venv/bin/python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices\"""",
+}
+
+
+def add_run_flags(flags: SuiteFlags) -> None:
+    """Add the flags of ``run``."""
+    parser, reader = flags.parser, flags.reader
+    parser.add_argument(
+        "--suite",
+        type=_suite(reader),
+        default=None,
+        metavar="SUITE",
+        help=f"{', '.join(SUITES)}, or a description, a .json file",
+    )
+    parser.add_argument(
+        "--devices",
+        type=_whole_list(reader, "--devices"),
+        default=None,
+        metavar="N,N",
+        help=f"numbers of devices (default: {','.join(map(str, DEVICES))}; all of a description)",
+    )
+    flags.number("--repeats", default=REPEATS, low=1, text=f"turns of each cell (default: {REPEATS})")
+    flags.number("--seed", default=SEED, text=f"seed that draws the order of the turns (default: {SEED})")
+    flags.number("--limit", default=LIMIT_SEC, low=1, text=f"seconds of a turn (default: {LIMIT_SEC})")
+    parser.add_argument(
+        "--model_size",
+        type=reader.choice("--model_size", tuple(PRESETS), MODEL_SIZE),
+        default=MODEL_SIZE,
+        metavar="SIZE",
+        help=f"{', '.join(PRESETS)} (default: {MODEL_SIZE})",
+    )
+    flags.number("--steps", default=STEPS, low=4, text=f"optimizer steps of a training (default: {STEPS})")
+    flags.number("--seq_length", default=SEQ_LENGTH, low=1, text=f"tokens per sequence (default: {SEQ_LENGTH})")
+    flags.number("--profile_comm", default=0, text="steps of each training that measure communication (default: 0)")
+    for flag, text in (
+        ("--target_loss", "measure the time until a step has this training loss"),
+        ("--price", "price of a device hour, for the cost of a training"),
+    ):
+        parser.add_argument(flag, type=reader.number(flag), default=None, metavar="X", help=text)
+    flags.device("cpu or cuda")
+    flags.output(None, shown=default_output("SUITE").as_posix())
+
+
+def add_compare_flags(flags: SuiteFlags) -> None:
+    """Add the flags of ``compare``."""
+    for name in ("a", "b"):
+        flags.parser.add_argument(
+            name, metavar=name.upper(), help="a run folder or its record, or a sweep's record, with #CELL or without"
+        )
+    flags.parser.add_argument(
+        "--allow_unequal", action="store_true", help="compare tokens per second although the work is not the same"
+    )
+
+
+def run(flags: argparse.Namespace, *, repository: Path) -> int:
+    """Do what ``run`` was asked for; return its exit code.
+
+    Raises:
+        UserError: as ``run_sweep``, or no suite was named.
+    """
+    if flags.table_from:
+        page: Path = flags.page or flags.table_from.with_suffix(".md")
+        make_page(PAGE, flags.table_from, page, repository=repository)
+        print(page)
+        return EXIT_DONE
+    if flags.suite is None:
+        raise UserError(f"--suite is missing: name {', '.join(SUITES)} or a .json file")
+    output: Path = flags.output or default_output(flags.suite)
+    options = SweepOptions(
+        output=output,
+        page=flags.page or output.with_suffix(".md"),
+        keep=None,
+        suite=flags.suite,
+        devices=flags.devices,
+        repeats=flags.repeats,
+        limit=flags.limit,
+        seed=flags.seed,
+        device=flags.device,
+        model_size=flags.model_size,
+        steps=flags.steps,
+        seq_length=flags.seq_length,
+        target_loss=flags.target_loss,
+        price=flags.price,
+        profile_comm=flags.profile_comm,
+    )
+    return run_sweep(options, repository=repository)
+
+
+def compare(flags: argparse.Namespace, *, repository: Path) -> int:  # noqa: ARG001 - as ``run``
+    """Do what ``compare`` was asked for; return its exit code.
+
+    Raises:
+        UserError: as ``compare.compare``.
+    """
+    from dsgpt.benchmarks.compare import compare as compare_speeds  # noqa: PLC0415 - reads what --help needs not
+
+    return compare_speeds(flags.a, flags.b, allow_unequal=flags.allow_unequal)
+
+
+def _suite(reader: Reader) -> Callable[[str], str | None]:
+    """A reader of the name of a suite, or of the path of a description."""
+
+    def read(word: str) -> str | None:
+        """The word, or None after noting the mistake."""
+        if word in SUITES or word.endswith(".json"):
+            return word
+        known = ", ".join(SUITES)
+        reader.problems.add(f"--suite must be one of {known}, or a .json file, not {word}{did_you_mean(word, SUITES)}")
+        return None
+
+    return read
+
+
+def _whole_list(reader: Reader, flag: str) -> Callable[[str], tuple[int, ...] | None]:
+    """A reader of whole numbers of at least 1 with commas between them."""
+
+    def read(text: str) -> tuple[int, ...] | None:
+        """The numbers, or None after noting the mistake."""
+        words = text.split(",")
+        if not all(word.isdecimal() and int(word) for word in words):
+            reader.problems.add(f"{flag} must be whole numbers of at least 1 with commas between them, not {text}")
+            return None
+        return tuple(map(int, words))
+
+    return read

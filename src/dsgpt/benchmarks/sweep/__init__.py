@@ -1,1 +1,0 @@
-"""What a setting costs: the same training under many, in turns."""

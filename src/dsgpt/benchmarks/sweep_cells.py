@@ -1,0 +1,497 @@
+"""What a sweep trains and compares, read from a file or built in, and judged before anything runs."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from dsgpt.common.errors import Problems, UserError, did_you_mean
+from dsgpt.common.files import sha256_of
+from dsgpt.common.json_files import JsonError, clipped, read_object
+from dsgpt.config.options import parse_arguments
+from dsgpt.machine.topology import Topology
+from dsgpt.record.equal_work import Verdict, judge
+from dsgpt.record.sweeps import Kind, Turn, Worked, worked
+
+# What a sweep trains and compares: cells, comparisons, and what may differ in them.
+
+MAY_DIFFER: dict[Kind, tuple[str, ...]] = {
+    "same training": (),
+    "weak scaling": ("global batch", "tokens", "validation windows"),
+    "precisions": ("precision", "loss scaling"),
+}
+"""The facts of the work that may differ between the cells of a comparison."""
+LABELS: dict[Kind, str] = {
+    "same training": "The same training: equal data, order, global batch, steps and settings.",
+    "weak scaling": (
+        "Weak scaling: every device gets the same number of tokens, so the global batch grows with the devices. These "
+        "are not the same training, and their losses are not compared."
+    ),
+    "precisions": "The same training but for the precision of its arithmetic, so losses are not compared.",
+}
+EQUAL: dict[Kind, str] = {
+    "same training": "the same",
+    "weak scaling": "the same per device",
+    "precisions": "the same but for the precision",
+}
+"""What is said of the work of a cell that may be compared."""
+LAUNCHERS = {"baseline": "python", "ddp": "torchrun", "fsdp": "torchrun", "optimized": "deepspeed"}
+"""The launcher of each run type, unless a cell names another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One setting."""
+
+    name: str
+    devices: int
+    launcher: str
+    flags: tuple[str, ...]
+    """Of ``src/gpt2.py``, without data, length and run folder, which are the sweep's."""
+
+    @property
+    def folder(self) -> str:
+        """The name without characters that a path should not have; cells of a suite must differ in it."""
+        return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonPlan:
+    """Cells that are compared with one of them."""
+
+    name: str
+    kind: Kind
+    baseline: str
+    cells: tuple[str, ...]
+    """Names, without the baseline's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """What a sweep trains."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    comparisons: tuple[ComparisonPlan, ...]
+
+    def cell(self, name: str) -> Cell:
+        """The cell of that name."""
+        return next(cell for cell in self.cells if cell.name == name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {
+            "name": self.name,
+            "cells": [asdict(cell) | {"flags": list(cell.flags)} for cell in self.cells],
+            "comparisons": [asdict(one) | {"cells": list(one.cells)} for one in self.comparisons],
+        }
+
+
+def value_of(flags: Sequence[str], flag: str) -> str | None:
+    """The word behind ``flag``, or behind ``flag=``; None if it is not given."""
+    for word, following in itertools.zip_longest(flags, flags[1:]):
+        if word == flag:
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def on_devices(what: str, devices: int) -> str:
+    """``zero1 on 1 device``, ``zero1 on 2 devices``."""
+    return f"{what} on {devices} device{'s' * (devices != 1)}"
+
+
+# The suites that are built in.
+
+BATCH = 32
+"""Sequences of the global batch, as in the shipped recipes; of each device under weak scaling."""
+CHECKPOINTED = ("--activation_checkpointing",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Strategy:
+    """How a strategy is started."""
+
+    run_type: str
+    recipe: str
+    """A file of ``ds_configs/``."""
+    share: int = 1
+    """Devices that share one copy of the model: the number of devices must be a multiple."""
+    alone: bool = False
+    """Whether it runs on one device only."""
+
+    def runs_on(self, devices: int) -> bool:
+        return devices == 1 if self.alone else devices % self.share == 0
+
+
+STRATEGIES = {
+    "baseline": _Strategy(run_type="baseline", recipe="zero1", alone=True),
+    "ddp": _Strategy(run_type="ddp", recipe="zero1"),
+    "fsdp": _Strategy(run_type="fsdp", recipe="zero1"),
+    **{
+        name.replace("_", "-"): _Strategy(run_type="optimized", recipe=name)
+        for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
+    },
+    **{name: _Strategy(run_type="optimized", recipe=name, share=2) for name in ("tensor", "pipeline", "sequence")},
+    "3d": _Strategy(run_type="optimized", recipe="3d", share=8),
+}
+"""Every shipped recipe but ``zeropp``, which rounds what it sends: that is another training."""
+BASELINE = on_devices("baseline", 1)
+
+
+def _cell(strategy: str, devices: int, *more: str, suffix: str = "") -> Cell:
+    how = STRATEGIES[strategy]
+    return Cell(
+        name=on_devices(strategy, devices) + suffix,
+        devices=devices,
+        launcher=LAUNCHERS[how.run_type],
+        flags=("--run_type", how.run_type, "--deepspeed_config", f"ds_configs/{how.recipe}.json", *more),
+    )
+
+
+def _cells(strategies: Sequence[str], devices: Sequence[int], *more: str, suffix: str = "") -> list[Cell]:
+    """The baseline, and each other strategy on each number of devices that permits it."""
+    return [
+        _cell(name, count, *more, suffix=suffix)
+        for count in sorted({1, *devices})
+        for name in strategies
+        if STRATEGIES[name].runs_on(count) and (STRATEGIES[name].alone or count in devices)
+    ]
+
+
+def _strong(cells: Sequence[Cell], *, name: str = "strong scaling", baseline: str = BASELINE) -> ComparisonPlan:
+    others = tuple(cell.name for cell in cells if cell.name != baseline)
+    return ComparisonPlan(name=name, kind="same training", baseline=baseline, cells=others)
+
+
+def _scaling(devices: Sequence[int]) -> Suite:
+    names = ("baseline", "ddp", "zero1")
+    strong = _cells(names, devices)
+    weak = [
+        _cell(name, count, "--global_batch_size", str(BATCH * count), suffix=f", batch {BATCH * count}")
+        for count in devices
+        if count > 1
+        for name in names[1:]
+    ]
+    grown = ComparisonPlan(
+        name="weak scaling", kind="weak scaling", baseline=BASELINE, cells=tuple(cell.name for cell in weak)
+    )
+    return Suite(name="scaling", cells=(*strong, *weak), comparisons=(_strong(strong), *([grown] if weak else [])))
+
+
+def _strategies(devices: Sequence[int]) -> Suite:
+    cells = _cells(tuple(STRATEGIES), devices)
+    return Suite(name="strategies", cells=tuple(cells), comparisons=(_strong(cells, name="strategies"),))
+
+
+def _precision(devices: Sequence[int]) -> Suite:
+    cells: list[Cell] = []
+    comparisons = []
+    for kind in ("fp32", "bf16"):
+        of_kind = _cells(("baseline", "ddp", "zero1", "zero3"), devices, "--precision", kind, suffix=f", {kind}")
+        comparisons.append(_strong(of_kind, name=f"strategies in {kind}", baseline=f"{BASELINE}, {kind}"))
+        cells += of_kind
+    comparisons += [
+        ComparisonPlan(
+            name=f"bf16 beside fp32: {cell.name.removesuffix(', fp32')}",
+            kind="precisions",
+            baseline=cell.name,
+            cells=(cell.name.replace("fp32", "bf16"),),
+        )
+        for cell in cells
+        if cell.name.endswith("fp32")
+    ]
+    return Suite(name="precision", cells=tuple(cells), comparisons=tuple(comparisons))
+
+
+def _memory(devices: Sequence[int]) -> Suite:
+    names = ("baseline", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
+    plain = _cells(names, devices)
+    checkpointed = _cells(names, devices, *CHECKPOINTED, suffix=", checkpointed")
+    cells = [cell for pair in zip(plain, checkpointed, strict=True) for cell in pair]
+    return Suite(name="memory", cells=tuple(cells), comparisons=(_strong(cells, name="memory"),))
+
+
+_MAKERS: dict[str, Callable[[Sequence[int]], Suite]] = {
+    "scaling": _scaling,
+    "strategies": _strategies,
+    "precision": _precision,
+    "memory": _memory,
+}
+SUITES = tuple(_MAKERS)
+
+
+def built_in(name: str, *, devices: Sequence[int]) -> Suite:
+    """The suite ``name``, one of ``SUITES``, on each number of ``devices``; the baseline always has one.
+
+    Raises:
+        UserError: a number of devices does not divide the global batch.
+    """
+    wrong = [str(count) for count in devices if BATCH % count]
+    if wrong:
+        raise UserError(f"--devices {','.join(wrong)}: must divide the global batch of {BATCH} sequences")
+    return _MAKERS[name](sorted(set(devices)))
+
+
+# Whether cells that are compared will do the same work: judged before anything runs, by the facts of a record.
+
+Work = Mapping[str, Any]
+
+
+def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Work | None:
+    """What a cell would compute; None if this program would refuse it, which the sweep then records.
+
+    Args:
+        cell: where it runs.
+        flags: all of ``src/gpt2.py``.
+        repository: from which relative paths are.
+    """
+    from dsgpt.config.run_config import resolve  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.record.fields import Fields  # noqa: PLC0415
+    from dsgpt.record.work import read_work  # noqa: PLC0415
+    from dsgpt.training.run_description import describe_run  # noqa: PLC0415
+
+    options, problems = parse_arguments(flags)
+    options = replace(
+        options,
+        **{
+            name: repository / path
+            for name in ("train_data_path", "val_data_path", "deepspeed_config", "checkpoint_path")
+            if (path := getattr(options, name)) is not None
+        },
+    )
+    topology = Topology(
+        rank=0, local_rank=0, world_size=cell.devices, local_world_size=cell.devices, launcher=cell.launcher
+    )
+    try:
+        config = resolve(options, topology=topology, problems=problems)
+    except UserError:
+        return None
+    hashes = {
+        "train": config.train.sidecar.sha256 or sha256_of(config.train.path),
+        "val": config.val.sidecar.sha256 or sha256_of(config.val.path),
+        "initial weights": config.init_from.sha256 if config.init_from else None,
+    }
+    record = describe_run(config, hashes=hashes, resumed_from=None, changes=(), run_id=None)
+    steps = config.total_steps
+    return read_work(Fields(record, notes=[]), steps=steps, tokens=steps * config.tokens_per_step)
+
+
+def require_equal_work(suite: Suite, works: Mapping[str, Work | None]) -> None:
+    """Refuse a suite that would compare different work.
+
+    Args:
+        suite: what is compared.
+        works: of every cell, by name; None for those that are refused.
+
+    Raises:
+        UserError: with a line for each cell that does other work than its baseline.
+    """
+    problems = Problems()
+    for plan in suite.comparisons:
+        base = works[plan.baseline]
+        for name in plan.cells:
+            work = works[name]
+            if base is not None and work is not None and (why := _unequal(suite, plan, name, base=base, work=work)):
+                problems.add(f"comparison {plan.name!r} ({plan.kind}): {name} beside {plan.baseline}: {why}")
+    problems.raise_if_any()
+
+
+def _unequal(suite: Suite, plan: ComparisonPlan, name: str, *, base: Work, work: Work) -> str:
+    """Why the cell may not be compared; empty if it may."""
+    verdict = judge([Worked(plan.baseline, base), Worked(name, work)])
+    if not comparable(verdict, plan.kind):
+        return f"{verdict.line()}: give both the same, or compare them as another kind"
+    one, other = suite.cell(plan.baseline).devices, suite.cell(name).devices
+    if plan.kind == "weak scaling" and work["global batch"] * one != base["global batch"] * other:
+        per_device = f"{work['global batch'] / other:g} vs {base['global batch'] / one:g}"
+        return f"sequences per device differ: {per_device}: weak scaling keeps them constant"
+    return ""
+
+
+def judge_turns(turns: Iterable[tuple[str, Turn]]) -> Verdict:
+    """Whether turns, each under the name of what it belongs to, did the same work; equal ones are named once."""
+    distinct: list[Worked] = []
+    for name, turn in turns:
+        one = worked(turn, name=name)
+        if one not in distinct:
+            distinct.append(one)
+    return judge(distinct)
+
+
+def comparable(verdict: Verdict, kind: Kind) -> bool:
+    """Whether two runs differ, or may differ, only in facts in which a comparison of this kind allows it."""
+    unknown = [fact for facts in verdict.unknown.values() for fact in facts]
+    facts = [*(difference.fact for difference in verdict.differences), *unknown]
+    return all(fact.startswith(MAY_DIFFER[kind]) for fact in facts)
+
+
+# Reads a suite from a file: cells from lists of flags, and what to compare. All mistakes are reported together.
+
+SCHEMA_VERSION = "1.0"
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_KEYS = ("schema_version", "flags", "cells", "comparisons")
+_CELL_KEYS = ("name", "devices", "flags", "launcher")
+_COMPARISON_KEYS = ("name", "kind", "baseline", "cells")
+_OWN = ("--checkpoint_path", "--device", "--resume", "--overwrite", "--dry_run")
+"""Flags that the sweep sets itself."""
+
+
+def read_description(file: Path, *, devices: Sequence[int] | None) -> Suite:
+    """The suite that ``file`` describes.
+
+    Args:
+        file: its name without the suffix is the suite's.
+        devices: keep only cells on these numbers of devices; None for all.
+
+    Raises:
+        UserError: with every mistake in the file, a line each.
+    """
+    try:
+        values = read_object(file)
+    except JsonError as error:
+        raise UserError(f"--suite {file}: cannot be read as a description of a sweep: {error}") from error
+    reader = _Reader(file)
+    suite = reader.suite(values)
+    reader.problems.raise_if_any()
+    return suite if devices is None else _only_on(suite, devices, file=file)
+
+
+def _only_on(suite: Suite, devices: Sequence[int], *, file: Path) -> Suite:
+    """The suite without cells on other numbers of devices.
+
+    Raises:
+        UserError: a comparison would lose its baseline, or nothing is left.
+    """
+    cells = tuple(cell for cell in suite.cells if cell.devices in devices)
+    kept = {cell.name for cell in cells}
+    lost = sorted({one.baseline for one in suite.comparisons} - kept)
+    if lost or not cells:
+        words = ",".join(map(str, devices))
+        what = f"the baseline {lost[0]!r}" if lost else "every cell"
+        raise UserError(f"--devices {words}: leaves out {what} of {file}: name its number of devices too")
+    comparisons = tuple(
+        ComparisonPlan(
+            name=one.name,
+            kind=one.kind,
+            baseline=one.baseline,
+            cells=tuple(name for name in one.cells if name in kept),
+        )
+        for one in suite.comparisons
+    )
+    return Suite(name=suite.name, cells=cells, comparisons=comparisons)
+
+
+class _Reader:
+    """Checks the values of a file, and notes every mistake."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.problems = Problems()
+
+    def suite(self, values: Mapping[str, Any]) -> Suite:
+        """What the values describe, without their wrong parts."""
+        self._known_keys(values, _KEYS, where="the description")
+        version = values.get("schema_version")
+        if version != SCHEMA_VERSION:
+            self._wrong(f'schema_version must be "{SCHEMA_VERSION}", not {clipped(version)}')
+        shared = self._words(values.get("flags", []), where="flags")
+        given = self._objects(values.get("cells"), "cells")
+        cells = [cell for number, one in enumerate(given) if (cell := self._cell(one, f"cells.{number}", shared))]
+        self._distinct(cells)
+        names = [cell.name for cell in cells]
+        if "comparisons" in values:
+            listed = self._objects(values["comparisons"], "comparisons")
+            found = [self._comparison(one, f"comparisons.{number}", names) for number, one in enumerate(listed)]
+            comparisons = tuple(one for one in found if one)
+        else:
+            comparisons = tuple(
+                ComparisonPlan(name="all", kind="same training", baseline=first, cells=tuple(names[1:]))
+                for first in names[:1]
+            )
+        return Suite(name=self._file.stem, cells=tuple(cells), comparisons=comparisons)
+
+    def _cell(self, values: Mapping[str, Any], where: str, shared: tuple[str, ...]) -> Cell | None:
+        self._known_keys(values, _CELL_KEYS, where=where)
+        name, devices = values.get("name"), values.get("devices", 1)
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            self._wrong(f"{where}.name must be a text that can be printed, not {clipped(name)}")
+            name = None
+        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+            self._wrong(f"{where}.devices must be a whole number of at least 1, not {clipped(devices)}")
+            devices = None
+        flags = (*shared, *self._words(values.get("flags", []), where=f"{where}.flags"))
+        run_type = self._checked_flags(flags, where)
+        launcher = values.get("launcher", LAUNCHERS.get(run_type or ""))
+        if launcher not in LAUNCHERS.values() and (run_type or "launcher" in values):
+            known = ", ".join(dict.fromkeys(LAUNCHERS.values()))
+            self._wrong(f"{where}.launcher must be one of {known}, not {clipped(launcher)}")
+        elif launcher == "python" and devices is not None and devices > 1:
+            self._wrong(f"{where}: python starts one rank, not {devices}: use torchrun or deepspeed")
+        if name is None or devices is None or launcher is None:
+            return None
+        return Cell(name=name, devices=devices, launcher=str(launcher), flags=flags)
+
+    def _checked_flags(self, flags: tuple[str, ...], where: str) -> str | None:
+        """Note mistakes in flags of ``src/gpt2.py``; return the run type."""
+        for flag in _OWN:
+            if any(word.partition("=")[0] == flag for word in flags):
+                self._wrong(f"{where}.flags: {flag} is set by the sweep: leave it out")
+        try:
+            _, problems = parse_arguments(flags)
+            problems.raise_if_any()
+        except UserError as error:
+            for line in error.problems:
+                self._wrong(f"{where}.flags: {line}")
+        run_type = value_of(flags, "--run_type")
+        if run_type is None:
+            self._wrong(f"{where}.flags: --run_type is missing: name one of {', '.join(LAUNCHERS)}")
+        return run_type
+
+    def _comparison(self, values: Mapping[str, Any], where: str, names: Sequence[str]) -> ComparisonPlan | None:
+        self._known_keys(values, _COMPARISON_KEYS, where=where)
+        kind, baseline, cells = values.get("kind", _KINDS[0]), values.get("baseline"), values.get("cells")
+        if kind not in _KINDS:
+            self._wrong(f"{where}.kind must be one of {', '.join(_KINDS)}, not {clipped(kind)}")
+        others = self._words(cells, where=f"{where}.cells") if cells is not None else tuple(names)
+        for name in (baseline, *others):
+            if name not in names:
+                hint = did_you_mean(name, names) if isinstance(name, str) else ""
+                self._wrong(f"{where}: {clipped(name)} is no cell{hint}")
+        if kind not in _KINDS or baseline not in names or not isinstance(baseline, str):
+            return None
+        return ComparisonPlan(
+            name=str(values.get("name", where)),
+            kind=kind,
+            baseline=baseline,
+            cells=tuple(name for name in others if name != baseline),
+        )
+
+    def _distinct(self, cells: Sequence[Cell]) -> None:
+        seen: dict[str, str] = {}
+        for cell in cells:
+            if cell.folder in seen:
+                self._wrong(f"cells: {cell.name!r} and {seen[cell.folder]!r} need names that differ in a letter")
+            seen[cell.folder] = cell.name
+
+    def _words(self, value: Any, *, where: str) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            self._wrong(f"{where} must be a list of texts, not {clipped(value)}")
+            return ()
+        return tuple(value)
+
+    def _objects(self, value: Any, where: str) -> list[Mapping[str, Any]]:
+        if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+            self._wrong(f"{where} must be a list of at least one object, not {clipped(value)}")
+            return []
+        return value
+
+    def _known_keys(self, values: Mapping[str, Any], known: Sequence[str], *, where: str) -> None:
+        for key in values:
+            if key not in known:
+                self._wrong(f"{where} has no key {clipped(key)}{did_you_mean(key, known)}")
+
+    def _wrong(self, line: str) -> None:
+        self.problems.add(f"--suite {self._file}: {line}")

@@ -1,1 +1,0 @@
-"""Measures what a machine can do: matrices, memory, disk, and sums over its devices."""

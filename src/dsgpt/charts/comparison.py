@@ -1,0 +1,277 @@
+"""The figures of all runs side by side: comparison.md, and the table on the console."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsgpt.common.text import NO_DIFFERENCE, no_difference
+from dsgpt.record.equal_work import (
+    compared_facts,
+    equal_loss_line,
+    inference_stamps,
+    judge,
+    machine_line,
+    partial_stamps,
+    setup_stamps,
+    show,
+)
+from dsgpt.record.runs import TOO_SHORT, Run
+from dsgpt.record.work import DEVICES, HARDWARE, STRATEGY
+
+UNKNOWN = "unknown"
+SIGN_CONVENTION = (
+    "Improvements are percentages of the first run's value; **positive is better**: less time, latency, loss and"
+    " memory, more tokens per second. Unknown is what was not recorded or cannot be compared; it is never taken as 0."
+    ' Figures whose repetitions overlap read "no difference"; one that was measured once is not judged.'
+)
+INFERENCE_NOISE = (
+    "Inference runs on one device with one prompt, whatever the strategy: between equal models on one machine,"
+    " differences in its figures are measurement noise."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity: how to read it from a run, how to format it, and which values are better."""
+
+    label: str
+    value: Callable[[Run], float | None]
+    form: Callable[[float], str]
+    lower_is_better: bool
+    gpu_only: bool = False
+    """Leave the row out if no run has the quantity: GPU memory does not exist on a CPU."""
+    several_epochs_only: bool = False
+    """Leave the row out if no run has a second epoch: it would repeat another row."""
+
+
+def decimals(digits: int) -> Callable[[float], str]:
+    """A formatter with thousands separators and ``digits`` decimals."""
+    return lambda value: f"{value:,.{digits}f}"
+
+
+def gigabytes(value: float) -> str:
+    """Bytes, formatted in GB (10^9 bytes)."""
+    return f"{value / 1e9:.2f}"
+
+
+THROUGHPUT_ROW = Row("tokens per second, all devices", lambda run: run.tokens_per_sec, decimals(0), False)
+ROWS = (
+    Row("training time (s)", lambda run: run.train_time, decimals(1), True),
+    THROUGHPUT_ROW,
+    Row("final train loss (nats per token)", lambda run: run.final_train_loss, decimals(4), True),
+    Row(
+        label="best train loss, lowest epoch mean",
+        value=lambda run: run.best_train_loss,
+        form=decimals(4),
+        lower_is_better=True,
+        several_epochs_only=True,
+    ),
+    Row("final validation loss (nats per token)", lambda run: run.final_val_loss, decimals(4), True),
+    Row("best validation loss", lambda run: run.best_val_loss, decimals(4), True),
+    Row("inference latency, batch 1 (s)", lambda run: run.inference_latency, decimals(3), True),
+    Row("inference tokens per second", lambda run: run.inference_tokens_per_sec, decimals(1), False),
+    Row("peak GPU memory allocated, rank 0 (GB)", lambda run: run.gpu_memory, gigabytes, True, True),
+    Row("peak GPU memory reserved, rank 0 (GB)", lambda run: run.gpu_memory_reserved, gigabytes, True, True),
+    Row("peak host memory (RSS), rank 0 (GB)", lambda run: run.host_memory, gigabytes, True),
+)
+
+
+SEGMENT_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "training time (s)": ("train_time_sec", decimals(1)),
+    "tokens per second": ("mean_tokens_per_sec_global", decimals(0)),
+    "peak GPU memory allocated (GB)": ("max_cuda_mem_allocated_bytes_rank0", gigabytes),
+    "peak host memory (GB)": ("peak_rss_bytes_rank0", gigabytes),
+}
+"""Columns of the table of segments."""
+
+
+def improvement(base: float | None, other: float | None, *, lower_is_better: bool) -> float | None:
+    """Percent by which ``other`` is better than ``base``; None if either is unknown or ``base`` is 0."""
+    if base is None or other is None or base == 0:
+        return None
+    change = (other - base) / base * 100
+    return -change if lower_is_better else change
+
+
+def speed_up(base: Run, other: Run) -> float | None:
+    """Training time of ``base`` divided by that of ``other``; None if either is unknown or 0."""
+    if base.train_time is None or not other.train_time or base.train_time == 0:
+        return None
+    return base.train_time / other.train_time
+
+
+def comparison_markdown(runs: Sequence[Run], *, sources: str = "") -> str:
+    """The contents of comparison.md; the first run is the baseline, and ``sources`` a paragraph about the records."""
+    verdict = judge(runs)
+    parts = ["# Comparison", _escape(verdict.line())]
+    if verdict.answer == "no":
+        parts.append(f"**{verdict.mark}**: no figure below is the speed-up of one and the same training.")
+    parts += [f"**{_escape(line)}**" for line in [*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)]]
+    parts += [_escape(equal_loss_line(runs[0], other)) for other in runs[1:]]
+    parts += [_escape(machine_line(runs)), sources]
+    parts += ["## Results", _table(result_rows(runs)), SIGN_CONVENTION, INFERENCE_NOISE, _memory_line(runs)]
+    parts += ["## Work", _table(work_rows(runs)), _segments(runs), _notes(runs)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def console_summary(runs: Sequence[Run]) -> str:
+    """The table on the console: a line per run, then the verdicts."""
+    header = ["run", "time (s)", "tokens/s", "speed-up", "train loss", "val loss", "inference (s)"]
+    lines = [header]
+    for run in runs:
+        cells = [_cell(row, run) for row in (ROWS[0], ROWS[1], ROWS[2], ROWS[4], ROWS[6])]
+        lines.append([shorten(run.name, 32), *cells[:2], _speed_up_cell(runs[0], run), *cells[2:]])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    table = []
+    for name, *cells in lines:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        table.append("  ".join([name.ljust(widths[0]), *padded]))
+    closing = [judge(runs).line(), *partial_stamps(runs), *setup_stamps(runs)]
+    closing += [equal_loss_line(runs[0], other) for other in runs[1:]]
+    return "\n".join([*table, *closing])
+
+
+def shorten(name: str, width: int) -> str:
+    """``name`` in at most ``width`` characters. The middle is cut out: names of runs differ at their ends."""
+    if len(name) <= width:
+        return name
+    head = (width - 1) // 2
+    return f"{name[:head]}…{name[-(width - 1 - head) :]}"
+
+
+def _cell(row: Row, run: Run) -> str:
+    value = row.value(run)
+    if value is not None:
+        return row.form(value)
+    return TOO_SHORT if row is THROUGHPUT_ROW and run.too_short_to_time else UNKNOWN
+
+
+def _speed_up_cell(base: Run, run: Run) -> str:
+    """The speed-up, with a label if the work was not the same."""
+    ratio = speed_up(base, run)
+    if ratio is None:
+        return UNKNOWN
+    label = {"no": " (not equal work)", "unknown": " (work unknown)", "yes": ""}[judge([base, run]).answer]
+    return f"{ratio:.2f}x{'' if run is base else label}"
+
+
+def result_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Rows of what was measured, the first of which is the header; beside the runs, how much better than the first."""
+    base, *others = runs
+    header = ["", *(run.name for run in runs)]
+    for other in others:
+        mark = judge([base, other]).mark
+        header.append(f"{other.name} vs {base.name}" + (f", {mark}" if mark else ""))
+    rows = [header]
+    for row in ROWS:
+        if not _belongs(row, runs):
+            continue
+        cells = [_cell(row, run) for run in runs]
+        rows.append([row.label, *cells, *(_improvement_cell(row, base, other) for other in others)])
+    rows.insert(3, ["speed-up in training time", *(_speed_up_cell(base, run) for run in runs), *("" for _ in others)])
+    return rows
+
+
+def _belongs(row: Row, runs: Sequence[Run]) -> bool:
+    """Whether the row has information about these runs."""
+    if row.several_epochs_only and all(run.epochs <= 1 for run in runs):
+        return False
+    return not row.gpu_only or any(row.value(run) is not None for run in runs)
+
+
+def _improvement_cell(row: Row, base: Run, other: Run) -> str:
+    """Percent with its sign; inference with different numbers of tokens is not compared."""
+    if row.label.startswith("inference") and base.new_tokens != other.new_tokens:
+        return UNKNOWN
+    one, two = base.latency_range, other.latency_range
+    if row.label.startswith("inference") and one and two and no_difference(*two, than=one):
+        return NO_DIFFERENCE
+    percent = improvement(row.value(base), row.value(other), lower_is_better=row.lower_is_better)
+    return UNKNOWN if percent is None else f"{round(percent, 1) + 0.0:+.1f} %".replace("+0.0 %", "0.0 %")
+
+
+def work_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Rows of what was trained and how, the first of which is the header."""
+    rows = [["", *(run.name for run in runs)]]
+    rows.append(["strategy", *(run.strategy or show(None) for run in runs)])
+    rows.append(["machine", *(run.machine or show(None) for run in runs)])
+    rows.append(["instruction sets", *(run.instruction_sets or "not recorded" for run in runs)])
+    rows.append(["devices used", *(run.devices or show(None) for run in runs)])
+    rows.append(["status", *(run.status or show(None) for run in runs)])
+    for fact in compared_facts(runs):
+        rows += _fact_rows(fact, [run.work[fact] for run in runs])
+    rows.append(["inference: prompt tokens", *(show(run.prompt_tokens) for run in runs)])
+    rows.append(["inference: new tokens", *(show(run.new_tokens) for run in runs)])
+    rows.append(["record", *(run.schema for run in runs)])
+    return rows
+
+
+def _fact_rows(fact: str, values: Sequence[Any]) -> list[list[str]]:
+    """One row, or one per setting if the fact is a set of settings. Only hashes are shortened."""
+    known = [value for value in values if value is not None]
+    settings = all(isinstance(value, dict) for value in known)
+    keys = dict.fromkeys(key for value in known for key in value) if settings else {}
+    if not keys:
+        whole = not fact.endswith((" data", " weights"))  # of a hash the beginning is enough
+        return [[fact, *(show(value, whole=whole) for value in values)]]
+    rows = []
+    for key in keys:
+        leaves = [None if value is None else value.get(key, "absent") for value in values]
+        if any(isinstance(leaf, dict) for leaf in leaves):
+            rows += _fact_rows(f"{fact} {key}", leaves)
+        else:
+            rows.append([f"{fact} {key}", *map(_setting_cell, values, leaves)])
+    return rows
+
+
+def _setting_cell(settings: Any, leaf: Any) -> str:
+    """The value of a setting. null means that it was not given, unless the run recorded no settings."""
+    return "not given" if leaf is None and settings is not None else show(leaf, whole=True)
+
+
+def _memory_line(runs: Sequence[Run]) -> str:
+    if any(run.gpu_memory is not None for run in runs):
+        return "GPU memory is what PyTorch allocated or reserved on rank 0's device; host memory is another quantity."
+    return "No run recorded GPU memory; host memory is the resident set of rank 0's process alone, not of all ranks."
+
+
+def _segments(runs: Sequence[Run]) -> str:
+    """A row for each segment of the runs that have several."""
+    resumed = [run for run in runs if len(run.segments) > 1]
+    if not resumed:
+        return ""
+    segments = [(run.name, segment) for run in resumed for segment in run.segments]
+    figures = {
+        label: (name, form)
+        for label, (name, form) in SEGMENT_FIGURES.items()
+        if "GPU" not in label or any(segment.figures.get(name) is not None for _, segment in segments)
+    }
+    rows = [["run", "steps", STRATEGY, DEVICES, HARDWARE, *figures]]
+    for name, segment in segments:
+        steps = f"{segment.first_step:,} to {'the end' if segment.last_step is None else f'{segment.last_step:,}'}"
+        setup = [segment.setup.get(what) or UNKNOWN for what in (STRATEGY, DEVICES, HARDWARE)]
+        values = [(segment.figures.get(figure), form) for figure, form in figures.values()]
+        rows.append([name, steps, *setup, *(UNKNOWN if value is None else form(value) for value, form in values)])
+    return "\n\n".join(["## Segments", _table(rows)])
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    notes = [f"- {_escape(run.name)}: {_escape(note)}" for run in runs for note in run.notes]
+    return "\n".join(["## Notes", "", *notes]) if notes else ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    header, *body = rows
+    rule = "|---|" + "---:|" * (len(header) - 1)
+    return "\n".join([_line(header), rule, *map(_line, body)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(_escape, cells)) + " |"
+
+
+def _escape(text: str) -> str:
+    """Text with Markdown's special characters escaped, also for tables."""
+    for character in "\\|*_`<":
+        text = text.replace(character, f"\\{character}")
+    return text.replace("](", "]\\(").replace("\n", " ")

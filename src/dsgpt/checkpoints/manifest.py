@@ -1,0 +1,353 @@
+"""What a checkpoint says of itself: its files, the progress of its run, and the processes that trained it.
+
+``manifest.json``: the settings that made a checkpoint, and the size and sha256 of every file in it. A file of a
+checkpoint is verified against the manifest before it is read. Files that the manifest does not name are never read.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import link_between, sha256_of, write_json_atomic
+from dsgpt.common.json_files import Count, Finite, JsonError, Positive, Seconds, Sha256, clipped, read_as
+
+MANIFEST = "manifest.json"
+_A_LINK = "is a link, and links in a checkpoint are not followed (cp -rL makes a copy without links)"
+
+_LONGEST_NAME = 255
+"""Bytes: the limit of file systems for one name; no path in a checkpoint is that long."""
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if "\0" in name or not path.parts:
+        raise ValueError(f"{name!r} is not the name of a file")
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name} is outside of the checkpoint")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(f"{clipped(name)} is longer than any file system allows")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """Size and hash that a file must have."""
+
+    size: Count
+    """Bytes."""
+    sha256: Sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that wrote the checkpoint."""
+
+    world_size: Positive
+    sizes: dict[str, Positive]
+    """The fields of ``topology.ParallelSizes``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of ``manifest.json``; a folder of weights alone lacks the fields that only a resume needs."""
+
+    files: Annotated[dict[Annotated[str, AfterValidator(_inside)], FileFacts], Field(min_length=1)]
+    """By path inside the checkpoint, with forward slashes."""
+    step: Count | None = None
+    val_loss: Finite | None = None
+    """The validation loss of exactly these weights; None where no validation ran at this step."""
+    strategy: str | None = None
+    run_id: str | None = None
+    topology: Ranks | None = None
+    device: str | None = None
+    """``cpu`` or ``cuda``."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """The settings that a resumed run must match, by the names of ``training.run_description.settings_to_match``."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(facts.size for facts in self.files.values())
+
+
+def parse_manifest(checkpoint: Path) -> Manifest:
+    """The manifest; no file is verified.
+
+    Raises:
+        UserError: it cannot be read, or is not a manifest.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        if path.is_symlink():
+            raise UserError(f"{path}: {_A_LINK}")
+        if not path.is_file():
+            raise UserError(f"{path}: is missing: the checkpoint is incomplete")
+        return read_as(path, Manifest, unknown_keys=True)
+    except JsonError as error:
+        raise UserError(f"{path}: is not a readable manifest ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def read_manifest(
+    checkpoint: Path,
+    *,
+    only: Callable[[str], bool] = lambda _: True,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Manifest:
+    """The manifest, after the size and hash of every file that it names were verified.
+
+    Args:
+        checkpoint: the folder.
+        only: whether to verify a file, by its name in the manifest.
+        progress: called with the bytes read since its last call.
+
+    Raises:
+        UserError: a file is missing, of another size, or damaged; the message names it.
+    """
+    manifest = parse_manifest(checkpoint)
+    for name, facts in manifest.files.items():
+        if only(name):
+            _verify(checkpoint, name, facts, progress)
+    return manifest
+
+
+def _verify(checkpoint: Path, name: str, facts: FileFacts, progress: Callable[[int], None]) -> None:
+    file = checkpoint / name
+    try:
+        if link := link_between(checkpoint, file):
+            raise UserError(f"{link}: is damaged: it {_A_LINK}")
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+            raise UserError(f"{file}: is damaged: it is not a file")
+        size = file.stat().st_size
+        same = size == facts.size and sha256_of(file, progress) == facts.sha256
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: is damaged: it is missing") from error
+    except OSError as error:
+        raise UserError(f"{file}: is damaged: it cannot be read ({error.strerror})") from error
+    if size != facts.size:
+        raise UserError(f"{file}: is damaged: it has {size:,} bytes instead of {facts.size:,}")
+    if not same:
+        raise UserError(f"{file}: is damaged: its sha256 differs from that in {MANIFEST}")
+
+
+def require_files(checkpoint: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Check that the manifest names all of ``names``.
+
+    Raises:
+        UserError: it lacks some, which therefore cannot be verified.
+    """
+    missing = [name for name in names if name not in manifest.files]
+    if missing:
+        raise UserError(f"{checkpoint / MANIFEST}: does not name {' and '.join(missing)}: the checkpoint is incomplete")
+
+
+def require_resumable(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that the manifest has the settings that made the checkpoint.
+
+    Raises:
+        UserError: it lacks some; the manifest of weights alone has none.
+    """
+    wanted = ("fixed", "strategy", "topology", "step")
+    missing = [name for name in wanted if getattr(manifest, name) in ({}, None)]
+    if missing:
+        raise UserError(
+            f"{checkpoint / MANIFEST}: does not say what made the checkpoint (it lacks {', '.join(missing)})"
+        )
+
+
+# The part of a run that one process executed: its steps, machine, software, speed and memory.
+
+PEAKS = ("max_cuda_mem_allocated_bytes_rank0", "max_cuda_mem_reserved_bytes_rank0", "peak_rss_bytes_rank0")
+"""Fields of a segment, of an epoch's record and of the summary: bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The part of a run that one process executed, or the processes that one launcher started.
+
+    Fields are named as in the record. A run that was never resumed has one segment. Steps are counted as in
+    ``metrics.jsonl``: the first of a run is 1.
+    """
+
+    first_step: Positive
+    last_step: Count
+    """``first_step - 1`` if it took no steps."""
+    timestamp_utc: str
+    """When it began."""
+    resumed_from: str | None
+    """The name of the checkpoint; None at the start of a run."""
+    command_line: str
+    git_commit: str | None
+    env: dict[str, str | None]
+    """Versions of the software."""
+    host: str
+    """Of rank 0."""
+    hardware: dict[str, str | int | float | None]
+    """The machine, ranks, threads and launcher."""
+    run_type: str
+    strategy: str
+    deepspeed_enabled: bool
+    zero_stage: Count | None
+    offload_optimizer: str | None
+    offload_param: str | None
+    quantized_weights: bool
+    quantized_gradients: bool
+    data_parallel_size: Positive
+    tensor_parallel_size: Positive
+    pipeline_parallel_size: Positive
+    sequence_parallel_size: Positive
+    micro_batch_size_per_gpu: Positive
+    grad_accum_steps: Positive
+    precision: str
+    compile: bool
+    activation_checkpointing: bool
+    train_time_sec: Seconds
+    """Seconds of its training steps."""
+    wall_time_sec: Seconds
+    """Since it began, up to the checkpoint from which a later segment resumed, if one did."""
+    mean_tokens_per_sec_global: Seconds | None
+    max_cuda_mem_allocated_bytes_rank0: Count | None
+    max_cuda_mem_reserved_bytes_rank0: Count | None
+    peak_rss_bytes_rank0: Count | None
+    load_average_before: Seconds | None = None
+    """Processes of rank 0's machine that ran or waited, in the minute before it began."""
+    cpu_share_of_others: Seconds | None = None
+    """Of the CPUs of rank 0's machine, the share that processes outside of the run used meanwhile."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trained on GPUs. On a CPU there is no peak of GPU memory, which is not the same as unknown."""
+        return self.hardware.get("device") == "cuda"
+
+    def peak(self, name: str) -> int | None:
+        """One of ``PEAKS``."""
+        value: int | None = getattr(self, name)
+        return value
+
+
+def covers(segments: list[Segment], *, first_step: int, last_step: int) -> bool:
+    """Whether the segments, in their order, include every step from ``first_step`` to ``last_step``."""
+    expected = first_step
+    for segment in segments:
+        if segment.last_step < expected:
+            continue
+        if segment.first_step > expected:
+            return False
+        expected = segment.last_step + 1
+    return expected > last_step
+
+
+def highest_peaks(segments: list[Segment], *, first_step: int, last_step: int) -> dict[str, Any]:
+    """The highest ``PEAKS`` of the segments that executed the steps from ``first_step`` to ``last_step``, by name.
+
+    None if a segment's figure is unknown, or if a step is in no segment: its process may have needed more.
+    """
+    known = covers(segments, first_step=first_step, last_step=last_step)
+    taking_part = [segment for segment in segments if segment.last_step >= first_step or segment is segments[-1]]
+    peaks: dict[str, int | None] = {}
+    for name in PEAKS:
+        values = [segment.peak(name) for segment in taking_part if segment.on_gpu or "cuda" not in name]
+        numbers = [value for value in values if value is not None]
+        peaks[name] = max(numbers) if known and numbers and len(numbers) == len(values) else None
+    return peaks
+
+
+# The progress of a run: what a resume needs besides the configuration and the state of training.
+
+STATE_FILE = "run_state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """A finished epoch, or the part of it that the run trained, as in the record's ``epochs``. None where unknown."""
+
+    epoch_idx: Count
+    epoch_wall_time_sec: Seconds
+    train_time_sec: Seconds | None
+    steps: Count
+    micro_steps: Count
+    optimizer_steps: Count
+    tokens_processed_global: Count
+    train_loss_avg_global: Finite | None
+    val_loss_avg_global: Finite | None
+    max_cuda_mem_allocated_bytes_rank0: Count | None
+    max_cuda_mem_reserved_bytes_rank0: Count | None
+    peak_rss_bytes_rank0: Count | None
+    tokens_per_sec_global: Seconds | None
+    step_time_mean_sec: Seconds | None
+    step_time_p50_sec: Seconds | None
+    step_time_p95_sec: Seconds | None
+    dataload_time_mean_sec: Seconds | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change at a resume: of a setting, with ``--allow_changed``, or of strategy, ranks or device."""
+
+    step: Count
+    """Of the checkpoint."""
+    name: str
+    """One of ``settings_to_match``, or ``executed by``."""
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The progress of a run; everything else follows from its configuration.
+
+    The random state of every rank is in a file of its own beside this one.
+    """
+
+    step: Count
+    """Optimizer steps done."""
+    samples_seen: Count
+    """Sequences consumed: ``step`` times the global batch."""
+    best_val_loss: Finite | None
+    """The lowest validation loss since the validation set last changed."""
+    epochs: list[Epoch]
+    """The finished epochs."""
+    wall_time_sec: Seconds | None = None
+    """Since the run started, without the time between its processes."""
+    last_train_loss: Finite | None = None
+    last_val_loss: Finite | None = None
+    last_val_step: Count | None = None
+    """The step at which ``last_val_loss`` was measured."""
+    failed_saves: Count = 0
+    """Checkpoints that could not be written so far."""
+    changes: list[Change] = field(default_factory=list)
+    """All changes at resumes so far."""
+    segments: list[Segment] = field(default_factory=list)
+    """The processes of the run so far; empty in checkpoints from before segments were recorded."""
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of exactly these weights; None where no validation ran at this step."""
+        return self.last_val_loss if self.last_val_step == self.step else None
+
+    def without_validations(self) -> Self:
+        """The same without validation losses, for a run whose validation set changes here."""
+        return replace(self, best_val_loss=None, last_val_loss=None, last_val_step=None)
+
+
+def write_run_state(checkpoint: Path, state: RunState) -> None:
+    """Add ``state`` to a checkpoint."""
+    write_json_atomic(checkpoint / STATE_FILE, asdict(state))
+
+
+def read_run_state(checkpoint: Path) -> RunState:
+    """The progress of the run at a checkpoint.
+
+    Raises:
+        UserError: the file is not a run state of this version of the program.
+    """
+    path = checkpoint / STATE_FILE
+    try:
+        return read_as(path, RunState)
+    except JsonError as error:
+        raise UserError(f"{path}: is not a run state of this version ({error})") from error

@@ -1,0 +1,246 @@
+"""Checkpoints of a run folder: each is complete or absent, and verified before anything in it is read.
+
+    step-00000200/
+        model.safetensors            every weight whole, fp32, under its canonical name
+        model.json                   the shape of the model
+        optimizer.safetensors        every moment of the optimizer; see ``training_state``
+        training_state.json          the number of optimizer steps, and the loss scale
+        run_state.json               the progress of the run
+        random-00000.safetensors     random state, one file per rank
+        tokenizer/                   where the data has one
+        manifest.json                every file above with size and sha256; written last
+    latest                           name of the newest
+    best                             name of the one with the lowest validation loss on the newest one's validation set
+
+Links inside a run folder are not followed, neither to a checkpoint nor to a file of one.
+
+A checkpoint is written in a hidden folder of the run, made durable, and renamed. This module finds checkpoints by
+the folders themselves. ``latest`` and ``best`` are for people and other tools; ``--which best`` reads ``best``, and a
+resume warns if the checkpoint that ``latest`` names is missing.
+
+The best is chosen among checkpoints at whose own step a validation ran, because a loss measured some steps earlier
+belongs to other weights. Where the validation set changed, only checkpoints since the last change count: until one of
+them has a validation loss, there is no best. Retention keeps the newest and the best.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dsgpt.checkpoints.manifest import MANIFEST, Manifest, RunState, parse_manifest, write_run_state
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import is_regular_file, link_between, remove, sync_directory, write_atomic, write_json_atomic
+from dsgpt.formats.tokenizer_files import is_known
+
+LATEST = "latest"
+BEST = "best"
+"""Names the checkpoint with the lowest validation loss."""
+SEQUENCE_LENGTH = "sequence length"
+VALIDATED_ON = ("validation data", "validation windows", SEQUENCE_LENGTH)
+"""Keys of a manifest's ``fixed``: validation losses can be compared only where all of these are equal."""
+WEIGHTS = "model.safetensors"
+MODEL = "model.json"
+TOKENIZER = "tokenizer"
+_NAME = r"step-(\d{8}|[1-9]\d{8,})"
+STEP_FOLDER = re.compile(_NAME)
+PARTIAL_FOLDER = re.compile(rf"\.partial-{_NAME}(\.old|\.replaced|\.overwritten)?")
+"""A checkpoint that is being written. With a suffix, one that retention removes (``.old``), that a new one of the same
+step replaces (``.replaced``), or that is removed with its whole run (``.overwritten``)."""
+REMOVED, REPLACED, OVERWRITTEN, DAMAGED = ".old", ".replaced", ".overwritten", ".damaged"
+DAMAGED_FOLDER = re.compile(rf"{_NAME}\.damaged")
+"""A checkpoint that a resume refused; kept so that a user can examine it."""
+
+
+def folder_name(step: int) -> str:
+    """``step-00000200`` for 200."""
+    return f"step-{step:08d}"
+
+
+def partial_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is written before it is published."""
+    return run_dir / f".partial-{folder_name(step)}"
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """Make the empty folder that all ranks write into; main rank only."""
+    folder = partial_folder(run_dir, step)
+    remove(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def publish(run_dir: Path, folder: Path, *, state: RunState, about: dict[str, Any]) -> Path:
+    """Turn the complete ``folder`` into a checkpoint; main rank only.
+
+    Args:
+        run_dir: the run.
+        folder: from ``begin``, every file of every rank in it.
+        state: the progress of the run.
+        about: strategy, topology, versions and the settings that a resumed run must match.
+
+    Raises:
+        OSError: the file system refuses. Earlier checkpoints are unchanged.
+    """
+    write_run_state(folder, state)
+    _seal(folder, {**about, "step": state.step, "val_loss": state.val_loss})
+    final = run_dir / folder_name(state.step)
+    set_aside(final, suffix=REPLACED)
+    try:
+        folder.rename(final)
+    except OSError:
+        put_back(run_dir)
+        raise
+    sync_directory(run_dir)
+    return final
+
+
+def put_back(run_dir: Path) -> None:
+    """Rename a checkpoint back, if the one that was to replace it was never published."""
+    for old in replaced(run_dir):
+        final = run_dir / old.name.removeprefix(".partial-").removesuffix(REPLACED)
+        if not final.exists() and not old.is_symlink():
+            old.rename(final)
+
+
+def replaced(run_dir: Path) -> list[Path]:
+    """Checkpoints that were to be replaced and are still there, because the process was killed in between."""
+    return [path for path in run_dir.glob(f".partial-step-*{REPLACED}") if not path.is_symlink()]
+
+
+def was_overwritten(run_dir: Path) -> bool:
+    """Whether ``--overwrite`` was killed while it removed this run; what is left of it must not be resumed."""
+    return any(run_dir.glob(f".partial-step-*{OVERWRITTEN}"))
+
+
+def keep_newest(run_dir: Path, *, count: int) -> None:
+    """Update ``latest`` and ``best``, and remove all checkpoints but the best and the ``count`` newest; main rank only.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    found = checkpoints(run_dir)
+    best = _best(found)
+    for link in linked(run_dir):
+        remove(link)
+    for old in found[count:]:  # first, because what follows may need the space
+        if old != best:
+            discard(old)
+    for old in replaced(run_dir):
+        remove(old)
+    name_newest_and_best(run_dir)
+
+
+def _seal(folder: Path, about: dict[str, Any]) -> None:
+    """Make everything in ``folder`` durable, and write its manifest."""
+    paths = sorted(path for path in folder.rglob("*") if link_between(folder, path) is None)
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
+        for path in paths
+        if path.is_file() and (path.parent != folder / TOKENIZER or is_known(path.name))
+    }
+    for path in paths:
+        if path.is_dir():
+            sync_directory(path)
+    write_json_atomic(folder / MANIFEST, {**about, "files": files})
+
+
+def name_newest_and_best(run_dir: Path) -> Path | None:
+    """Write ``latest`` and ``best`` from the folders that exist; return the best, None where there is none."""
+    found = checkpoints(run_dir)
+    best = _best(found)
+    for name, checkpoint in ((LATEST, found[0] if found else None), (BEST, best)):
+        if checkpoint is not None:
+            write_atomic(run_dir / name, f"{checkpoint.name}\n".encode())
+        else:
+            remove(run_dir / name)
+    return best
+
+
+def _best(found: list[Path]) -> Path | None:
+    """The comparable checkpoint with the lowest validation loss of its own; of equal ones the oldest.
+
+    ``found`` is newest first.
+    """
+    losses = {checkpoint: manifest.val_loss for checkpoint, manifest in comparable(found).items()}
+    validated = [(loss, _step_of(checkpoint), checkpoint) for checkpoint, loss in losses.items() if loss is not None]
+    return min(validated)[2] if validated else None
+
+
+def comparable(found: list[Path]) -> dict[Path, Manifest]:
+    """Those of ``found``, newest first, since the validation set last changed.
+
+    If a run returned to an earlier validation set, checkpoints from before the change do not count, as in
+    ``best_val_loss``. Damaged ones are left out.
+    """
+    manifests = {}
+    for checkpoint in found:
+        with contextlib.suppress(UserError):
+            manifests[checkpoint] = parse_manifest(checkpoint)
+    validated_on = {
+        checkpoint: [manifest.fixed.get(name) for name in VALIDATED_ON] for checkpoint, manifest in manifests.items()
+    }
+    newest = next(iter(validated_on.values()), None)
+    same = itertools.takewhile(lambda checkpoint: validated_on[checkpoint] == newest, validated_on)
+    return {checkpoint: manifests[checkpoint] for checkpoint in same}
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def set_aside(checkpoint: Path, *, suffix: str = REMOVED) -> Path | None:
+    """Rename a checkpoint out of the run, and return the folder that is left to remove; a link is removed here."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        remove(checkpoint)
+        return None
+    aside = checkpoint.with_name(f".partial-{checkpoint.name.removesuffix(DAMAGED)}{suffix}")
+    remove(aside)
+    return checkpoint.rename(aside)
+
+
+def mark_damaged(checkpoint: Path) -> None:
+    """Rename a refused checkpoint out of the run: retention must not count it, and its step is saved again."""
+    marked = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
+    remove(marked)
+    checkpoint.rename(marked)
+
+
+def marked_damaged(run_dir: Path) -> list[Path]:
+    """The checkpoints that an earlier resume refused."""
+    return sorted(path for path in run_dir.glob("step-*") if DAMAGED_FOLDER.fullmatch(path.name))
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; a kill in between never leaves a folder with its name and only some of its files."""
+    aside = set_aside(checkpoint)
+    if aside is not None:
+        remove(aside)
+
+
+def _sync_and_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:  # fsync needs no write access, and a copied file may be read-only
+        while block := file.read(1 << 22):
+            digest.update(block)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run that have a manifest, newest first."""
+    return [path for path in candidates(run_dir) if is_regular_file(path / MANIFEST)]
+
+
+def candidates(run_dir: Path) -> list[Path]:
+    """Every folder that is named like a checkpoint, newest first; some may be damaged or incomplete."""
+    found = (path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    return sorted((path for path in found if not path.is_symlink()), key=_step_of, reverse=True)
+
+
+def linked(run_dir: Path) -> list[Path]:
+    """Links that are named like checkpoints; none of them is a checkpoint of this run."""
+    return sorted(path for path in run_dir.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_symlink())

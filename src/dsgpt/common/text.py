@@ -1,0 +1,110 @@
+"""What consoles, tables and pages say in the same words everywhere."""
+
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# What tables and pages say about measured figures: whether two differ, on which machine, and whether it was busy.
+
+NO_DIFFERENCE = "no difference"
+BUSY_FROM = 0.1
+"""Share of the CPUs that others use, from which the figures are said to be disturbed."""
+
+
+def no_difference(smallest: float, largest: float, *, than: tuple[float, float] = (1.0, 1.0)) -> bool:
+    """Whether the ranges of two figures overlap, so that tables say ``NO_DIFFERENCE`` in place of better or worse.
+
+    A figure that was measured once has no range and is not judged: the caller does not ask.
+
+    Args:
+        smallest: of the repetitions, or the lower end of an interval.
+        largest: the other end.
+        than: the range that it is compared with; for ratios of pairs, 1.
+    """
+    return smallest <= than[1] and than[0] <= largest
+
+
+BUSY = "**A busy machine: "
+"""How the paragraph of a page begins that says so."""
+
+
+def busy_words(figures: Mapping[str, Any]) -> str:
+    """That others used the CPUs during a measurement; empty if they did not, or if it was not recorded.
+
+    Args:
+        figures: with the keys of ``runtime.load.LoadOfOthers.figures``.
+    """
+    share = figures.get("cpu_share_of_others")
+    if not isinstance(share, float) or share < BUSY_FROM:
+        return ""
+    return f"other processes used {share:.0%} of the CPUs during this measurement"
+
+
+def machine_words(hardware: Mapping[str, Any]) -> str:
+    """The machine of a record's ``hardware`` block, with the instruction sets of its CPU."""
+    gpu, cpu, cores = (hardware.get(key) for key in ("gpu_name", "cpu_name", "cpu_count"))
+    parts = [gpu, f"{cpu or 'CPU'}{f', {cores} cores' if cores else ''}" if cpu or cores else None]
+    machine = "; ".join(str(part) for part in parts if part) or "not recorded"
+    return f"{machine} ({instruction_words(hardware.get('instruction_sets'))})"
+
+
+def instruction_words(sets: object) -> str:
+    """``AVX2, AVX512``; older records have none."""
+    return f"instruction sets: {sets or 'not recorded'}"
+
+
+# The last line of a long command: the command to run next, as it can be pasted into the shell that ran this one.
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def script_words(script: str, *words: object) -> list[str]:
+    """The words that run ``script``, a path in the repository, with this interpreter from the current folder."""
+    return [sys.executable, str(REPOSITORY / script), *map(str, words)]
+
+
+def next_line(words: Sequence[object]) -> str:
+    """``next: .venv/bin/python src/generate.py --checkpoint checkpoint/run``, quoted for a shell.
+
+    Absolute paths below the current folder are written from there. None is resolved: the interpreter of an environment
+    is a link.
+    """
+    here = Path.cwd()
+    paths = [Path(str(word)) for word in words]
+    inside = [path.is_absolute() and path.is_relative_to(here) for path in paths]
+    short = [path.relative_to(here) if below else word for path, below, word in zip(paths, inside, words, strict=True)]
+    return f"next: {shlex.join(map(str, short))}"
+
+
+# Divisors and multiples next to a number, for messages that name the nearest valid values.
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, at least 1, in ascending order; takes milliseconds up to 2**31."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """The largest divisor of ``number`` that is not above ``at_most``, which is at least 1."""
+    return max(d for d in divisors(number) if d <= at_most)
+
+
+def divisors_around(number: int, wanted: int) -> str:
+    """The nearest divisors of ``number`` below and above ``wanted``, in words: ``2 or 4``."""
+    found = divisors(number)
+    return in_words([d for d in found if d < wanted][-1:] + [d for d in found if d > wanted][:1])
+
+
+def multiples_around(number: int, unit: int) -> str:
+    """The nearest multiples of ``unit`` below (unless it is 0) and above ``number``, in words: ``6 or 9``."""
+    below = number // unit * unit
+    return in_words([below, below + unit] if below else [unit])
+
+
+def in_words(numbers: Iterable[object]) -> str:
+    """The numbers, or words, joined by "or": ``2 or 4``."""
+    return " or ".join(map(str, numbers))

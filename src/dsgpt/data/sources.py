@@ -1,0 +1,523 @@
+"""Where text comes from: files, downloaded sets, sets of the hub, the standard library.
+
+The corpus ``python-stdlib``: the sources and language documentation that ship with this Python. Every machine has this
+text without a download: about 12 MB with CPython from python.org, pyenv or conda, and somewhat less where a
+distribution splits the library (Debian has tkinter, idlelib and others in separate packages). It depends on the Python
+version: two machines have the same text if the hashes are equal.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import PRINTABLE, printable
+from dsgpt.common.json_files import Count, JsonError, Positive, read_as
+
+# Documents and the files they come from. A source can be read repeatedly, and never holds all documents in memory.
+
+_HASHED_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One text. Its token ids end with the end-of-text id."""
+
+    key: str
+    """Its name inside the source (relative path, or file and row). It decides the split, so it is the same on every
+    machine."""
+    text: str
+    source_bytes: int
+    """Bytes of the source file that this document accounts for, for progress in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file that contains one or more documents."""
+
+    path: Path
+    key: str
+    """Its name inside the source, with forward slashes."""
+    split: str | None
+    """``train`` or ``val`` if the set has its own split; None if documents are divided by hash."""
+    read: Callable[["SourceFile"], Iterator[Document]]
+    """Yields the file's documents in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """All input of one preparation."""
+
+    description: str
+    """Origin of the text, for the token file's sidecar."""
+    files: tuple[SourceFile, ...]
+    skipped_binary: int = 0
+    """Number of files in the given folders that are not text."""
+    skipped_links: tuple[str, ...] = ()
+    """Links in the given folders, by the keys that files would have there."""
+    same_by_documents: bool = False
+    """True if the same documents may come from other files: then the fingerprint is that of the documents."""
+
+    @property
+    def has_own_split(self) -> bool:
+        """Whether the set is already divided into train and validation."""
+        return any(file.split is not None for file in self.files)
+
+    def total_bytes(self) -> int:
+        """Bytes of all files, the total for a progress bar."""
+        return sum(file.path.stat().st_size for file in self.files)
+
+    def fingerprint(self) -> str:
+        """A hash that changes when the input changes.
+
+        It covers the names of all files and their contents. If the files are larger than 256 MiB in total, it covers
+        their sizes and times of change instead: reading the contents would take as long as the preparation. With
+        ``same_by_documents`` it covers the keys and texts of the documents.
+        """
+        if self.same_by_documents:
+            return self._documents_fingerprint()
+        digest = hashlib.sha256()
+        small = self.total_bytes() <= _HASHED_BYTES
+        for file in self.files:
+            status = file.path.stat()
+            digest.update(f"{file.key}\0{status.st_size}\0".encode(errors=PRINTABLE))
+            digest.update(file.path.read_bytes() if small else str(status.st_mtime_ns).encode())
+        return digest.hexdigest()
+
+    def _documents_fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for _, document in self.documents():
+            if document.text.strip():  # empty ones are neither downloaded nor encoded
+                text = document.text.encode()
+                digest.update(f"{document.key}\0{len(text)}\0".encode(errors=PRINTABLE) + text)
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[tuple[str | None, Document]]:
+        """Every document with its own split or None, in a fixed order; empty ones (nothing but space) included."""
+        for file in self.files:
+            for document in file.read(file):
+                yield file.split, document
+
+
+def read_text_file(file: SourceFile) -> Iterator[Document]:
+    """The whole file as one document, its bytes unchanged (no newline is translated).
+
+    Raises:
+        UserError: the file is not UTF-8.
+    """
+    data = file.path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file.path}: is not UTF-8 text (byte {error.start:,} is 0x{data[error.start]:02x}); convert it, for "
+            "example with `iconv -f latin1 -t utf-8`, or leave it out"
+        ) from error
+    yield Document(key=file.key, text=text, source_bytes=len(data))
+
+
+def json_lines_reader(*, text_key: str, key_field: str | None = None) -> Callable[[SourceFile], Iterator[Document]]:
+    """A reader of JSON lines: one object per line, with its text under ``text_key``; a null text is empty.
+
+    A document's key is the value of ``key_field`` if the row has it, otherwise file name and line number.
+    """
+
+    def read(file: SourceFile) -> Iterator[Document]:
+        """Yield a document for each line that is not blank."""
+        with file.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{file.path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{where}: is not valid JSON ({error}); one object per line is expected") from error
+                text = _row_text(row, text_key=text_key, where=where)
+                key = str(row.get(key_field, f"{file.key}:{number}"))
+                yield Document(key=key, text=text, source_bytes=len(line))
+
+    return read
+
+
+def _row_text(row: object, *, text_key: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise UserError(f'{where}: is a JSON {type(row).__name__}, not an object like {{"{text_key}": "..."}}')
+    if text_key not in row:
+        names = ", ".join(map(repr, row)) or "no keys at all"
+        raise UserError(f"{where}: has no key {text_key!r}, it has {names}; name the right one with --text_key")
+    return checked_text(row[text_key], where)
+
+
+def parquet_reader(*, text_key: str) -> Callable[[SourceFile], Iterator[Document]]:
+    """A reader of the column ``text_key`` of a Parquet file, a batch of rows at a time; a null text is empty."""
+
+    def read(file: SourceFile) -> Iterator[Document]:
+        """Yield a document for each row."""
+        import pyarrow  # noqa: PLC0415 - a tenth of a second that only Parquet needs
+        from pyarrow import parquet  # noqa: PLC0415
+
+        try:
+            table = parquet.ParquetFile(file.path)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise UserError(f"{file.path}: is not a readable Parquet file ({str(error).splitlines()[0]})") from error
+        with table:
+            columns = table.schema_arrow.names
+            if text_key not in columns:
+                raise UserError(
+                    f"{file.path}: has no column {text_key!r}, it has {', '.join(map(repr, columns))}; name the right "
+                    "one with --text_key"
+                )
+            size = file.path.stat().st_size // max(table.metadata.num_rows, 1)
+            number = 0
+            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    text = checked_text(value, f"{file.path}: row {number}")
+                    yield Document(key=f"{file.key}:{number}", text=text, source_bytes=size)
+
+    return read
+
+
+def checked_text(value: object, where: str) -> str:
+    """``value`` as text that UTF-8 can encode; None is the empty text.
+
+    Raises:
+        UserError: it is not a string, or has half of a surrogate pair (which an escape in JSON can write).
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(
+            f"{where}: the text is a {type(value).__name__}, not a string; name another key with --text_key"
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: the text is not valid Unicode ({error.reason} at {error.start:,})") from error
+    return value
+
+
+STDLIB_NAME = "python-stdlib"
+_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
+_EXCLUDED_PREFIXES = (
+    "config-",  # how this interpreter was built, with paths of that machine
+    "_sysconfigdata",
+    "sitecustomize",  # written by the machine's administrator, not part of Python
+    "usercustomize",
+)
+_TOPICS = "pydoc_data/topics.py"
+
+
+def stdlib_source(*, root: Path | None = None) -> Source:
+    """The standard library's text, one document per file, in the order of paths, without tests.
+
+    Args:
+        root: the library's folder; by default that of the base interpreter, not of the virtual environment.
+
+    Raises:
+        UserError: the folder has no sources (some distributions ship them compiled or zipped).
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    keyed = sorted((path.relative_to(root).as_posix(), path) for path in _walk(root))
+    if not keyed:
+        raise UserError(f"{root}: this Python comes without the sources of its library; use another Python, or --input")
+    return Source(
+        description=f"sources and documentation of the Python {platform.python_version()} standard library",
+        files=tuple(
+            SourceFile(path=path, key=key, split=None, read=_read_topics if key == _TOPICS else _read_library_file)
+            for key, path in keyed
+        ),
+        same_by_documents=True,
+    )
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name in _EXCLUDED_FOLDERS or path.name.startswith((*_EXCLUDED_PREFIXES, ".")):
+            continue
+        if path.is_dir():
+            yield from _walk(path)
+        elif path.suffix in (".py", ".rst", ".txt"):
+            yield path
+
+
+def _read_library_file(file: SourceFile) -> Iterator[Document]:
+    """One document in the encoding that the file declares (PEP 263; UTF-8 by default)."""
+    with file.path.open("rb") as lines:
+        encoding = tokenize.detect_encoding(lines.readline)[0] if file.path.suffix == ".py" else "utf-8"
+    data = file.path.read_bytes()
+    yield Document(key=file.key, text=data.decode(encoding), source_bytes=len(data))
+
+
+def _read_topics(file: SourceFile) -> Iterator[Document]:
+    """The language reference that ``help()`` shows, one document per topic; the file is a dict of topics."""
+    from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB that only this reader needs
+
+    size = file.path.stat().st_size // len(topics)
+    for name in sorted(topics):
+        yield Document(key=f"{_TOPICS.removesuffix('.py')}/{name}.txt", text=topics[name], source_bytes=size)
+
+
+# The documents that download_data.py writes: JSON lines in NAME/raw/, with a record that is written last.
+
+RAW_FOLDER = "raw"
+RECORD_NAME = "download.json"
+_SPLIT_OF_FILE = {"documents": None, "train": "train", "validation": "val"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawFile:
+    """Contents of one file."""
+
+    documents: Count
+    bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawRecord:
+    """The contents of ``download.json``."""
+
+    name: str
+    source: str
+    """Origin of the text."""
+    files: dict[Literal["documents.jsonl", "train.jsonl", "validation.jsonl"], RawFile]
+    max_documents: Positive | None = None
+
+
+def raw_record(folder: Path) -> RawRecord | None:
+    """The record of the finished download in ``folder`` (a ``raw`` folder); None if there is none.
+
+    Raises:
+        UserError: the record is damaged, or a file is missing.
+    """
+    path = folder / RECORD_NAME
+    if not path.exists():
+        return None
+    try:
+        record = read_as(path, RawRecord, unknown_keys=True)
+    except JsonError as error:
+        raise UserError(f"{path}: is not the record of a download ({error}); fetch again with --overwrite") from error
+    missing = [file for file in record.files if not (folder / file).is_file()]
+    if missing:
+        raise UserError(f"{folder / missing[0]}: is missing, but {path.name} names it; fetch it again with --overwrite")
+    return record
+
+
+def downloaded_source(name: str, *, output_dir: Path) -> Source | None:
+    """The downloaded set ``name``, from ``output_dir/raw`` or else ``data/NAME/raw``; None if it is in neither."""
+    for folder in (output_dir / RAW_FOLDER, Path("data") / name / RAW_FOLDER):
+        record = raw_record(folder)
+        if record and record.name == name:
+            read = json_lines_reader(text_key="text", key_field="key")
+            return Source(
+                description=record.source,
+                files=tuple(
+                    SourceFile(path=folder / file, key=file, split=_SPLIT_OF_FILE[Path(file).stem], read=read)
+                    for file in record.files
+                ),
+                same_by_documents=name
+                == STDLIB_NAME,  # stdlib_source reads the same documents from the interpreter's files
+            )
+    return None
+
+
+# The sets that come from the Hugging Face hub, and how their rows become documents.
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSet:
+    """Where a set lives and what it is."""
+
+    path: str
+    """Name on the hub (or ``parquet``, which reads ``data_files``)."""
+    about: str
+    """One line for the help."""
+    config: str | None = None
+    data_files: dict[str, str] | None = None
+    splits: dict[str, int] = field(default_factory=dict)
+    """Rows of each split that is taken (0: not known), for the progress bar if the hub does not give them."""
+    articles: bool = False
+    """True if a row is a line, and a heading line begins a document (WikiText)."""
+
+    @property
+    def source(self) -> str:
+        """The address in words."""
+        name = self.data_files["train"].removeprefix("hf://datasets/") if self.data_files else self.path
+        return f"{name} ({self.config})" if self.config else name
+
+
+# The hub's main branch may have a loading script, which `datasets` refuses to run. The Parquet files need none.
+_OPENWEBTEXT = "hf://datasets/Skylion007/openwebtext/plain_text/train-*.parquet"
+
+HUB_SETS = {
+    "tinystories": HubSet(
+        path="roneneldan/TinyStories",
+        about="2.1 million short stories in a small child's words, 2 GB; has a validation split",
+        splits={"train": 2_119_719, "validation": 21_990},
+    ),
+    "wikitext-103": HubSet(
+        path="Salesforce/wikitext",
+        config="wikitext-103-raw-v1",
+        about="28,475 good and featured Wikipedia articles, 0.5 GB; has a validation split",
+        splits={"train": 1_801_350, "validation": 3_760},
+        articles=True,
+    ),
+    "openwebtext": HubSet(
+        path="parquet",
+        data_files={"train": _OPENWEBTEXT},
+        about="8 million web pages linked from Reddit, 40 GB: the open replication of GPT-2's training text",
+        splits={"train": 8_013_769},
+    ),
+    "webtext": HubSet(
+        path="parquet",
+        data_files={"train": _OPENWEBTEXT},
+        about="OpenAI never published GPT-2's WebText; this name gives OpenWebText, the same as openwebtext",
+        splits={"train": 8_013_769},
+    ),
+    "fineweb-edu": HubSet(
+        path="HuggingFaceFW/fineweb-edu",
+        config="sample-10BT",
+        about="9.7 million educational web pages (the sample of 10 billion tokens), 45 GB",
+        splits={"train": 9_672_101},
+    ),
+}
+
+
+def hub_rows(hub_set: HubSet, split: str) -> tuple[Iterator[str], int | None]:
+    """The texts of the rows of one split, and their number if it is known.
+
+    Rows are streamed from the network; nothing is cached on disk, and no code of the set is run. A row without text
+    gives an empty text.
+
+    Raises:
+        UserError: the set cannot be reached or read; one line.
+    """
+    import datasets  # noqa: PLC0415 - takes seconds; --help should not
+
+    try:
+        rows = datasets.load_dataset(
+            hub_set.path, hub_set.config, data_files=hub_set.data_files, split=split, streaming=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unreadable(hub_set, error) from error
+    known = rows.info.splits[split].num_examples if rows.info.splits and split in rows.info.splits else None
+    return _texts(hub_set, rows), known or hub_set.splits[split] or None
+
+
+def _texts(hub_set: HubSet, rows: Iterable[Mapping[str, str | None]]) -> Iterator[str]:
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator, None)
+        except OSError as error:
+            raise _unreadable(hub_set, error) from error
+        if row is None:
+            return
+        yield row["text"] or ""
+
+
+def _unreadable(hub_set: HubSet, error: Exception) -> UserError:
+    reason = re.split(r"\.\s|\n", str(error).strip())[0]
+    return UserError(
+        f"{hub_set.source}: cannot be read from the hub ({reason}); try again, use python-stdlib, or give your own "
+        "files to preprocess.py --input"
+    )
+
+
+def _is_title(line: str) -> bool:
+    """True for `` = Title = ``, False for `` = = Section = = ``."""
+    return line.startswith(" = ") and not line.startswith(" = = ") and line.rstrip("\n").endswith(" = ")
+
+
+def join_articles(lines: Iterable[str]) -> Iterator[str]:
+    """WikiText's lines, joined into articles; a title between empty lines begins an article.
+
+    The text does not change: the joined articles equal the joined lines.
+    """
+    article: list[str] = []
+    previous_empty = True
+    held: str | None = None  # a title, if an empty line follows it
+    for line in lines:
+        if held is not None:
+            if not line.strip() and "".join(article).strip():
+                yield "".join(article)
+                article = []
+            article.append(held)
+            held = None
+        if previous_empty and _is_title(line):
+            held = line
+        else:
+            article.append(line)
+        previous_empty = not line.strip()
+    article += [held] if held is not None else []
+    if article:
+        yield "".join(article)
+
+
+# The user's own files and folders as a source.
+
+_SNIFFED_BYTES = 8192
+
+
+def own_source(inputs: Sequence[Path], *, text_key: str, output_dir: Path) -> Source:
+    """The files among ``inputs``, and every visible file in the folders among them, sorted within each folder.
+
+    ``.jsonl`` and ``.parquet`` files contain one document per row; any other file is one document of text. Inside
+    folders three things are left out: files with a zero byte near their start, which are binary (git's rule);
+    ``output_dir``, which contains the output of earlier runs; and links, which may lead to private files.
+    """
+    below = [pair for root in inputs for pair in _files_of(root, output_dir)]
+    links = [key for path, key in below if path.is_symlink() and path not in inputs]
+    found = [(path, key) for path, key in below if not path.is_symlink() or path in inputs]
+    text = [(path, key) for path, key in found if not _is_binary(path) or path in inputs]
+    files = tuple(_source_file(path, key, text_key) for path, key in text)
+    return Source(
+        description=", ".join(printable(path.name or path) for path in (root.resolve() for root in inputs)),
+        files=files,
+        skipped_binary=len(found) - len(text),
+        skipped_links=tuple(links),
+    )
+
+
+def _files_of(root: Path, output_dir: Path) -> Iterator[tuple[Path, str]]:
+    """Every visible file or link, with its name inside the source."""
+    if root.is_file():
+        yield root, root.name
+        return
+    kept_out = output_dir.resolve()
+    below = []
+    for folder, names, files in os.walk(root):
+        here = Path(folder)
+        names[:] = [name for name in names if not name.startswith(".") and (here / name).resolve() != kept_out]
+        links = [name for name in names if (here / name).is_symlink()]  # to folders; the walk does not follow them
+        below += [here / name for name in (*files, *links) if not name.startswith(".")]
+    keyed = [(path, path.relative_to(root).as_posix()) for path in below]
+    yield from sorted(keyed, key=lambda pair: pair[1])
+
+
+def _is_binary(path: Path) -> bool:
+    if not path.is_file():
+        return True  # a pipe or a socket
+    if path.suffix == ".parquet":
+        return False
+    with path.open("rb") as file:
+        return b"\0" in file.read(_SNIFFED_BYTES)
+
+
+def _source_file(path: Path, key: str, text_key: str) -> SourceFile:
+    if path.suffix == ".jsonl":
+        read = json_lines_reader(text_key=text_key)
+    elif path.suffix == ".parquet":
+        read = parquet_reader(text_key=text_key)
+    else:
+        read = read_text_file
+    return SourceFile(path=path, key=key, split=None, read=read)

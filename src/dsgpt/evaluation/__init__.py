@@ -1,1 +1,0 @@
-"""How well a model predicts text: perplexity, bits per byte, and the tasks of lm-evaluation-harness."""

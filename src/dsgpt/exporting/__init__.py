@@ -1,1 +1,0 @@
-"""Weights in the forms that other tools read: Hugging Face, portable, DeepSpeed."""

@@ -1,0 +1,316 @@
+"""How well a model predicts text: perplexity, and the tasks of lm-evaluation-harness.
+
+Perplexity over windows that may overlap. Of overlapping windows only the tokens that no earlier window predicted
+count, so each token counts once, with at least ``length - stride`` tokens before it
+(https://huggingface.co/docs/transformers/perplexity).
+"""
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsgpt.checkpoints.selection import is_hugging_face
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import sha256_of
+from dsgpt.data.token_file import TokenFile, open_token_file
+from dsgpt.formats.tensor_files import DTYPES
+from dsgpt.formats.tokenizer_files import TOKENIZER, other_meaning, reason_of, token_ids
+from dsgpt.inference.export import export
+from dsgpt.inference.loading import Loaded, load
+from dsgpt.machine.console import Console
+from dsgpt.model.gpt2 import GPT2
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_IGNORED = -100
+"""A target that does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """How well a text was predicted."""
+
+    nats: float
+    """The sum of the cross-entropies of all tokens."""
+    tokens: int
+    windows: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite where that has no floating-point number."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def bits_per_byte(self, size: int) -> float:
+        """Bits per byte of the text, which compares models with different tokenizers."""
+        return self.nats / math.log(2) / size
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of the ids that the model reads at once."""
+
+    start: int
+    end: int
+    """The model reads ids ``start`` to ``end``, the latter excluded, and predicts each one's successor."""
+    counted: int
+    """How many predictions count: the last ones."""
+
+
+def windows_of(targets: int, *, length: int, stride: int) -> list[Window]:
+    """Windows that predict each of ``targets`` ids once; the first and the last may count more or fewer than others."""
+    found: list[Window] = []
+    end = 0
+    while end < targets:
+        before, end = end, min(targets, end + stride if found else length)
+        found.append(Window(max(0, end - length), end, end - before))
+    return found
+
+
+@torch.inference_mode()
+def predict(
+    model: GPT2,
+    ids: Sequence[int] | Tensor,
+    *,
+    length: int,
+    stride: int,
+    batch_size: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Prediction:
+    """Predict every id but the first.
+
+    Args:
+        model: in evaluation mode.
+        ids: at least two; (n,), on the CPU.
+        length: ids of a window; at most the model's positions.
+        stride: ids from one window to the next; at most ``length``.
+        batch_size: windows that are computed together.
+        progress: gets the number of windows since its last call.
+    """
+    ids, device = torch.as_tensor(ids), model.wte.weight.device
+    windows = windows_of(len(ids) - 1, length=length, stride=stride)
+    nats = 0.0
+    for batch in _batches(windows, batch_size):
+        inputs = torch.stack([ids[window.start : window.end] for window in batch]).long()  # (B, T)
+        targets = torch.stack([ids[window.start + 1 : window.end + 1] for window in batch]).long()
+        for row, window in zip(targets, batch, strict=True):
+            row[: len(row) - window.counted] = _IGNORED
+        nats += float(model(inputs.to(device), targets.to(device), reduction="sum"))
+        progress(len(batch))
+    return Prediction(nats=nats, tokens=len(ids) - 1, windows=len(windows))
+
+
+def _batches(windows: list[Window], size: int) -> Iterator[list[Window]]:
+    """Windows of equal length, ``size`` at a time; the first or the last window may be shorter than the others."""
+    batch: list[Window] = []
+    for window in windows:
+        if batch and (len(batch) == size or window.end - window.start != batch[0].end - batch[0].start):
+            yield batch
+            batch = []
+        batch.append(window)
+    yield batch
+
+
+# The ids that an evaluation predicts, and the bytes of the text that they stand for.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """A text as ids; all but the first are predicted."""
+
+    ids: Tensor
+    """(n,)."""
+    bytes: int | None
+    """Size of the predicted text in UTF-8, without ends of documents; None if the model has no tokenizer."""
+    sha256: str | None = None
+    """Of a token file, as its sidecar says."""
+    same_tokenizer: bool | None = True
+    """Whether an id means the same to the model; None if that is unknown."""
+
+
+def read_text(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Evaluated:
+    """A text file, after the token that ends documents, if the tokenizer has one.
+
+    Raises:
+        UserError: it cannot be read, is no text, or has too few tokens.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"--text {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text {path}: is not valid UTF-8 text") from error
+    try:
+        # a text that names an end-of-text token is encoded as for training: the name is ordinary text
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise UserError(f"--text {path}: the tokenizer cannot encode it ({reason_of(error)})") from error
+    size = len(text.encode())
+    if tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id, *ids]
+    elif ids:
+        size -= len(_decoded(tokenizer, ids[:1]))
+    if len(ids) < 2 or not size:
+        raise UserError(f"--text {path}: has no token to predict")
+    return Evaluated(ids=torch.tensor(ids), bytes=size)
+
+
+def read_data(path: Path, loaded: Loaded, *, most: int | None) -> Evaluated:
+    """A token file.
+
+    Args:
+        path: the .bin.
+        loaded: the model that reads it.
+        most: predicted ids, from the start of the file; None for all.
+
+    Raises:
+        UserError: it is not a token file, was made with another tokenizer, or has too few tokens.
+    """
+    file = open_token_file(path)
+    if file.tokens < 2:
+        raise UserError(f"--data {path}: has {file.tokens} token: there is nothing to predict")
+    same = _check_tokenizer(file, loaded.folder)
+    ids = torch.from_numpy(file.memmap()[: None if most is None else most + 1].astype(np.int64))
+    size = None if loaded.tokenizer is None else _bytes_of(ids[1:], loaded.tokenizer)
+    return Evaluated(ids=ids, bytes=size or None, sha256=file.sidecar.sha256, same_tokenizer=same)
+
+
+def _check_tokenizer(file: TokenFile, folder: Path | None) -> bool | None:
+    """Compare the tokenizer that made ``file`` with the model's in ``folder``: by hash, or else id by id.
+
+    Returns:
+        True; None where the file or the model names no tokenizer.
+
+    Raises:
+        UserError: an id means something else to the model, or that cannot be found out.
+    """
+    facts, beside = file.sidecar.tokenizer, file.path.parent / "tokenizer"
+    if folder is None or facts is None or facts.sha256 is None:
+        return None
+    if _hash_of(folder) == facts.sha256:
+        return True
+    ours, theirs = token_ids(beside) if _hash_of(beside) == facts.sha256 else None, token_ids(folder)
+    if ours is None or theirs is None:
+        found = "and that tokenizer is not beside it, to compare their ids"
+    elif (text := other_meaning(ours, theirs)) is not None:
+        found = f"in which id {ours[text]} is {text!r}"
+    else:
+        return True
+    raise UserError(
+        f"--data {file.path}: was made with another tokenizer than that of the model, {found}: prepare the text with "
+        f"the model's (data_prep/preprocess.py --tokenizer {folder})"
+    )
+
+
+def _hash_of(folder: Path) -> str | None:
+    return sha256_of(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+
+
+def _bytes_of(ids: Tensor, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Bytes of the documents that ``ids`` stand for."""
+    end = tokenizer.eos_token_id
+    ends = [] if end is None else (ids == end).nonzero()[:, 0].tolist()
+    starts = [0, *(place + 1 for place in ends)]
+    return sum(
+        len(_decoded(tokenizer, ids[start:stop].tolist()))
+        for start, stop in zip(starts, [*ends, len(ids)], strict=True)
+    )
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> bytes:
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # a list only for a batch
+    return text.encode()
+
+
+# The tasks of lm-evaluation-harness, on a model exported for transformers.
+
+Metrics = dict[str, dict[str, float]]
+"""By task, then by the harness's name of the metric, such as ``acc`` or ``acc_stderr``."""
+
+
+def evaluate_tasks(
+    checkpoint: Path,
+    names: Sequence[str],
+    *,
+    which: str,
+    device: str,
+    precision: str,
+    batch_size: int,
+    limit: int | None,
+    include_path: Path | None,
+) -> Metrics:
+    """Let the harness evaluate the model of ``checkpoint``, which is exported first if it is not a Hugging Face folder.
+
+    Args:
+        checkpoint: as ``src/convert.py --from`` takes it.
+        names: of tasks or of groups of tasks.
+        which: the ``latest`` or the ``best`` checkpoint of a run.
+        device: ``cpu`` or ``cuda``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        batch_size: examples at a time.
+        limit: most examples of each task; None for all.
+        include_path: a folder with the YAML files of further tasks.
+
+    Raises:
+        UserError: the harness is not installed, a task is unknown, or the model cannot be exported.
+    """
+    try:
+        from lm_eval import simple_evaluate  # noqa: PLC0415 - optional, and takes seconds
+        from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
+        from lm_eval.tasks import TaskManager  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError(
+            f"--tasks needs lm-evaluation-harness ({error}): install it with "
+            ".venv/bin/python -m pip install -e '.[eval]'"
+        ) from error
+    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise UserError(
+            f"--tasks: there is no task {', '.join(unknown)}; .venv/bin/python -m lm_eval ls tasks lists them"
+        )
+    with _exported(checkpoint, which=which) as folder:
+        model = HFLM(pretrained=str(folder), device=device, dtype=DTYPES[precision], batch_size=batch_size)
+        found = simple_evaluate(model=model, tasks=list(names), limit=limit, task_manager=manager)
+    return _metrics(found["results"])
+
+
+@contextlib.contextmanager
+def _exported(checkpoint: Path, *, which: str) -> Iterator[Path]:
+    """A Hugging Face folder of the model: ``checkpoint`` itself, or a temporary export of it."""
+    if not is_hugging_face(checkpoint):
+        with tempfile.TemporaryDirectory(prefix="dsgpt-eval-") as temporary:
+            folder = Path(temporary) / "model"
+            export(checkpoint, folder, form="hf", dtype="fp32", which=which, console=Console(speaks=False))
+            yield folder
+    elif which == "best":
+        raise UserError(f"--checkpoint {checkpoint}: is a Hugging Face folder; --which best needs a run folder")
+    else:
+        load(checkpoint, which=which, device=torch.device("cpu"), precision="fp32")  # refuses what is unusable
+        yield checkpoint
+
+
+def _metrics(results: Mapping[str, Mapping[str, Any]]) -> Metrics:
+    """The figures of each task; the harness writes ``acc,none`` for the metric ``acc`` without a filter."""
+    return {
+        task: {
+            name.removesuffix(",none"): float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and "," in name
+        }
+        for task, values in results.items()
+    }

@@ -1,0 +1,469 @@
+"""``POST /v1/completions``: from a request to its answer, whole or as a stream."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from dsgpt.inference.server.engine import Engine, Scorer, ServedModel
+from dsgpt.inference.server.http import (
+    ApiError,
+    ClientGoneError,
+    Gate,
+    Metrics,
+    SlowReaderError,
+    read_body,
+    send_error,
+    send_json,
+)
+from dsgpt.inference.server.options import Key, Limits
+from dsgpt.inference.server.requests import CompletionRequest, Prompt, new_tokens_of, read_prompts, read_request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dsgpt.inference.server.engine import Scorer, Sequence
+
+
+# The text of a completion, token by token: never half a character, and never a part of a stop sequence.
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer decodes the first bytes of a character to."""
+
+
+class TextStream:
+    """Decodes ids that arrive one after the other.
+
+    Only the last ids are decoded again, because a decoder of byte-level tokens needs no others.
+
+    Args:
+        tokenizer: of the model.
+        stops: texts before which the completion ends.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: list[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids: list[int] = []
+        self._start = self._read = 0  # ids before _start are not decoded again; the text of those before _read is out
+        self._held = ""
+        self.stopped = False
+        """Whether a stop sequence was found; then no more text comes."""
+
+    def add(self, ids: list[int], *, last: bool = False) -> str:
+        """The text that is certain after ``ids``.
+
+        Args:
+            ids: the next ones.
+            last: no more ids follow, so that all text is certain.
+        """
+        self._ids += ids
+        if self.stopped:
+            return ""
+        known = self._decode(self._ids[self._start : self._read])
+        text = self._decode(self._ids[self._start :])
+        new = ""
+        if last or (len(text) > len(known) and not text.endswith(UNFINISHED)):
+            new = text[len(known) :]
+            self._start, self._read = self._read, len(self._ids)
+        return self._without_stops(new, last=last)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
+
+    def _without_stops(self, new: str, *, last: bool) -> str:
+        text = self._held + new
+        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+# The answers to a request for completions, in OpenAI's form.
+
+
+@dataclass(kw_only=True)
+class Choice:
+    """One completion of a request."""
+
+    index: int
+    prompt: Prompt
+    sequence: "Sequence | None"
+    """What decodes it; None if no token is asked for."""
+    text: TextStream
+    ends: frozenset[int]
+    """Tokens that end it and are no text."""
+    taken: int = 0
+    """Tokens whose text was taken."""
+    written: int = 0
+    """Tokens that count: those, and one of ``ends``."""
+    whole: str = ""
+    """The text so far."""
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+    ids: list[int] = field(default_factory=list)
+    """Its tokens so far, at its end without one of ``ends``."""
+
+    def take(self) -> str:
+        """The text that became certain since the last call; sets ``finish_reason`` at the end."""
+        sequence = self.sequence
+        finished = sequence is None or sequence.finished
+        known = [] if sequence is None else sequence.ids
+        ended = finished and bool(known) and known[-1] in self.ends
+        text, new = known[: len(known) - ended], ""
+        for token in text[self.taken :]:
+            new += self.text.add([token])
+            self.taken += 1
+            if self.text.stopped:  # the tokens behind it, which may have come at the same time, do not count
+                ended = False
+                break
+        else:
+            new += self.text.add([], last=finished)
+        self.ids, self.written = text[: self.taken], self.taken + ended
+        self.whole += new
+        if self.text.stopped or ended:
+            self.finish_reason = "stop"
+        elif finished:
+            self.finish_reason = "length"
+        return new
+
+
+class Answer:
+    """What all parts of an answer share.
+
+    Args:
+        model: its name.
+        choices: the completions.
+        prompts: what they continue.
+    """
+
+    def __init__(self, model: str, choices: list[Choice], prompts: list[Prompt]) -> None:
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._choices, self._prompts = choices, prompts
+
+    def usage(self) -> dict[str, int]:
+        """Tokens read and generated so far: end-of-text included, and none behind a stop sequence."""
+        read = sum(len(prompt.ids) for prompt in self._prompts)
+        written = sum(choice.written for choice in self._choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def whole(self, *, echo: bool) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = [
+            _choice(choice, (choice.prompt.text if echo else "") + choice.whole, choice.finish_reason)
+            for choice in self._choices
+        ]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, choice: Choice, text: str, *, finish_reason: str | None) -> dict[str, Any]:
+        """A part of a streamed answer."""
+        return {**self._head, "choices": [_choice(choice, text, finish_reason)]}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The part of a streamed answer that has only its usage."""
+        return {**self._head, "choices": [], "usage": self.usage()}
+
+
+def _choice(choice: Choice, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"text": text, "index": choice.index, "logprobs": choice.logprobs, "finish_reason": finish_reason}
+
+
+def add_logprobs(
+    choice: Choice, *, top: int, echo: bool, scorer: "Scorer", tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Give a finished choice its ``logprobs``: of its tokens, and with ``echo`` those of the prompt.
+
+    The log probabilities are the model's own, before temperature and ``top_p``. The first token of a sequence has none.
+    ``top_logprobs`` have the token itself beside the ``top`` likeliest ones, as OpenAI's and vLLM's.
+    """
+    before = choice.prompt.ids
+    first = 0 if echo and choice.prompt.text else len(before)  # an empty prompt is an end-of-text that has no text
+    ids = before + choice.ids
+    scores: list[Any] = list(scorer.score(ids, first=max(first, 1), top=top))
+    scores = [None] * (first == 0) + scores
+    length = len(choice.whole) + (len(choice.prompt.text) if echo else 0)
+    offsets = [len(str(tokenizer.decode(ids[first:end])).rstrip(UNFINISHED)) for end in range(first, len(ids))]
+    shown = [place for place, offset in enumerate(offsets) if offset < length]  # the others are behind a stop sequence
+    names = _Names(tokenizer)
+    choice.logprobs = {
+        "tokens": [names.of(ids[first + place]) for place in shown],
+        "token_logprobs": [None if scores[place] is None else scores[place][0] for place in shown],
+        "top_logprobs": [
+            None
+            if scores[place] is None
+            else {
+                names.of(token): value for token, value in [*scores[place][1], (ids[first + place], scores[place][0])]
+            }
+            for place in shown
+        ]
+        if top
+        else None,
+        "text_offset": [offsets[place] for place in shown],
+    }
+
+
+class _Names:
+    """The texts of single tokens; a token that is a part of a character is ``token_id:N``, as in vLLM."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, token: int) -> str:
+        text = str(self._tokenizer.decode([token]))
+        return f"token_id:{token}" if UNFINISHED in text else text
+
+
+T = TypeVar("T")
+# ``POST /v1/completions``: reads a request, has it decoded, and sends the answer whole or as a stream.
+
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """The endpoint, an ASGI application."""
+
+    served: ServedModel
+    engine: Engine
+    scorer: Scorer
+    limits: Limits
+    metrics: Metrics
+    gate: Gate
+    reader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "reads"))
+    """Where requests are read: one at a time, because each keeps a core and the interpreter's lock busy."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, and count how it ended."""
+        status, exchange = 500, _Exchange(send, stall_sec=self.limits.stall_sec)
+        key: Key | None = scope["key"]
+        try:
+            async with asyncio.timeout(self.limits.request_sec):
+                await self._answer(Request(scope, receive), exchange)
+            status = 200
+        except TimeoutError:
+            error = ApiError(
+                504,
+                f"the answer took longer than {self.limits.request_sec:g} s: ask for fewer tokens, or later",
+                code="timeout",
+                headers={"x-should-retry": "false"},
+            )
+            status = error.status
+            await exchange.fail(error)
+        except ApiError as error:
+            status = error.status
+            await exchange.fail(error)
+        except (ClientGoneError, SlowReaderError) as error:
+            status = error.status
+        finally:
+            self.metrics.requests.labels(status).inc()
+            if key is not None:
+                self.metrics.of_keys.labels(key.name, status).inc()
+            self.metrics.seconds.observe(time.perf_counter() - exchange.began)
+
+    async def _answer(self, http: Request, exchange: "_Exchange") -> None:
+        self.gate.admit(http.scope["key"])
+        body = await read_body(http, limits=self.limits)
+        with self.gate.places(1):
+            request = await self._read(partial(read_request, body))
+        if request.model != self.served.name:
+            message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        with self.gate.places(request.prompts * (request.n or 1), prompts=request.prompts):
+            work = asyncio.create_task(self._complete(request, exchange))
+            gone = asyncio.create_task(_hung_up(http.receive))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done() and not exchange.ended:
+                    raise ClientGoneError
+                await work
+            finally:
+                for task in (work, gone):
+                    task.cancel()
+                await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _complete(self, request: CompletionRequest, exchange: "_Exchange") -> None:
+        served = self.served
+        encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
+        prompts = await self._read(partial(encode, request, served.tokenizer))
+        new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
+        with self._decoded(request, prompts, new_tokens) as (choices, changed):
+            answer = Answer(served.name, choices, prompts)
+            steps = self._steps(request, choices, changed, began=exchange.began)
+            try:
+                if request.stream:
+                    await self._stream(request, answer, steps, exchange)
+                else:
+                    async for _ in steps:
+                        pass
+                    await exchange.send_json(answer.whole(echo=bool(request.echo)))
+            finally:  # also those of an answer that nobody read
+                usage = answer.usage()
+                self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
+                self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
+
+    async def _read(self, read: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.reader, read)
+
+    @contextlib.contextmanager
+    def _decoded(
+        self, request: CompletionRequest, prompts: list[Prompt], new_tokens: int
+    ) -> Iterator[tuple[list[Choice], asyncio.Event]]:
+        """A context in which the completions are decoded; at its end those that are not finished are cancelled."""
+        changed = asyncio.Event()
+        choices: list[Choice] = []
+        submit = partial(
+            self.engine.submit,
+            new_tokens=new_tokens,
+            ends=(ends := request.ends(self.served.end_of_text)),
+            changed=changed,
+        )
+        try:
+            for prompt in prompts:
+                for _ in range(request.n or 1):
+                    choice = Choice(
+                        index=len(choices),
+                        prompt=prompt,
+                        sequence=submit(prompt.ids, sampling=request.sampling(len(choices))) if new_tokens else None,
+                        text=TextStream(self.served.tokenizer, request.stops),
+                        ends=ends,
+                    )
+                    choices.append(choice)
+            yield choices, changed
+        finally:
+            for choice in choices:
+                if choice.sequence is not None:
+                    self.engine.cancel(choice.sequence)
+
+    async def _steps(
+        self, request: CompletionRequest, choices: list[Choice], changed: asyncio.Event, *, began: float
+    ) -> AsyncIterator[tuple[Choice, str]]:
+        """Each choice with its new text, until all are finished; a choice with log probabilities comes whole."""
+        left = list(choices)
+        waiting = {choice.index for choice in choices if choice.sequence is not None}
+        while left:
+            if any(choice.sequence is not None for choice in left):
+                await changed.wait()
+                changed.clear()
+            for choice in list(left):
+                if choice.sequence is not None and choice.sequence.error:
+                    message = f"the model failed to answer ({choice.sequence.error})"
+                    raise ApiError(500, message, code="engine_failed")
+                text = choice.take()
+                if choice.index in waiting and choice.taken:
+                    waiting.discard(choice.index)
+                    self.metrics.first_token.observe(time.perf_counter() - began)
+                if choice.finish_reason:
+                    left.remove(choice)
+                    await self._finish(request, choice)
+                if request.logprobs is None:
+                    yield choice, text
+                elif choice.finish_reason:
+                    yield choice, choice.whole
+
+    async def _finish(self, request: CompletionRequest, choice: Choice) -> None:
+        sequence = choice.sequence
+        if sequence is not None:
+            self.engine.cancel(sequence)
+            self.gate.took(time.perf_counter() - sequence.started)
+            self.metrics.queue.observe(sequence.queue_sec or 0.0)
+        if request.logprobs is not None:
+            score = partial(
+                add_logprobs,
+                choice,
+                top=request.logprobs,
+                echo=bool(request.echo),
+                scorer=self.scorer,
+                tokenizer=self.served.tokenizer,
+            )
+            await asyncio.get_running_loop().run_in_executor(self.scorer.thread, score)
+
+    async def _stream(
+        self,
+        request: CompletionRequest,
+        answer: Answer,
+        steps: AsyncIterator[tuple[Choice, str]],
+        exchange: "_Exchange",
+    ) -> None:
+        begun: set[int] = set()
+        async for choice, new in steps:
+            text = new
+            if request.echo and choice.index not in begun:
+                text = choice.prompt.text + new
+            begun.add(choice.index)
+            if text or choice.finish_reason:
+                await exchange.send_event(answer.chunk(choice, text, finish_reason=choice.finish_reason))
+        if request.stream_options is not None and request.stream_options.include_usage:
+            await exchange.send_event(answer.usage_chunk())
+        await exchange.end_stream()
+
+
+async def _hung_up(receive: Receive) -> None:
+    """Return when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Exchange:
+    """Sends one answer. A stream begins with its first part, so that an earlier error still has a status."""
+
+    def __init__(self, send: Send, *, stall_sec: float) -> None:
+        self._send, self._stall_sec = send, stall_sec
+        self._started = self._streams = False
+        self.began = time.perf_counter()
+        """When the request arrived."""
+        self.ended = False
+        """Whether the last part of the answer was handed to the server, which then also reports a disconnection."""
+
+    async def send_json(self, body: Any) -> None:
+        await send_json(self._patiently, 200, body)
+
+    async def send_event(self, body: Any) -> None:
+        if not self._streams:
+            self._streams = True
+            await self._patiently({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await self._event(json.dumps(body, ensure_ascii=False), more=True)
+
+    async def end_stream(self) -> None:
+        await self._event("[DONE]", more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send the error: as the response, or as the last event of a stream that has begun."""
+        with contextlib.suppress(SlowReaderError):
+            if self._streams and not self.ended:
+                await self._event(json.dumps(error.body()), more=False)
+            elif not self._started:
+                await send_error(self._patiently, error)
+
+    async def _event(self, data: str, *, more: bool) -> None:
+        await self._patiently({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+    async def _patiently(self, message: Message) -> None:
+        """Send, or give up on a client that takes nothing."""
+        self._started = True
+        self.ended = message["type"] == "http.response.body" and not message["more_body"]
+        try:
+            async with asyncio.timeout(self._stall_sec):
+                await self._send(message)
+        except TimeoutError as error:
+            raise SlowReaderError from error

@@ -1,0 +1,313 @@
+"""The model of a server: opened, decoding many sequences together, scoring finished ones.
+
+Decodes many sequences together, with transformers' continuous batching. Its manager has a thread that computes.
+Another thread hands the results to the event loop.
+"""
+
+import asyncio
+import copy
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from dsgpt.common.errors import UserError
+from dsgpt.formats.tokenizer_files import open_tokenizer
+from dsgpt.inference.export import open_model, write_hugging_face
+from dsgpt.inference.server.http import NOT_FINITE, ApiError
+from dsgpt.inference.server.requests import Sampler, Sampling
+from dsgpt.machine.console import Console
+from dsgpt.machine.device import cuda_devices
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+
+# Copies of a model that share its weights, one for each thread that computes with it.
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def twin_of(model: M) -> M:
+    """A copy of ``model`` with the same tensors and a configuration of its own.
+
+    During a forward pass of the paged engine, transformers 5.23 keeps ``is_causal = False`` in the configuration. With
+    one configuration in two threads it can stay there, and the attention of every later pass without a mask is no
+    longer causal.
+    """
+    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+# Opens a model for serving: exports it on the fly, and loads the export with transformers.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model and what belongs to it."""
+
+    name: str
+    """In requests."""
+    model: "GPT2LMHeadModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    positions: int
+    """The model's context length in tokens."""
+    vocabulary: int
+    end_of_text: frozenset[int]
+    """Ids that end a text: the tokenizer's, and those of the model's ``generation_config.json``."""
+    created: int
+    """When its weights were written, in seconds since 1970."""
+
+
+def open_served(source: Path, *, which: str, name: str | None, device_kind: str) -> ServedModel:
+    """Open the model of any folder that ``src/convert.py --from`` reads. Nothing of its tokenizer is executed.
+
+    Args:
+        source: a run folder, a checkpoint, a portable folder, or a Hugging Face folder of a GPT-2.
+        which: the ``latest`` or the ``best`` checkpoint of a run.
+        name: of the model in requests; None for the name of the folder.
+        device_kind: ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        UserError: there is no usable model, it has no tokenizer, or there is no such device.
+    """
+    gpus = cuda_devices()
+    if device_kind == "cuda" and not gpus:
+        raise UserError("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
+    model = open_model(source, which=which, console=Console(speaks=False), flag="--checkpoint")
+    if model.left_out:
+        raise UserError(f"--checkpoint {model.left_out}")
+    if not model.tokenizer:
+        raise UserError(
+            f"--checkpoint {source}: has no tokenizer, because its training data had none: cannot read text"
+        )
+    from transformers import GPT2LMHeadModel  # noqa: PLC0415 - takes seconds; mistakes should not
+
+    with tempfile.TemporaryDirectory(prefix="dsgpt-serve-") as place:
+        folder = Path(place) / "model"
+        write_hugging_face(model, folder, dtype="fp32")
+        loaded: Any = GPT2LMHeadModel.from_pretrained(
+            folder, attn_implementation="sdpa", dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
+        tokenizer = open_tokenizer(folder, what=f"--checkpoint {source}")
+    ends = {tokenizer.eos_token_id, *model.ends} - {None}
+    return ServedModel(
+        name=name or source.resolve().name,
+        model=loaded.to("cuda" if gpus and device_kind != "cpu" else "cpu").eval(),
+        tokenizer=tokenizer,
+        positions=model.config.block_size,
+        vocabulary=model.config.vocab_size,
+        end_of_text=frozenset(end for end in ends if end < model.config.vocab_size),
+        created=int((model.checkpoint or source).stat().st_mtime),
+    )
+
+
+PAGE = 32
+"""Tokens of a page of the key-value cache."""
+PREFILL_TOKENS = 512
+"""Tokens that a forward pass reads at most, unless the batch is larger; a longer prompt takes several passes."""
+STOP_SEC = 5
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence that is decoded. Only the event loop uses it."""
+
+    name: str
+    changed: asyncio.Event
+    """Set when tokens arrive or the sequence ends."""
+    started: float
+    ids: list[int] = field(default_factory=list)
+    """The tokens so far; the last one may be end-of-text."""
+    finished: bool = False
+    error: str | None = None
+    queue_sec: float | None = None
+    """Seconds before its first forward pass; None before it."""
+
+
+class Engine:
+    """Decodes sequences.
+
+    Args:
+        model: in evaluation mode, with the attention ``sdpa``.
+        batch: sequences that are decoded together.
+    """
+
+    def __init__(self, model: "GPT2LMHeadModel", *, batch: int) -> None:
+        self._manager = _manager(twin_of(model), batch=batch)
+        self._manager.logit_processor = Sampler(partial(self._in_loop, self._not_finite))  # type: ignore[assignment]
+        self._names = itertools.count()
+        self._open: dict[str, Sequence] = {}
+        self._loop: asyncio.AbstractEventLoop
+        self.failed = False
+        """Whether a thread ended by an error; then no request can be answered."""
+
+    def start(self) -> None:
+        """Start the threads. Called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._manager.start()
+        threading.Thread(target=self._route, name="results", daemon=True).start()
+
+    def submit(
+        self, ids: list[int], *, new_tokens: int, sampling: Sampling, ends: frozenset[int], changed: asyncio.Event
+    ) -> Sequence:
+        """Begin a sequence.
+
+        Args:
+            ids: the prompt; with ``new_tokens`` it fits the model's positions.
+            new_tokens: the most to generate.
+            sampling: how to choose them.
+            ends: ids that end the sequence.
+            changed: is set when the sequence changes.
+
+        Raises:
+            ApiError: the engine failed or was closed.
+        """
+        sequence = Sequence(str(next(self._names)), changed, time.perf_counter())
+        self._open[sequence.name] = sequence
+        name = None
+        if not self.failed:
+            name = self._manager.add_request(
+                ids,
+                request_id=sequence.name,
+                max_new_tokens=new_tokens,
+                streaming=True,
+                eos_token_id=sorted(ends) or -1,
+                sampling=sampling,
+            )
+        if name is None:
+            del self._open[sequence.name]
+            raise ApiError(503, "the model is not available", code="engine_failed")
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop decoding a sequence, unless it has finished."""
+        if self._open.pop(sequence.name, None) is not None:
+            self._manager.cancel_request(sequence.name)
+
+    def close(self) -> None:
+        """End the threads; sequences that are left fail."""
+        self._manager.stop(block=True, timeout=STOP_SEC, hard_stop=True)
+
+    def _route(self) -> None:
+        for output in self._manager:
+            self._in_loop(self._receive, output)
+        while (output := self._manager.get_result(timeout=0)) is not None:
+            self._in_loop(self._receive, output)
+        self._in_loop(self._ended)
+
+    def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # the server has ended, and nobody waits for a result
+                raise
+
+    def _receive(self, output: Any) -> None:
+        sequence = self._open.get(output.request_id)
+        if sequence is None:
+            return  # cancelled
+        sequence.ids, sequence.finished, sequence.error = output.generated_tokens, output.is_finished(), output.error
+        sequence.queue_sec = max(0.0, output.lifespan[0] - output.created_time)
+        if sequence.finished:
+            del self._open[sequence.name]
+        sequence.changed.set()
+
+    def _not_finite(self, name: str) -> None:
+        sequence = self._open.get(name)
+        if sequence is not None:
+            self.cancel(sequence)
+            sequence.finished, sequence.error = True, NOT_FINITE
+            sequence.changed.set()
+
+    def _ended(self) -> None:
+        self.failed = True
+        for sequence in self._open.values():
+            sequence.finished, sequence.error = True, "the engine ended"
+            sequence.changed.set()
+        self._open.clear()
+
+
+def _manager(model: "GPT2LMHeadModel", *, batch: int) -> "ContinuousBatchingManager":
+    from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
+
+    positions = model.config.n_positions
+    generation: Any = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=-1, max_new_tokens=positions
+    )
+    config = ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=batch * -(-positions // PAGE) + 1,
+        max_batch_tokens=max(PREFILL_TOKENS, batch),
+        max_requests_per_batch=batch,
+        max_blocks_per_request=0,
+        safety_margin=0.0,
+        allow_block_sharing=False,  # the time of an answer would tell what others asked
+        use_async_batching=False,
+        use_cuda_graph=False,
+        auto_switch_to_flash=False,
+    )
+    return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+
+
+# Log probabilities of tokens, from one forward pass over a finished sequence.
+
+CHUNK = 64
+"""Positions whose logits are held at a time."""
+
+
+class Scorer:
+    """Scores sequences with the model.
+
+    Args:
+        model: in evaluation mode.
+    """
+
+    def __init__(self, model: "GPT2LMHeadModel") -> None:
+        self._model = twin_of(model)
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")
+        """Where ``score`` is called, so that sequences that wait for it keep no other thread."""
+
+    def score(self, ids: list[int], *, first: int, top: int) -> list[tuple[float, list[tuple[int, float]]]]:
+        """The natural log probability of each token from ``first`` on, given those before it, and the likeliest ones.
+
+        Args:
+            ids: the sequence.
+            first: index of the first token to score; at least 1.
+            top: how many of the likeliest tokens to name at each position.
+
+        Returns:
+            For each token, its log probability, and pairs of id and log probability, the likeliest first.
+
+        Raises:
+            ApiError: the model's logits are not finite.
+        """
+        scores: list[tuple[float, list[tuple[int, float]]]] = []
+        if first >= len(ids):
+            return scores
+        with torch.inference_mode():
+            tokens = torch.tensor([ids], device=self._model.device)
+            hidden = self._model.transformer(tokens[:, :-1], use_cache=False).last_hidden_state[
+                0, first - 1 :
+            ]  # (n, C)
+            for start in range(0, len(hidden), CHUNK):
+                logs = self._model.lm_head(hidden[start : start + CHUNK]).float().log_softmax(dim=-1)  # (chunk, V)
+                chosen = tokens[0, first + start : first + start + len(logs), None]
+                if not logs.gather(1, chosen).isfinite().all():  # JSON has no such numbers
+                    raise ApiError(500, f"the model failed to answer ({NOT_FINITE})", code="engine_failed")
+                best = logs.topk(max(top, 1), dim=-1)
+                for own, values, indices in zip(
+                    logs.gather(1, chosen)[:, 0].tolist(), best.values.tolist(), best.indices.tolist(), strict=True
+                ):
+                    scores.append((own, list(zip(indices, values, strict=True))[:top]))
+        return scores

@@ -1,0 +1,375 @@
+"""Requests for completions, checked field by field, and how each draws its tokens.
+
+Draws the next token of every sequence of a batch, each by the settings of its request. transformers' own processors
+have no seeds and no ``min_p`` per request, and one row of logits that is not finite makes ``torch.multinomial`` end
+the thread with all requests.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dsgpt.common.errors import did_you_mean
+from dsgpt.common.json_files import JsonError, clipped, parse_json
+from dsgpt.formats.tokenizer_files import reason_of
+from dsgpt.inference.server.http import ApiError
+from dsgpt.inference.server.options import Limits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+
+BITS = 32
+"""Of a random number. A double holds it times a sum of probabilities, and stays below that sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a sequence chooses its tokens."""
+
+    temperature: float | None = None
+    """Above 0; None for the likeliest token always."""
+    top_k: int = 0
+    """How many of the likeliest tokens to draw from; 0 for all."""
+    top_p: float = 1.0
+    """Share of the probability of those to draw from, above 0."""
+    min_p: float = 0.0
+    """The least probability of a token to draw, as a share of that of the likeliest."""
+    seed: str | None = None
+    """Sequences of one seed draw the same numbers; None for numbers that nobody can repeat."""
+
+    @property
+    def sorts(self) -> bool:
+        """Whether tokens must be sorted by their probability."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def number(self, position: int) -> float:
+        """The random number for the token at ``position`` of the sequence, in [0, 1)."""
+        source = _RANDOM if self.seed is None else random.Random(f"{self.seed}/{position}")
+        return source.getrandbits(BITS) / (1 << BITS)
+
+
+_RANDOM = random.Random()
+
+
+class Sampler:
+    """Takes the place of a manager's ``ContinuousBatchingLogitsProcessorList``.
+
+    The manager takes the largest score of a row as the next token; the sampler makes that the token that it drew.
+
+    Args:
+        fail: is called with the name of a sequence whose logits are not finite.
+    """
+
+    tensors_required, do_processing = 0, True
+
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self._fail = fail
+        self._states: list[RequestState] = []
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Nothing to check: the engine gives each request one ``Sampling``."""
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """Nothing to fill: no setting is kept in tensors."""
+
+    def prepare_tensor_args(
+        self, requests_in_batch: "list[FutureRequestState]", arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        """Note which sequence each row of the next scores is of."""
+        self._states = [request.state for request in requests_in_batch if request.has_new_token]
+        return arg_storage
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,  # noqa: ARG002 - the manager gives three arguments
+        scores: torch.Tensor,
+        logits_processor_args: torch.Tensor,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
+        rows: dict[bool, list[int]] = {False: [], True: []}
+        finite = scores.amax(dim=-1).isfinite().tolist()  # NaN, too, is its row's largest
+        for row, state in enumerate(self._states):
+            sampling: Sampling = state.logit_processor_kwargs["sampling"]
+            if not finite[row]:
+                self._fail(state.request_id)
+            elif sampling.temperature is not None:
+                rows[sampling.sorts].append(row)
+        for sorts, drawn in rows.items():  # whether one sequence is sorted does not change what another one draws
+            if drawn:
+                scores[drawn, self._draw(scores[drawn], drawn, sorts=sorts)] = torch.inf
+        return scores
+
+    def _draw(self, scores: torch.Tensor, rows: list[int], *, sorts: bool) -> torch.Tensor:
+        """The ids of one drawn token for each row of ``scores`` (R, V)."""
+        states = [self._states[row] for row in rows]
+        settings: list[Sampling] = [state.logit_processor_kwargs["sampling"] for state in states]
+
+        def column(values: list[Any]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # (R, 1)
+
+        logits = scores - scores.amax(dim=-1, keepdim=True)  # at most 0: no temperature makes one overflow
+        logits = logits / column([one.temperature for one in settings])
+        ids = None
+        if sorts:
+            logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+        shares = logits.softmax(dim=-1)  # (R, V)
+        if sorts:
+            vocabulary = scores.shape[-1]
+            places = torch.arange(vocabulary, device=scores.device)
+            shares = shares.where(places < column([one.top_k or vocabulary for one in settings]), 0)
+            likelier = shares.cumsum(dim=-1) - shares
+            shares = shares.where(likelier < column([one.top_p for one in settings]) * shares.sum(-1, keepdim=True), 0)
+            shares = shares.where(shares >= column([one.min_p for one in settings]) * shares[:, :1], 0)
+        sums = shares.cumsum(dim=-1)
+        lengths = [len(state.initial_tokens) + len(state.generated_tokens) for state in states]
+        numbers = [one.number(length) for one, length in zip(settings, lengths, strict=True)]
+        chosen = torch.searchsorted(sums, column(numbers) * sums[:, -1:], right=True)  # (R, 1)
+        return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
+
+
+# Requests for completions: what OpenAI's interface allows, checked field by field.
+
+DEFAULT_NEW_TOKENS = 16
+"""OpenAI's default of ``max_tokens``."""
+MOST_STOPS, LONGEST_STOP = 4, 256
+MOST_STOP_IDS = 64
+LONG_TOKEN = 16
+"""Characters of a long token. A text may have longer ones, but hardly many."""
+COLDEST = 1e-4
+"""A lower temperature counts as 0: dividing the logits by it could overflow."""
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""One fault of a list is reported: 256 KB have room for 100,000, which take seconds in which no other thread runs."""
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CompletionRequest(BaseModel):
+    """The body of ``POST /v1/completions``. A field that is null has its default."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None
+    ) = None
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Whole | None = None
+    n: Annotated[Whole, Field(ge=1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    best_of: Whole | None = None
+    suffix: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return len(self.prompt) if several and self.prompt is not None else 1
+
+    def sampling(self, index: int) -> Sampling:
+        """How the choice ``index`` draws its tokens."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if temperature < COLDEST or self.top_p == 0:
+            return Sampling()
+        return Sampling(
+            temperature=temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else f"{self.seed}/{index}",
+        )
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts before which a completion ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def ends(self, end_of_text: frozenset[int]) -> frozenset[int]:
+        """Tokens that end a completion and are no part of its text."""
+        return frozenset(self.stop_token_ids or []) | (frozenset() if self.ignore_eos else end_of_text)
+
+
+SHAPES = {
+    "prompt": "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "stop": f"stop must be a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
+}
+"""What fields may be that have several types; pydantic says it for each type by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt as the model reads it."""
+
+    ids: Ids
+    """At least one."""
+    text: str
+
+
+def read_request(data: bytes) -> CompletionRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: it is not JSON, or a field has a wrong name, type or value.
+    """
+    try:
+        values = parse_json(data)
+    except JsonError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    _refuse_unknown(values, CompletionRequest)
+    if isinstance(values.get("stream_options"), dict):
+        _refuse_unknown(values["stream_options"], StreamOptions, within="stream_options")
+    try:
+        request = CompletionRequest.model_validate(values)
+    except ValidationError as error:
+        raise _fault(error) from error
+    _refuse_unsupported(request)
+    return request
+
+
+def _refuse_unknown(values: dict[str, Any], kind: type[BaseModel], *, within: str | None = None) -> None:
+    """Name the first unknown key: pydantic would collect all of them, of which a body has room for thousands."""
+    unknown = next((key for key in values if key not in kind.model_fields), None)
+    if unknown is not None:
+        name = f"{within}.{unknown[:80]}" if within else unknown[:80]
+        message = f"{name} is not a known field{did_you_mean(unknown, kind.model_fields)}"
+        raise ApiError(400, message, param=within or name, code="unknown_parameter")
+
+
+def _fault(error: ValidationError) -> ApiError:
+    found = error.errors(include_url=False, include_context=False)
+    first = min(found, key=lambda fault: fault["type"].endswith("_type"))  # a wrong value of the right type says more
+    param = str(first["loc"][0])
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
+    message = SHAPES.get(param) or f"{param}: {first['msg']}, not {clipped(first['input'])}"
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return ApiError(400, message, param=param, code=code)
+
+
+def _refuse_unsupported(request: CompletionRequest) -> None:
+    """Refuse what would silently be ignored otherwise."""
+    unsupported = {
+        "best_of": request.best_of not in (None, request.n or 1),
+        "suffix": bool(request.suffix),
+        "frequency_penalty": bool(request.frequency_penalty),
+        "presence_penalty": bool(request.presence_penalty),
+        "logit_bias": bool(request.logit_bias),
+    }
+    for name in (name for name, given in unsupported.items() if given):
+        raise ApiError(400, f"{name} is not supported here: leave it out", param=name, code="unsupported_parameter")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream", param="stream_options", code="invalid_value")
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
+
+
+def read_prompts(
+    request: CompletionRequest, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int, positions: int
+) -> list[Prompt]:
+    """The prompts of a request, encoded.
+
+    Args:
+        request: names them.
+        tokenizer: of the model.
+        vocabulary: ids that the model knows.
+        positions: the model's context length in tokens; a longer prompt of ids is not decoded.
+
+    Raises:
+        ApiError: one is empty where it must not be, or it or ``stop_token_ids`` has ids that the model does not know.
+    """
+    _check_ids(request.stop_token_ids or [], "stop_token_ids", vocabulary)
+    given: Any = request.prompt if request.prompt is not None else ""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
+    return [_read_prompt(prompt, tokenizer, vocabulary=vocabulary, positions=positions) for prompt in given]
+
+
+def _read_prompt(prompt: str | Ids, tokenizer: "PreTrainedTokenizerBase", *, vocabulary: int, positions: int) -> Prompt:
+    if isinstance(prompt, str):
+        head = prompt[: LONG_TOKEN * positions]
+        ids = _encoded(head, tokenizer)
+        if len(head) < len(prompt):
+            if len(ids) > 2 * positions:  # the whole may take a second, in which no other request is read
+                message = f"This model's maximum context length is {positions} tokens, and the prompt is far longer"
+                raise ApiError(400, f"{message}: shorten it", param="prompt", code="context_length_exceeded")
+            ids = _encoded(prompt, tokenizer)
+        text = prompt
+    else:
+        ids = prompt
+        _check_ids(ids, "prompt", vocabulary)
+        text = str(tokenizer.decode(ids)) if len(ids) <= positions else ""
+    if not ids and tokenizer.eos_token_id is None:
+        message = "prompt is empty, and this tokenizer has no end-of-text token to start from"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    ids = ids or [tokenizer.eos_token_id]
+    _check_ids(ids, "prompt", vocabulary)
+    return Prompt(ids=ids, text=text)
+
+
+def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> Ids:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        message = f"the tokenizer cannot encode the prompt ({reason_of(error)})"
+        raise ApiError(400, message, param="prompt", code="invalid_value") from error
+
+
+def _check_ids(ids: Ids, param: str, vocabulary: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        wrong = clipped(min(ids) if min(ids) < 0 else max(ids))
+        message = f"{param} has the token id {wrong}, and the model knows 0 to {vocabulary - 1}"
+        raise ApiError(400, message, param=param, code="invalid_value")
+
+
+def new_tokens_of(request: CompletionRequest, prompts: list[Prompt], *, positions: int, limits: Limits) -> int:
+    """How many tokens a completion of the request may have.
+
+    Raises:
+        ApiError: prompt and completion do not fit into the model's positions, or the limit is lower.
+    """
+    longest = max(len(prompt.ids) for prompt in prompts)
+    asked = request.max_tokens
+    wanted = DEFAULT_NEW_TOKENS if asked is None else asked
+    if longest + (wanted if asked is not None else 1) > positions:
+        message = (
+            f"This model's maximum context length is {positions} tokens, and the request has {longest} tokens in its "
+            f"prompt and {wanted} for the completion: shorten the prompt or lower max_tokens"
+        )
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    most = positions if limits.new_tokens is None else limits.new_tokens
+    if asked is not None and asked > most:
+        raise ApiError(400, f"max_tokens must be at most {most} here", param="max_tokens", code="invalid_value")
+    return min(wanted, positions - longest, most)

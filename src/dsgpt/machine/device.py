@@ -1,0 +1,236 @@
+"""The device of one process: a GPU or a share of the CPU, its kernels, its memory and its named ranges.
+
+Memory in pages of 2 MiB, for weights that are read again and again. A processor remembers where few pages are. Weights
+of hundreds of megabytes in pages of 4 KiB make it look up an address for almost every page that it reads. Linux gives
+huge pages to every process, or only to those that ask (``/sys/kernel/mm/transparent_hugepage/enabled``); this asks.
+
+Which of PyTorch's own CPU kernels the inference engine may use here. docs/inference.md has the table. PyTorch's
+private operators raise where the CPU lacks their instructions, so they are asked about first.
+
+Named ranges of a step, which profilers show: ``data``, ``train_step``, ``forward``, ``backward``, ``optimizer``.
+Outside of ``ranges_shown`` they do nothing.
+"""
+
+import contextlib
+import mmap
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from dsgpt.machine.probe import keep_freed_memory
+from dsgpt.machine.topology import Topology
+
+INSTRUCTION_SETS = {
+    **{"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512 bf16", "amx_tile": "AMX", "amx_bf16": "AMX bf16"},
+    **{"asimd": "NEON", "sve": "SVE", "bf16": "bf16", "i8mm": "i8mm"},
+}
+"""What decides how fast a CPU multiplies matrices, on x86 and on ARM, by the flag of Linux."""
+
+
+def cuda_devices() -> int:
+    """GPUs that this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_problem(topology: Topology, environment: Mapping[str, str] = os.environ) -> str:
+    """Why the processes of this machine cannot have a GPU each; empty if they can.
+
+    Slurm may show each task only its own GPU (``srun --gpus-per-task=1``). Then one visible GPU is enough if each
+    process is a separate task; ranks that another launcher started inside a task would share its GPU.
+    """
+    gpus, processes = cuda_devices(), topology.local_world_size
+    tasks = {"SLURM_GPUS_PER_TASK": 1, "SLURM_NTASKS": topology.world_size, "SLURM_PROCID": topology.rank}
+    if processes <= gpus or (gpus == 1 and all(environment.get(name) == str(value) for name, value in tasks.items())):
+        return ""
+    return (
+        f"{processes} processes were started on this machine, but it has only {gpus} GPU{'s' * (gpus != 1)}: start at "
+        f"most {gpus} (deepspeed --num_gpus {gpus}), or use --device cpu"
+    )
+
+
+def default_precision(kind: str) -> str:
+    """fp32 on CPU, bf16 on GPUs that support it, fp16 on older GPUs."""
+    if kind == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def bring_up(kind: str, *, local_rank: int, threads: int | None) -> torch.device:
+    """Select the device of this process, and make it the default for CUDA calls; on a CPU, keep freed memory.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        local_rank: the GPU's index on this machine, if more than one is visible.
+        threads: CPU threads of this process; None keeps torch's default.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if kind == "cpu":
+        keep_freed_memory()
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank if cuda_devices() > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def describe_hardware(kind: str) -> dict[str, object]:
+    """The machine for a record: GPU and CPU names and counts, memory in bytes; None where unknown."""
+    on_gpu = kind == "cuda"
+    return {
+        "device": kind,
+        "gpu_name": torch.cuda.get_device_name() if on_gpu else None,
+        "gpu_memory_bytes": torch.cuda.get_device_properties().total_memory if on_gpu else None,
+        "gpu_count_visible": cuda_devices(),
+        "cpu_name": _of_the_cpu("model name") or platform.processor() or None,
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instruction_sets": instruction_sets(_of_the_cpu("flags") or _of_the_cpu("Features")),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def instruction_sets(flags: str | None) -> str | None:
+    """Those of ``INSTRUCTION_SETS`` that a CPU with these flags of the kernel has; None where there are no flags."""
+    if flags is None:
+        return None
+    found = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags.split()]
+    return ", ".join(found) or "none that matters"
+
+
+def _of_the_cpu(entry: str) -> str | None:
+    """An entry of the first CPU in ``/proc/cpuinfo``."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == entry:
+                return value.strip()
+    return None
+
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGE_BYTES = 2 << 20
+CHUNK_BYTES = 64 << 20
+"""What is asked for at a time; the system gives memory when it is written."""
+_BETWEEN = 64
+"""Tensors start at multiples of it, as PyTorch's own do."""
+
+
+class HugePages:
+    """Copies tensors one behind the other into huge pages, so that small ones have a share of them, too.
+
+    A chunk of the memory is free again when none of its copies is left, the newest with this object, too.
+    """
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of ``tensor``: on a CPU in huge pages where there are any, elsewhere on its device."""
+        if tensor.device.type != "cpu" or sys.platform != "linux":
+            return tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.nbytes > len(self._room):
+            self._room = _room_for(max(tensor.nbytes, CHUNK_BYTES))
+        copy = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._room = self._room[-(-tensor.nbytes // _BETWEEN) * _BETWEEN :]
+        return copy.copy_(tensor)
+
+
+def huge_page_setting() -> str | None:
+    """Who gets huge pages here: ``always``, ``madvise`` (those who ask) or ``never``; None if the system has none."""
+    if not SETTING.is_file():
+        return None
+    chosen = re.search(r"\[(\w+)\]", SETTING.read_text(encoding="utf-8"))
+    return chosen and chosen.group(1)
+
+
+def _room_for(size: int) -> Tensor:
+    """At least ``size`` zeros, from a boundary of huge pages to another."""
+    size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel that was built without huge pages: ordinary pages do
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + size]
+
+
+_ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+"""The operator that says whether oneDNN computes in a precision. ``ONEDNN_MAX_CPU_ISA`` makes it answer no, too."""
+
+
+@cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices in ``dtype`` about as fast as in fp32, or faster.
+
+    If not, PyTorch's product of more than a few rows takes four times as long as in fp32.
+    """
+    return dtype not in _ASKED or (torch._C._has_mkldnn and getattr(torch.ops.mkldnn, _ASKED[dtype])())
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's products with a GELU or a sum take a weight of ``dtype`` in their own layout.
+
+    On ARM, with the Arm Compute Library, they are not faster; PyTorch's compiler does not use them there either.
+    """
+    if not torch._C._has_mkldnn or torch.ops.mkldnn._is_mkldnn_acl_supported():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies(dtype))
+
+
+def slow_precision(precision: str, *, device: str) -> str:
+    """A line for the user if ``precision`` (``bf16``) is slow on ``device`` (``cpu``, ``cuda``); empty if it is not."""
+    if device == "cpu" and precision == "bf16" and not multiplies(torch.bfloat16):
+        return "bf16 is slow on this CPU, which has no instructions for it (AVX512 or newer): fp32 is faster"
+    return ""
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _hidden(_name: str) -> contextlib.AbstractContextManager[None]:
+    return _NOTHING
+
+
+_maker: ContextVar[Callable[[str], contextlib.AbstractContextManager[None]]] = ContextVar("maker", default=_hidden)
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[None]:
+    """A context that appears under ``name`` in traces."""
+    return _maker.get()(name)
+
+
+@contextlib.contextmanager
+def ranges_shown(device: torch.device) -> Iterator[None]:
+    """Inside, ranges appear in traces of PyTorch's profiler, and on a GPU as NVTX ranges."""
+    token = _maker.set(_with_nvtx if device.type == "cuda" else _recorded)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
+
+
+@contextlib.contextmanager
+def _recorded(name: str) -> Iterator[None]:
+    with record_function(name):
+        yield
+
+
+@contextlib.contextmanager
+def _with_nvtx(name: str) -> Iterator[None]:
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]  # torch's has no types
+    try:
+        with record_function(name):
+            yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]  # torch's has no types

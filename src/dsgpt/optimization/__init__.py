@@ -1,1 +1,0 @@
-"""Optimizer, learning-rate schedule and gradient clipping, used by all strategies."""

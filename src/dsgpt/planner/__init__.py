@@ -1,0 +1,1 @@
+"""Memory, time and money of a training before it runs; advice; calibration of a machine."""

@@ -1,0 +1,279 @@
+"""The tables of GPUs and of prices.
+
+The table of GPUs, ``hardware.json``, from the vendor's datasheets. Every peak is dense. Datasheets of GPUs since
+Ampere often print the figure with 2:4 sparsity, which is twice as large; training does not use it.
+
+The price table, ``prices.json``: list prices of cloud instances as known on a date, and what a training costs. Nothing
+here asks a provider: users check the prices, or give their own.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from dsgpt.common.errors import UserError, did_you_mean
+from dsgpt.common.json_files import JsonError, Positive, read_as
+from dsgpt.common.text import in_words
+
+GPUS = Path(__file__).with_name("hardware.json")
+MEANT = {"h100": "h100-80gb"}
+"""Names that leave out what decides, and the GPU of the table that is meant."""
+_LEAST, _MOST = 0.98, 1.12
+"""Memory that a device reports, in units of the datasheet's: an H200 of 141 GB reports 151e9 bytes. A slice of a GPU
+(MIG) reports less, and reaches only a part of the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Dense FLOP/s that the datasheet promises for each number format; None where the hardware has no units for it."""
+
+    fp32: Positive
+    """Without tensor cores: what PyTorch uses for fp32 unless TF32 is allowed."""
+    tf32: Positive | None
+    fp16: Positive | None
+    """With fp32 accumulation."""
+    bf16: Positive | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What connects the GPUs of a machine."""
+
+    kind: str
+    """The generation of NVLink or PCIe."""
+    bytes_per_sec: Positive
+    """Of one GPU in one direction: half of the figure that datasheets print."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A document of the vendor."""
+
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU of the table."""
+
+    key: str
+    """Its name on command lines."""
+    reported_names: list[str]
+    """Regular expressions of the names that drivers report for it."""
+    memory_bytes: Positive
+    """As the datasheet says, in GB of 10^9 bytes. Devices report up to 8% more."""
+    peak_flops: Peaks
+    memory_bytes_per_sec: Positive
+    interconnect: Interconnect
+    tdp_watts: Positive
+    sources: list[Source]
+
+    def peak(self, precision: str) -> int | None:
+        """Dense FLOP/s in ``fp32``, ``tf32``, ``fp16`` or ``bf16``; None where the hardware has no units for it."""
+        peaks = {name: getattr(self.peak_flops, name) for name in ("fp32", "tf32", "fp16", "bf16")}
+        found: int | None = peaks[precision]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    gpus: list[Gpu]
+
+
+@cache
+def gpus() -> dict[str, Gpu]:
+    """Every GPU of the table, by its key."""
+    return {gpu.key: gpu for gpu in read_as(GPUS, _Table).gpus}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU with this key, in any case; ``h100`` is that of most clouds.
+
+    Raises:
+        UserError: the table has none; the message names the nearest key and all keys.
+    """
+    known, key = gpus(), MEANT.get(name.lower(), name.lower())
+    if key not in known:
+        longer = [each for each in known if name and each.startswith(key)]
+        near = f" (did you mean {in_words(longer)}?)" if longer else did_you_mean(name, known)
+        raise UserError(f"no GPU {name} in the table{near}: known are {', '.join(known)}")
+    return known[key]
+
+
+def recognise(device_name: str, memory_bytes: int) -> Gpu | None:
+    """The GPU that a driver reports; None if it is not in the table, or if this is only a slice of it.
+
+    Args:
+        device_name: from ``torch.cuda.get_device_name`` or NVML.
+        memory_bytes: all memory of the device, from the same place.
+    """
+    for gpu in gpus().values():
+        named = any(re.fullmatch(pattern, device_name) for pattern in gpu.reported_names)
+        if named and _LEAST * gpu.memory_bytes <= memory_bytes <= _MOST * gpu.memory_bytes:
+            return gpu
+    return None
+
+
+PRICES = Path(__file__).with_name("prices.json")
+SEC_PER_HOUR = 3600
+Dollars = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """One instance of one provider."""
+
+    provider: str
+    instance: str
+    gpu: str
+    """Its key in ``hardware.json``."""
+    gpus: Positive
+    on_demand_usd_per_hour: Dollars
+    """Of the whole instance."""
+    spot_usd_per_hour: Dollars | None
+    """None where no list price is known."""
+    region: str
+    known_on: str
+    """The date on which this was a list price."""
+    source: str
+    """The provider's page."""
+    network_gbps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Gbit/s between two of them; None where no page was read."""
+    network_known_on: str | None = None
+    """When the page said so, or was read if it has no date."""
+    network_source: str | None = None
+
+    def per_hour(self, *, spot: bool) -> float | None:
+        """Dollars of the instance; None where its spot price is unknown."""
+        return self.spot_usd_per_hour if spot else self.on_demand_usd_per_hour
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceTable:
+    """The file."""
+
+    notice: str
+    prices: list[Price]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a training costs on one offer."""
+
+    offer: str
+    """Provider and instance, or the user's own price."""
+    instances: int
+    """How many are rented; whole ones, even if not all of their GPUs work."""
+    usd_per_hour: float
+    """Of all of them."""
+    usd: float
+    least: float
+    most: float
+    known_on: str | None
+    """The date of the price; None for the user's own."""
+    source: str | None
+
+
+def read_prices(path: Path = PRICES) -> PriceTable:
+    """Read a price table.
+
+    Raises:
+        UserError: it is missing or not a table; one line.
+    """
+    try:
+        return read_as(path, PriceTable)
+    except JsonError as error:
+        raise UserError(
+            f"--prices {path}: cannot be read as a price table ({error}); src/dsgpt/planner/prices.json is one"
+        ) from error
+
+
+def find_instance(table: PriceTable, name: str) -> Price:
+    """The row of an instance, by its name in any case.
+
+    Raises:
+        UserError: the table has none of that name; one line.
+    """
+    known = {price.instance: price for price in table.prices}
+    found = next((price for key, price in known.items() if key.lower() == name.lower()), None)
+    if found is None:
+        raise UserError(f"--instance {name}: not in the price table{did_you_mean(name, known)}: {', '.join(known)}")
+    return found
+
+
+def costs(
+    table: PriceTable,
+    *,
+    gpu: str,
+    gpus: int,
+    together: int,
+    spot: bool,
+    seconds: float,
+    least: float,
+    most: float,
+    instance: str | None = None,
+) -> list[Cost]:
+    """What every offer with this GPU costs, the cheapest first. Billed by the second, for whole instances.
+
+    Args:
+        table: the prices.
+        gpu: its key in ``hardware.json``.
+        gpus: how many the training uses.
+        together: how many of them are in one machine; smaller instances are no offer.
+        spot: take spot prices, of the offers that have one.
+        seconds: the likely time of the training.
+        least: its shortest time.
+        most: its longest time.
+        instance: the only one that is an offer; None for all.
+    """
+    found = []
+    for price in table.prices:
+        hourly = price.per_hour(spot=spot)
+        if price.gpu != gpu or price.gpus < together or hourly is None or instance not in {None, price.instance}:
+            continue
+        instances = math.ceil(gpus / price.gpus)
+        found.append(
+            _cost(
+                f"{price.provider} {price.instance}{', spot' if spot else ''}",
+                hourly * instances,
+                seconds=(seconds, least, most),
+                instances=instances,
+                known_on=price.known_on,
+                source=price.source,
+            )
+        )
+    return sorted(found, key=lambda cost: cost.usd)
+
+
+def own_cost(price_per_gpu_hour: float, *, gpus: int, seconds: float, least: float, most: float) -> Cost:
+    """What the training costs at the user's price."""
+    hourly = price_per_gpu_hour * gpus
+    return _cost("your price", hourly, seconds=(seconds, least, most), instances=1, known_on=None, source=None)
+
+
+def _cost(
+    offer: str,
+    hourly: float,
+    *,
+    seconds: tuple[float, float, float],
+    instances: int,
+    known_on: str | None,
+    source: str | None,
+) -> Cost:
+    usd, least, most = (hourly * each / SEC_PER_HOUR for each in seconds)
+    return Cost(
+        offer=offer,
+        instances=instances,
+        usd_per_hour=hourly,
+        usd=usd,
+        least=least,
+        most=most,
+        known_on=known_on,
+        source=source,
+    )

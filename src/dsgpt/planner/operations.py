@@ -1,0 +1,207 @@
+"""The operations that a calibration times, each at shapes like those of a training step."""
+
+import itertools
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsgpt.model.linear_cross_entropy import CACHED
+from dsgpt.telemetry.ring import ring_factor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIDTHS = {"cpu": (128, 256, 768), "cuda": (768, 1600)}
+"""Widths of the linear layers."""
+TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Of a micro batch."""
+ROWS = {"cpu": (128, 256, 1024), "cuda": (1024, 4096, 16384)}
+"""Tokens of micro batches for which matrix products are timed."""
+WEIGHT_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""Of the weights that matrix products take turns with: as in a model, a core's own caches do not hold them."""
+ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
+"""Of an array that fits into no cache."""
+SENT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+VOCABULARY = 50_257
+HEAD_SIZES, LENGTHS = {"cpu": (32, 64), "cuda": (64,)}, {"cpu": (128, 256, 512), "cuda": (1024,)}
+_SMALL = 50
+_PIECES = 8
+"""Of the calls of a collective operation: each is timed for itself."""
+
+
+class Clock:
+    """Times operations on one device.
+
+    Args:
+        device: of this process.
+        seconds: to spend on each operation.
+    """
+
+    def __init__(self, device: torch.device, *, seconds: float) -> None:
+        self.device = device
+        self._seconds = seconds
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The lower quartile of a call's times, after one for warm-up: other programs may disturb the rest."""
+        call()
+        self._wait()
+        times: list[float] = []
+        started = time.perf_counter()
+        while not times or time.perf_counter() - started < self._seconds:
+            begun = time.perf_counter()
+            call()
+            self._wait()
+            times.append(time.perf_counter() - begun)
+        return sorted(times)[len(times) // 4]
+
+    def seconds_together(self, call: Callable[[], object]) -> float:
+        """As ``seconds`` for a collective operation, in pieces: every rank calls it equally often."""
+        call()
+        self._wait()
+        begun = time.perf_counter()
+        call()
+        self._wait()
+        count = torch.tensor(max(1, int(self._seconds / max(time.perf_counter() - begun, 1e-6))), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+        calls = min(int(count), 10_000)
+        times = [self._mean(call, max(1, calls // _PIECES)) for _ in range(_PIECES)]
+        return sorted(times)[len(times) // 4]
+
+    def _mean(self, call: Callable[[], object], calls: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._wait()
+        return (time.perf_counter() - begun) / calls
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def matrix_flops_per_sec(clock: Clock, precision: str, width: int, rows: int) -> float:
+    """A linear layer from ``width`` to four times as many outputs: its product and the two of its backward pass."""
+    outputs = 4 * width
+    x, y = _random(clock, precision, rows, width), _random(clock, precision, rows, outputs)
+    layers = -(-WEIGHT_BYTES[clock.device.type] // (x.element_size() * outputs * width))
+    weights = itertools.cycle(_random(clock, precision, outputs, width).repeat(layers, 1, 1))
+
+    def products() -> None:
+        w = next(weights)
+        x @ w.T
+        y @ w
+        y.T @ x
+
+    return 3 * 2.0 * rows * width * outputs / clock.seconds(products)
+
+
+def attention_flops_per_sec(clock: Clock, precision: str, head_size: int, length: int) -> float:
+    """Causal attention, forward and backward pass: 2MTC and 5MTC FLOPs."""
+    sequences, heads = max(1, TOKENS[clock.device.type] // length), 8
+    shape = (sequences, heads, length, head_size)
+    q, k, v = (_random(clock, precision, *shape).requires_grad_() for _ in range(3))
+    gradient = _random(clock, precision, *shape)
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)  # type: ignore[no-untyped-call]  # torch's has no types
+        q.grad = k.grad = v.grad = None
+
+    return 7.0 * sequences * length * length * heads * head_size / clock.seconds(attend)
+
+
+def elementwise_bytes_per_sec(clock: Clock, precision: str) -> float:
+    """LayerNorm, GELU and a residual sum, forward and backward pass, counted as ``dsgpt.planner.work`` does."""
+    rows, width = TOKENS[clock.device.type], WIDTHS[clock.device.type][-1]
+    x = _random(clock, precision, rows, width).requires_grad_()
+    inner = _random(clock, precision, rows, 4 * width).requires_grad_()
+    weight, bias = (_random(clock, precision, width).requires_grad_() for _ in range(2))
+    of_x, of_inner = torch.ones_like(x), torch.ones_like(inner)
+
+    def block() -> None:
+        (x + F.layer_norm(x, (width,), weight, bias)).backward(of_x)  # type: ignore[no-untyped-call]
+        F.gelu(inner, approximate="tanh").backward(of_inner)  # type: ignore[no-untyped-call]
+        for each in (x, inner, weight, bias):
+            each.grad = None
+
+    stream = x.element_size() * rows * width
+    return (2 + 3 + 8 + 5 + 3 + 12) * stream / clock.seconds(block)
+
+
+def logits_per_sec(clock: Clock, precision: str) -> float:
+    """The softmax of logits and its gradient, in the steps of ``dsgpt.model.linear_cross_entropy``."""
+    on_cpu = clock.device.type == "cpu"
+    rows = max(1, CACHED // VOCABULARY) if on_cpu else TOKENS["cuda"] // 4
+    logits = _random(clock, precision, rows, VOCABULARY)
+    target = torch.zeros(rows, 1, dtype=torch.long, device=clock.device)
+    weights = torch.full((rows, 1), 1.0, device=clock.device)
+
+    def loss() -> None:
+        values = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+        (values.gather(1, target) * weights).sum()
+        values.exp_().scatter_add_(1, target, -weights)
+        torch.mul(values, weights, out=logits)
+
+    return rows * VOCABULARY / clock.seconds(loss)
+
+
+def triad_bytes_per_sec(clock: Clock) -> float:
+    """``a = b + s * c``: three arrays, each read or written once."""
+    a, b, c = (torch.ones(ELEMENTS[clock.device.type], device=clock.device) for _ in range(3))
+    return 3 * a.element_size() * a.numel() / clock.seconds(lambda: torch.add(b, c, alpha=0.5, out=a))
+
+
+def operation_sec(clock: Clock) -> float:
+    """One of many operations on 16 numbers, of a forward pass and of its backward pass."""
+    x = torch.ones(4, 4, device=clock.device, requires_grad=True)
+
+    def many() -> None:
+        y = x
+        for _ in range(_SMALL):
+            y = F.gelu(y @ x)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        x.grad = None
+
+    return clock.seconds(many) / (_SMALL * 5)  # two of the forward pass, three of the backward pass
+
+
+def host_link_bytes_per_sec(clock: Clock) -> float:
+    """A copy from the device to pinned memory of its host; on a CPU, within memory."""
+    on_gpu = clock.device.type == "cuda"
+    source = torch.ones(ELEMENTS[clock.device.type] // 4, device=clock.device)
+    target = torch.empty(source.shape, pin_memory=on_gpu)
+    return source.element_size() * source.numel() / clock.seconds(lambda: target.copy_(source))
+
+
+def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
+    """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.telemetry.ring``."""
+    ranks, size, dtype = dist.get_world_size(), SENT_BYTES[clock.device.type], DTYPES[precision]
+    whole, other = (
+        torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=clock.device) for _ in "ab"
+    )
+    part, partner = other[: len(other) // ranks], dist.get_rank() ^ 1
+    sender = dist.get_rank() % 2 == 0
+
+    def send() -> None:
+        if partner < ranks:
+            dist.send(whole, partner) if sender else dist.recv(other, partner)
+
+    call: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": send,
+    }
+    return ring_factor(operation, ranks) * size / clock.seconds_together(call[operation])
+
+
+def all_reduce_sec(clock: Clock) -> float:
+    """An all-reduce of one number."""
+    tensor = torch.zeros(1, device=clock.device)
+    return clock.seconds_together(lambda: dist.all_reduce(tensor))
+
+
+def _random(clock: Clock, precision: str, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=clock.device).to(DTYPES[precision])

@@ -1,0 +1,597 @@
+"""The plan of one setup: computed, in words, as a table and as JSON."""
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from dsgpt.common.text import divisors
+from dsgpt.machine.topology import Topology
+from dsgpt.planner.hardware import MEANT, Cost, PriceTable, costs, gpus, own_cost
+from dsgpt.planner.memory import Peak, peak_memory, worst_peak
+from dsgpt.planner.model_state import model_state
+from dsgpt.planner.options import HEADROOM, PlanOptions
+from dsgpt.planner.rates import ASSUMED, Machine
+from dsgpt.planner.request import PlanRequest
+from dsgpt.planner.setup import EMBEDDING, ParameterSize, Setup
+from dsgpt.planner.step_time import Length, RunTime, StepTime, predict_step, run_time
+
+# Figures of a plan in words: bytes, times, money, and the name of a setup.
+
+GB = 10**9
+
+
+def size(count: float) -> str:
+    """``12.3 GB`` of 10^9 bytes, as datasheets count; small ones in MB."""
+    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """``1.3 ms``, ``2.4 s``, ``5.0 min``, ``7.1 h``, ``3.2 days``."""
+    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds / 86400:,.1f} days"
+
+
+def dollars(amount: float) -> str:
+    """``$12.34``; without cents from 100 on."""
+    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
+
+
+def priced(cost: Cost) -> str:
+    """``$12.34 (2024-06-01)``: a sum, and the date of the price that it follows from."""
+    return dollars(cost.usd) + (f" ({cost.known_on})" if cost.known_on else "")
+
+
+def between(low: float, high: float, form: Callable[[float], str]) -> str:
+    """``1.0 h to 2.0 h``."""
+    return f"{form(low)} to {form(high)}"
+
+
+def strategy_name(setup: Setup) -> str:
+    """``ddp``, ``zero2``, ``tensor2-zero1``, ``zero3-offload``: the word of the records, for a setup."""
+    if setup.run_type != "optimized":
+        return setup.run_type
+    sizes, recipe = setup.sizes, setup.recipe
+    split = {"pipeline": sizes.pipeline, "sequence": sizes.sequence, "tensor": sizes.tensor}
+    names = [f"{name}{ranks}" for name, ranks in split.items() if ranks > 1]
+    devices = {recipe.offload_optimizer, recipe.offload_param}
+    place = next((word for device, word in (("nvme", "nvme"), ("cpu", "offload")) if device in devices), None)
+    return "-".join([*names, f"zero{recipe.zero_stage}", *([place] if place else [])])
+
+
+def batch_in_words(setup: Setup) -> str:
+    """``32 sequences = 2 in a micro batch x 2 accumulated x 8 data ranks``."""
+    micro, steps, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
+    return f"{micro * steps * ranks} sequences = micro batch {micro} x {steps} accumulated x {ranks} data ranks"
+
+
+def held_in_words(setup: Setup, rank: int) -> str:
+    """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
+    place = place_of(setup, rank)
+    words = [_layers(setup.held(rank), whole=setup.sizes.pipeline == 1)]
+    if setup.sizes.tensor > 1:
+        words.append(f"matrices {place.tensor_rank + 1}/{setup.sizes.tensor}")
+    if setup.sizes.sequence > 1:
+        words.append(f"positions {place.sequence_rank + 1}/{setup.sizes.sequence}")
+    if setup.data_parallel_size > 1:
+        words.append(f"data {place.data_rank + 1}/{setup.data_parallel_size}")
+    return ", ".join(words)
+
+
+def place_of(setup: Setup, rank: int) -> Topology:
+    """The stage, the shards and the data of ``rank``."""
+    return Topology(
+        rank=rank,
+        local_rank=0,
+        world_size=setup.world_size,
+        local_world_size=setup.world_size,
+        launcher="",
+        sizes=setup.sizes,
+    )
+
+
+def _layers(held: Sequence[ParameterSize], *, whole: bool) -> str:
+    """``all layers``, or ``embedding, blocks 0-23``."""
+    if whole:
+        return "all layers"
+    found = sorted({int(match[1]) for part in held if (match := re.match(r"blocks\.(\d+)\.", part.name))})
+    ends = ["embedding"] * any(part.name == EMBEDDING for part in held)
+    return ", ".join([*ends, f"blocks {found[0]}-{found[-1]}"] if found else ends)
+
+
+# The plan of one setup: its memory, the time of a step and of the training, and what that costs.
+
+FIXED_BYTES = {"cuda": 600_000_000, "cpu": 700_000_000}
+"""Of a device that no tensor can fill: CUDA's context and NCCL's buffers; the process without tensors."""
+NETWORKS = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
+"""Gbit/s between machines at which a plan is tried."""
+LEAST_CHANGE = 0.1
+"""Of the training's time: assumptions that move it by less are not named."""
+_HALVINGS = 8
+_YEAR = 365
+HOST_SHARE = 0.8
+"""Of a host's memory, offload can fill this share, beside processes, data and the cache of its files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumption:
+    """Something nobody measured that the time of a training depends on."""
+
+    what: str
+    value: str
+    """That is assumed, with its unit and where it comes from."""
+    seconds: dict[str, float]
+    """Of the training, if it were another value."""
+    break_even: list[str]
+    """At which value another way becomes the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is predicted of one setup."""
+
+    request: PlanRequest
+    setup: Setup
+    prices: PriceTable
+    rank: int
+    """The rank that needs most memory."""
+    peak: Peak
+    usable_bytes: int
+    """Of a device, for tensors."""
+    host_bytes: int
+    """Of model state that a rank keeps in the memory of its host."""
+    name: str = ""
+    """Of its way, in a search."""
+    rivals: tuple["Plan", ...] = ()
+    """Every plan of the search that fits, if this one is recommended."""
+
+    @property
+    def machine(self) -> Machine:
+        """That it is planned for."""
+        return self.request.machine
+
+    @cached_property
+    def step(self) -> StepTime:
+        """Computed when it is asked for: a search needs it only of setups that fit."""
+        return predict_step(self.setup, self.machine)
+
+    @cached_property
+    def run(self) -> RunTime:
+        """The whole training."""
+        return run_time(self.setup, self.machine, self.step, length_of(self.request.options))
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """The cheapest first; empty if no price is known."""
+        return _costs(self.setup, self.machine, self.request.options, self.prices, self.run)
+
+    @cached_property
+    def assumptions(self) -> list[Assumption]:
+        """Those that move the training by ``LEAST_CHANGE``, or with which another way is the fastest."""
+        return _assumptions(self)
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know before the figures are trusted, a line each."""
+        options, scheduler = self.request.options, self.setup.recipe.scheduler
+        found, warm_up = [], scheduler.warmup_num_steps if scheduler else 0
+        if options.gpu and (meant := MEANT.get(options.gpu.lower())):
+            found.append(f"--gpu {options.gpu} is taken as {meant}")
+        if self.run.steps < 2 * warm_up:
+            found.append(
+                f"the training ends at step {self.run.steps:,}, and the recipe warms up for {warm_up:,} steps: lower "
+                "scheduler.params.warmup_num_steps, or train on more tokens"
+            )
+        today = datetime.datetime.now(tz=datetime.UTC).date()
+        dates = sorted(cost.known_on for cost in self.costs if cost.known_on)
+        if dates and (today - datetime.date.fromisoformat(dates[0])).days > _YEAR:
+            found.append(
+                f"list prices of {dates[0]} are over a year old: check their source, or give --price_per_gpu_hour"
+            )
+        return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that needs most has the memory, and its host too."""
+        if self.machine.kind == "cpu":
+            return self.peak.total + self.host_bytes <= self.usable_bytes
+        return self.peak.total <= self.usable_bytes and self.host_bytes <= HOST_SHARE * self.machine.host_bytes
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        setup = self.setup
+        sequences = setup.micro_batch_size * setup.gradient_accumulation_steps * setup.data_parallel_size
+        return sequences * setup.seq_length
+
+    def tokens_per_sec(self, seconds: float) -> float:
+        """Over all ranks, if a step takes ``seconds``."""
+        return self.tokens_per_step / seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation at the likely time; None without a datasheet's peak."""
+        gpu = gpus().get(self.machine.name)
+        peak = gpu.peak(self.setup.precision) if gpu else None
+        if peak is None:
+            return None
+        flops = self.setup.model.flops_per_token(self.setup.seq_length)
+        return self.tokens_per_sec(self.step.seconds) / self.setup.world_size * flops / peak
+
+
+def usable_bytes(machine: Machine, *, headroom: float = HEADROOM) -> int:
+    """Bytes of a device that tensors can fill, if ``headroom`` percent of its memory are left free."""
+    return max(0, int((1 - headroom / 100) * machine.memory_bytes) - FIXED_BYTES[machine.kind])
+
+
+def fullest_rank(setup: Setup, kind: str) -> tuple[int, Peak]:
+    """The rank that needs the most memory of its device, and its peak.
+
+    Only ZeRO 1 and 2 in fp32 deal parameters unevenly to the ranks of a pipeline stage.
+    """
+    if setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2} and setup.precision == "fp32":
+        return worst_peak(setup, device=kind)
+    peaks = [(rank, peak_memory(setup, rank=rank, device=kind)) for rank in setup.first_ranks]
+    return max(peaks, key=lambda each: each[1].total)
+
+
+def length_of(options: PlanOptions) -> Length:
+    """The length of the training that the flags name."""
+    return Length(
+        tokens=options.tokens or 0.0,
+        eval_every=options.eval_every,
+        val_tokens=options.val_tokens,
+        save_every=options.save_every,
+    )
+
+
+def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
+    """The plan of ``setup``."""
+    rank, peak = fullest_rank(setup, request.machine.kind)
+    return Plan(
+        request=request,
+        setup=setup,
+        prices=prices,
+        rank=rank,
+        peak=peak,
+        usable_bytes=usable_bytes(request.machine, headroom=request.options.headroom),
+        host_bytes=_host_bytes(setup, rank),
+    )
+
+
+def what_would_fit(plan: Plan) -> list[str]:
+    """A line for a setup that does not fit: the largest micro batch that would, with as little change as possible."""
+    if plan.fits:
+        return []
+    share = plan.setup.micro_batch_size * plan.setup.gradient_accumulation_steps
+    for checkpointing in sorted({plan.setup.activation_checkpointing, True}):
+        for micro in sorted(divisors(share), reverse=True):
+            setup = replace(
+                plan.setup,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=share // micro,
+                activation_checkpointing=checkpointing,
+            )
+            if plan_of(setup, plan.request, plan.prices).fits:
+                flag = "--activation_checkpointing and " if checkpointing > plan.setup.activation_checkpointing else ""
+                return [f"it fits with {flag}--micro_batch_size_per_gpu {micro}"]
+    return ["it fits with no micro batch: take --recommend, which also tries other strategies, or other GPUs"]
+
+
+def _assumptions(plan: Plan) -> list[Assumption]:
+    found, request = [], plan.request
+    if request.machines > 1:
+        basis = request.network_basis or "assumed: give --network_gbps or --instance"
+        seconds, turns = _tried(plan, ("network",), request.network_gbps, NETWORKS, _gbps)
+        value = f"{_gbps(request.network_gbps)} ({basis})"
+        found.append(Assumption(what="network between machines", value=value, seconds=seconds, break_even=turns))
+    best = {each.name: each for each in sorted(plan.rivals, key=lambda each: -each.run.seconds)}
+    plan = replace(plan, rivals=tuple(best.values()))
+    for what, (fields, share, scale, unit) in ASSUMED.items() if plan.machine.assumed else ():
+        form = partial(_number, scale=scale, unit=unit)
+        seconds, turns = _tried(plan, fields, share.likely, (share.least, share.most), form)
+        if turns or any(abs(each / plan.run.seconds - 1) >= LEAST_CHANGE for each in seconds.values()):
+            found.append(Assumption(what=what, value=form(share.likely), seconds=seconds, break_even=turns))
+    return found
+
+
+def _tried(
+    plan: Plan, fields: Sequence[str], likely: float, values: Sequence[float], form: Callable[[float], str]
+) -> tuple[dict[str, float], list[str]]:
+    """The time of the training at other values of these rates, and the values at which another way gets the fastest.
+
+    Times are monotone in a rate. So at no value up to the last one that is tried does a rival take less than at the
+    better of the two ends, and it is timed in between only if that would win.
+    """
+
+    def at(each: Plan, value: float) -> float:
+        return _at(each, fields, value / likely).run.seconds
+
+    seconds, turns = {form(value): at(plan, value) for value in values}, []
+    for side, outward in (
+        ("from", sorted(value for value in values if value > likely)),
+        ("below", sorted((value for value in values if value < likely), reverse=True)),
+    ):
+        if not outward:
+            continue
+        first, near, end = plan, likely, outward[-1]
+        times = max(end / likely, likely / end)  # no training gets this many times as fast
+        could = [each for each in plan.rivals if each.run.seconds / times < plan.run.seconds]
+        bounds = [(min(each.run.seconds, at(each, end)), each) for each in could]
+
+        def winner(value: float, first: Plan, bounds: Sequence[tuple[float, Plan]] = tuple(bounds)) -> Plan:
+            own = at(first, value)
+            return min([first, *(each for bound, each in bounds if bound < own)], key=lambda each: at(each, value))
+
+        for value in outward:
+            while (best := winner(value, first)).name != first.name:
+                low, high = near, value
+                for _ in range(_HALVINGS):
+                    middle = math.sqrt(low * high)
+                    there = winner(middle, first)
+                    low, high, best = (middle, high, best) if there.name == first.name else (low, middle, there)
+                turns.append(f"{best.name} is the fastest {side} {form(high)}")
+                first, near = best, high
+            near = value
+    return seconds, turns
+
+
+def _number(value: float, *, scale: float, unit: str) -> str:
+    """Three digits, but no fewer than stand before the point."""
+    value *= scale
+    return (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") + unit
+
+
+_gbps = partial(_number, scale=1, unit=" Gbit/s")
+
+
+def _at(plan: Plan, fields: Sequence[str], times: float) -> Plan:
+    """The plan with these rates multiplied."""
+
+    def multiplied(rate: Any) -> Any:
+        return {key: multiplied(each) for key, each in rate.items()} if isinstance(rate, Mapping) else rate * times
+
+    rates = replace(plan.machine.rates, **{field: multiplied(getattr(plan.machine.rates, field)) for field in fields})
+    # only the likely time is asked for
+    machine = replace(plan.machine, rates=rates, slowest=rates, fastest=rates)
+    return replace(plan, request=replace(plan.request, machine=machine), rivals=())
+
+
+def _host_bytes(setup: Setup, rank: int) -> int:
+    """What is off the device and not swapped to files."""
+    state, recipe = model_state(setup, rank=rank), setup.recipe
+    files = {"optimizer", "master"} if recipe.offload_optimizer == "nvme" else set()
+    files |= {"parameters"} if recipe.offload_param == "nvme" else set()
+    return sum(size for name, size in state.off_device.items() if name not in files)
+
+
+def _costs(setup: Setup, machine: Machine, options: PlanOptions, prices: PriceTable, run: RunTime) -> list[Cost]:
+    if options.price_per_gpu_hour is not None:
+        times = {"seconds": run.seconds, "least": run.least, "most": run.most}
+        return [own_cost(options.price_per_gpu_hour, gpus=setup.world_size, **times)]
+    return costs(
+        prices,
+        gpu=machine.name,
+        gpus=setup.world_size,
+        together=min(setup.world_size, machine.devices),
+        spot=options.spot,
+        instance=options.instance,
+        seconds=run.seconds,
+        least=run.least,
+        most=run.most,
+    )
+
+
+# A plan as a table for people, and as JSON.
+
+SCHEMA_VERSION = "1.1"
+_OFFERS = 3
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan, a line each; that it does not fit is the last word."""
+    if not plan.fits:
+        return [
+            *_head(plan),
+            "",
+            *_memory(plan),
+            "",
+            *what_would_fit(plan),
+            "",
+            f"DOES NOT FIT: {needs_in_words(plan)}",
+        ]
+    return [
+        *_head(plan),
+        "",
+        *_memory(plan),
+        "",
+        *_step(plan),
+        "",
+        *_run(plan),
+        "",
+        *_cost(plan),
+        "",
+        *_basis(plan),
+        *_notes(plan),
+    ]
+
+
+def _head(plan: Plan) -> list[str]:
+    setup = plan.setup
+    checkpointing = ", activation checkpointing" if setup.activation_checkpointing else ""
+    return [
+        f"GPT-2 with {setup.model.parameter_count() / 1e6:,.0f}M parameters, {strategy_name(setup)} on "
+        f"{setup.world_size} x {plan.machine.name}, {setup.precision}{checkpointing}",
+        f"global batch {batch_in_words(setup)}, {setup.seq_length:,} tokens each",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    return [
+        f"memory of rank {plan.rank}, which needs most ({plan.peak.moment}): {needs_in_words(plan)}"
+        f"{': fits' if plan.fits else ''}",
+        f"  {usable_in_words(plan)}",
+        *_rows(plan.peak.parts, size, least=1.0),
+        *(
+            [f"  and {size(plan.host_bytes)} of {size(_host(plan))} in the memory of its host"]
+            if plan.host_bytes
+            else []
+        ),
+    ]
+
+
+def needs_in_words(plan: Plan) -> str:
+    """The memory that it needs, of that which there is."""
+    used = plan.peak.total / plan.usable_bytes if plan.usable_bytes else float("inf")
+    needs = f"{size(plan.peak.total)} of {size(plan.usable_bytes)} that tensors can fill, {used:.0%}"
+    short = not plan.fits and plan.peak.total <= plan.usable_bytes
+    return needs + (f", but {size(plan.host_bytes)} of {size(_host(plan))} in the host's memory" if short else "")
+
+
+def usable_in_words(plan: Plan) -> str:
+    """How much of a device tensors can fill, and why not all of it."""
+    machine = plan.machine
+    what = "CUDA's context and NCCL's buffers" if machine.kind == "cuda" else "the process"
+    return (
+        f"{size(plan.usable_bytes)} is {size(machine.memory_bytes)} less {plan.request.options.headroom:g}% headroom "
+        f"(--headroom) and {size(FIXED_BYTES[machine.kind])} of {what}"
+    )
+
+
+def _host(plan: Plan) -> float:
+    """Bytes that offload can fill."""
+    return HOST_SHARE * plan.machine.host_bytes
+
+
+def _step(plan: Plan) -> list[str]:
+    step = plan.step
+    speeds = between(plan.tokens_per_sec(step.most), plan.tokens_per_sec(step.least), lambda each: f"{each:,.0f}")
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.0%}"
+    hidden = f"; another {duration(step.hidden)} of communication is hidden" if step.hidden else ""
+    return [
+        f"step: {duration(step.seconds)} ({between(step.least, step.most, duration)}), "
+        f"{plan.tokens_per_sec(step.seconds):,.0f} tokens/s ({speeds}){mfu}",
+        *_rows(step.parts, duration),
+        f"  overlap: {step.overlap}{hidden}",
+    ]
+
+
+def _run(plan: Plan) -> list[str]:
+    run = plan.run
+    return [
+        f"training: {run.steps:,} steps, {duration(run.seconds)} ({between(run.least, run.most, duration)})",
+        *_rows(run.parts, duration),
+    ]
+
+
+def _cost(plan: Plan) -> list[str]:
+    if not plan.costs:
+        kind, more = ("spot price", ", leave out --spot") if plan.request.options.spot else ("price", "")
+        return [f"cost: no {kind} of {plan.machine.name} is known: give --price_per_gpu_hour{more}, or --prices"]
+    lines = []
+    for cost in plan.costs[:_OFFERS]:
+        dated = f", not live: check {cost.source}" if cost.known_on else ""
+        count = f"{cost.instances} x " if cost.instances > 1 else ""
+        lines.append(
+            f"cost: {priced(cost)}, {between(cost.least, cost.most, dollars)} on {count}{cost.offer} at "
+            f"{dollars(cost.usd_per_hour)} an hour{dated}"
+        )
+    return lines
+
+
+def _basis(plan: Plan) -> list[str]:
+    lines = [f"rates: {plan.machine.basis}"]
+    if plan.host_bytes and plan.request.options.host_memory_gb is None and plan.machine.kind == "cuda":
+        together = min(plan.machine.devices, plan.setup.world_size)
+        lines.append(
+            f"assumed: {size(plan.machine.host_bytes * together)} in the host of a machine (--host_memory_gb), twice "
+            f"its GPUs' memory; at least {size(plan.host_bytes * together / HOST_SHARE)} are needed"
+        )
+    return [*lines, *(f"assumed: {line}" for line in map(assumption_in_words, plan.assumptions))]
+
+
+def assumption_in_words(assumption: Assumption) -> str:
+    """What is assumed, the training's time if it were otherwise, and where another way wins."""
+    times = ", ".join(f"{duration(seconds)} at {value}" for value, seconds in assumption.seconds.items())
+    return "; ".join([f"{assumption.what} {assumption.value}: training {times}", *assumption.break_even])
+
+
+def _notes(plan: Plan) -> list[str]:
+    return [f"note: {line}" for line in plan.notes]
+
+
+def _rows(parts: Mapping[str, float], form: Any, *, least: float = 0.0) -> list[str]:
+    shown = {name: value for name, value in parts.items() if value > least}
+    width, whole = max(map(len, shown), default=0), sum(shown.values())
+    return [
+        f"  {name.replace('_', ' '):<{width}}  {form(value):>10}  {value / whole:>4.0%}"
+        for name, value in shown.items()
+    ]
+
+
+def with_assumptions(plan: Plan) -> dict[str, Any]:
+    """``plan_json`` of the plan that was asked for. For every plan of a search it would take too long."""
+    return plan_json(plan) | {"assumptions": [asdict(each) for each in plan.assumptions] if plan.fits else []}
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON; times in seconds, sizes in bytes, money in US dollars."""
+    setup, several = plan.setup, plan.request.machines > 1
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "strategy": strategy_name(setup),
+        "run_type": setup.run_type,
+        "model": setup.model.as_dict() | {"parameters": setup.model.parameter_count()},
+        "machine": {"name": plan.machine.name, "devices": setup.world_size, "rates": plan.machine.basis}
+        | {"network_gbps": plan.request.network_gbps if several else None},
+        "precision": setup.precision,
+        "seq_length": setup.seq_length,
+        "micro_batch_size": setup.micro_batch_size,
+        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
+        "data_parallel_size": setup.data_parallel_size,
+        "parallel_sizes": asdict(setup.sizes),
+        "activation_checkpointing": setup.activation_checkpointing,
+        "memory": {
+            "fits": plan.fits,
+            "rank": plan.rank,
+            "moment": plan.peak.moment,
+            "bytes": plan.peak.total,
+            "usable_bytes": plan.usable_bytes,
+            "parts": plan.peak.parts,
+            "host_bytes": plan.host_bytes,
+            "device_bytes": plan.machine.memory_bytes,
+            "headroom_percent": plan.request.options.headroom,
+            "fixed_bytes": FIXED_BYTES[plan.machine.kind],
+        },
+    } | (_times(plan) if plan.fits else {"step": None, "training": None, "costs": [], "advice": what_would_fit(plan)})
+
+
+def _times(plan: Plan) -> dict[str, Any]:
+    step, run = plan.step, plan.run
+    return {
+        "step": {
+            "seconds": step.seconds,
+            "least_seconds": step.least,
+            "most_seconds": step.most,
+            "assumed": step.assumed,
+            "overlap": step.overlap,
+            "hidden_communication_seconds": step.hidden,
+            "parts": step.parts,
+            "tokens_per_sec": plan.tokens_per_sec(step.seconds),
+            "mfu": plan.mfu,
+        },
+        "training": {
+            "steps": run.steps,
+            "seconds": run.seconds,
+            "least_seconds": run.least,
+            "most_seconds": run.most,
+            "parts": run.parts,
+        },
+        "costs": [asdict(cost) for cost in plan.costs],
+        "notes": plan.notes,
+    }

@@ -1,0 +1,541 @@
+"""How fast a machine computes, reads and sends: measured, or assumed from its datasheet.
+
+How fast a device computes, reads and sends: the rates of a machine that predictions of time divide by. They are
+measured (``dsgpt.planner.rates``), or shares of a datasheet's peaks that are assumed (``dsgpt.planner.rates``).
+
+The rates of a GPU that nobody measured: shares of its datasheet's peaks, assumed as ranges. A share is the likely one
+between the least and the most that a tuned PyTorch program is expected to reach. None of them was measured on a GPU by
+this project; ``docs/planner-published.md`` holds what follows from them against published figures.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from dsgpt.common.errors import UserError
+from dsgpt.common.json_files import Finite, JsonError, Positive, clipped, parse_as, parse_json, read_bytes
+from dsgpt.model.config import GPT2Config
+from dsgpt.planner.hardware import Gpu, recognise
+
+CALIBRATION = Path("checkpoint") / "calibration.json"
+"""Where a calibration is written and looked for by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one device does while every device of its machine works."""
+
+    matrix: Mapping[str, Mapping[int, Mapping[int, float]]]
+    """FLOP/s of the matrix products of a block, by precision, the model's width and the rows: tokens of a micro batch.
+    With few rows, reading and packing the weights takes most of the time."""
+    attention: Mapping[str, Mapping[int, Mapping[int, float]]]
+    """FLOP/s of causal attention, by precision, head size and length; FLOPs of the masked half do not count."""
+    elementwise: Mapping[str, float]
+    """Bytes read and written per second by LayerNorm, GELU and sums, by precision."""
+    logits: Mapping[str, float]
+    """Logits per second through the softmax and its gradient, by precision."""
+    memory: float
+    """Bytes read and written per second by an operation on arrays that fit into no cache."""
+    kernel_sec: float
+    """Seconds that every operation takes in addition, however small it is."""
+    bus: Mapping[int, float]
+    """Bytes that a device sends per second in a ring that sums fp32 numbers, by the number of ranks of the ring."""
+    collective_sec: Mapping[int, float]
+    """Seconds of a collective operation without data, by the number of its ranks."""
+    slowness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """How many times as long as an all-reduce of fp32 numbers other operations take for as many ring bytes, by
+    operation and precision; empty where they were not measured."""
+    network: float
+    """Bytes per second between two machines, in one direction, all links of a machine together."""
+    host_link: float
+    """Bytes per second between the device and its host, in one direction."""
+    host_memory: float
+    """Bytes read and written per second by a process of the host, while one for each device does so."""
+    disk: float
+    """Bytes written to disk per second by a single process."""
+
+    def matrix_at(self, precision: str, *, width: float, rows: int) -> float:
+        """FLOP/s of a block's matrices of this width with this many tokens."""
+        by_width = self.matrix[precision]
+        return interpolated({each: interpolated(rates, rows) for each, rates in by_width.items()}, width)
+
+    def attention_at(self, precision: str, *, head_size: int, length: int) -> float:
+        """FLOP/s of attention with heads of this size in sequences of this length."""
+        by_head_size = self.attention[precision]
+        return interpolated({size: interpolated(rates, length) for size, rates in by_head_size.items()}, head_size)
+
+    def slowness_of(self, operation: str, precision: str) -> float:
+        """How many times as long as an all-reduce in fp32 takes for as many ring bytes.
+
+        Operations that only move numbers are known in fp32 alone. A reduction to one rank sums as an all-reduce does.
+        """
+        known = self.slowness.get("all_reduce" if operation == "reduce" else operation, {})
+        return known.get(precision, known.get("fp32", 1.0))
+
+    def in_precision(self, precision: str, *, slower: float) -> "Rates":
+        """The rates with which computation in ``precision`` takes ``slower`` times as long."""
+
+        def in_one(rates: Mapping[str, float]) -> dict[str, float]:
+            return {name: rate / slower if name == precision else rate for name, rate in rates.items()}
+
+        all_slower = self.scaled(compute=slower, communication=1)
+        return replace(
+            self,
+            matrix={**self.matrix, precision: all_slower.matrix[precision]},
+            attention={**self.attention, precision: all_slower.attention[precision]},
+            elementwise=in_one(self.elementwise),
+            logits=in_one(self.logits),
+        )
+
+    def scaled(self, *, compute: float, communication: float) -> "Rates":
+        """The rates with which computation and communication take these times as long."""
+
+        def slower(rates: Mapping[str, float]) -> dict[str, float]:
+            return {name: rate / compute for name, rate in rates.items()}
+
+        return replace(
+            self,
+            matrix=_slower(self.matrix, compute),
+            attention=_slower(self.attention, compute),
+            elementwise=slower(self.elementwise),
+            logits=slower(self.logits),
+            memory=self.memory / compute,
+            kernel_sec=self.kernel_sec * compute,
+            bus={ranks: rate / communication for ranks, rate in self.bus.items()},
+            collective_sec={ranks: seconds * communication for ranks, seconds in self.collective_sec.items()},
+        )
+
+
+def _slower(
+    rates: Mapping[str, Mapping[int, Mapping[int, float]]], times: float
+) -> dict[str, dict[int, dict[int, float]]]:
+    return {
+        precision: {one: {other: rate / times for other, rate in inner.items()} for one, inner in outer.items()}
+        for precision, outer in rates.items()
+    }
+
+
+def interpolated(known: Mapping[int, float], place: float) -> float:
+    """The value at ``place`` between the nearest known ones, on a scale of powers; at the ends the nearest."""
+    points = sorted(known.items())
+    below = [point for point in points if point[0] <= place] or points[:1]
+    above = [point for point in points if point[0] >= place] or points[-1:]
+    (low, slow), (high, fast) = below[-1], above[0]
+    share = 0.0 if low == high else math.log(place / low) / math.log(high / low)
+    found: float = slow * (fast / slow) ** min(1.0, max(0.0, share))
+    return found
+
+
+def at_ranks(known: Mapping[int, float], ranks: int) -> float:
+    """The value for the fewest known ranks that are not fewer than ``ranks``, else for the most."""
+    return known[nearest_ranks(known, ranks)]
+
+
+def nearest_ranks(known: Iterable[int], ranks: int) -> int:
+    """The fewest known ranks that are not fewer than ``ranks``, else the most."""
+    numbers = list(known)
+    enough = [number for number in numbers if number >= ranks]
+    return min(enough) if enough else max(numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine, or several that are alike, and what its devices do: likely, at least and at most."""
+
+    name: str
+    kind: str
+    """``cpu`` or ``cuda``."""
+    devices: int
+    """Of one machine."""
+    memory_bytes: int
+    """Of one device."""
+    host_bytes: int
+    """Memory of the host, for each device; on a CPU it is the device's own."""
+    precisions: tuple[str, ...]
+    """That the devices have units for, and that were measured."""
+    rates: Rates
+    slowest: Rates
+    fastest: Rates
+    assumed: bool
+    """Whether the rates are assumed shares of a datasheet's peaks."""
+    basis: str
+    """Where the rates come from, in a sentence."""
+
+    @property
+    def default_precision(self) -> str:
+        """The one that ``--precision auto`` takes."""
+        if self.kind == "cpu":
+            return "fp32"
+        return "bf16" if "bf16" in self.precisions else "fp16"
+
+
+# ``calibration.json``: what a machine was measured to do, and its rates for predictions.
+
+SCHEMA_VERSION = "2.0"
+_PRECISION, _SIZE = re.compile("fp32|bf16|fp16"), re.compile("[1-9][0-9]{0,8}")
+_OPERATION = re.compile("all_reduce|reduce_scatter|all_gather|all_to_all|send")
+ALLOWANCE = 1.25
+"""How much longer, or shorter, a step may take than measured rates say: a roofline leaves out caches, memory
+allocation and how processes disturb each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schema:
+    """What files of every schema have."""
+
+    schema_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What each device did while ``devices`` processes measured at the same time; of the slowest process."""
+
+    devices: Positive
+    matrix_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
+    """By precision, width and rows, of a linear layer's forward and backward pass."""
+    attention_flops_per_sec: dict[str, dict[str, dict[str, Finite]]]
+    """By precision, head size and length."""
+    elementwise_bytes_per_sec: dict[str, Finite]
+    logits_per_sec: dict[str, Finite]
+    triad_bytes_per_sec: Finite
+    """``a = b + s * c`` on arrays that fit into no cache."""
+    operation_sec: Finite
+    """Of an operation on 16 numbers, in a forward or backward pass."""
+    bus_bytes_per_sec: dict[str, dict[str, Finite]] | None
+    """Ring bytes, by collective operation and precision; None for one device."""
+    all_reduce_sec: Finite | None
+    """Of one number."""
+    host_link_bytes_per_sec: Finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The file."""
+
+    schema_version: str
+    timestamp_utc: str
+    machine: str
+    """Its processor or GPU, and how many devices."""
+    hardware: dict[str, Any]
+    env: dict[str, Any]
+    threads_per_device: int | None
+    """CPU threads of a process; None on GPUs."""
+    memory_bytes_per_device: Positive
+    host_bytes_per_device: Positive
+    seconds: Finite
+    """That it took."""
+    disk_bytes_per_sec: Finite
+    ceilings: Annotated[list[Ceilings], Field(min_length=1)]
+    """By number of devices."""
+
+    @property
+    def kind(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return str(self.hardware.get("device", "cpu"))
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read the file, or the calibration in a record of ``benchmark.py plan``.
+
+    Raises:
+        UserError: it is missing, or not a calibration of this schema; one line.
+    """
+    try:
+        data = _calibration_in(read_bytes(path))
+        schema = parse_as(data, _Schema, unknown_keys=True).schema_version
+        readable = schema.partition(".")[0] == SCHEMA_VERSION.partition(".")[0]
+        found = parse_as(data, Calibration, unknown_keys=True) if readable else None
+    except JsonError as error:
+        raise UserError(
+            f"--machine {path}: cannot be read as a calibration ({error}); write one with --calibrate"
+        ) from error
+    if found is None:
+        raise UserError(
+            f"--machine {path}: has schema {schema}, but this program reads {SCHEMA_VERSION}: write it again with "
+            "--calibrate"
+        )
+    wrong = next(_impossible(asdict(found)), None)
+    if wrong:
+        raise UserError(f"--machine {path}: {wrong}; write it again with --calibrate")
+    return found
+
+
+def _calibration_in(data: bytes) -> bytes:
+    """The file itself, unless it is a record that holds a calibration."""
+    record = parse_json(data)
+    inner = record.get("calibration") if isinstance(record, dict) else None
+    return json.dumps(inner).encode() if isinstance(inner, dict) else data
+
+
+def _impossible(calibration: dict[str, Any]) -> Iterator[str]:
+    """Rates with which a prediction would be wrong or end in an error."""
+    if not calibration["machine"].isprintable():
+        yield "its machine has a name that cannot be printed"
+    if calibration["disk_bytes_per_sec"] <= 0:
+        yield "disk_bytes_per_sec must be above 0"
+    for number, ceilings in enumerate(calibration["ceilings"]):
+        place, precisions = f"ceilings.{number}", set(ceilings["matrix_flops_per_sec"])
+        for name in ("attention_flops_per_sec", "elementwise_bytes_per_sec", "logits_per_sec"):
+            if set(ceilings[name]) != precisions:
+                yield f"{place}.{name}: has other precisions than matrix_flops_per_sec"
+        if ceilings["bus_bytes_per_sec"] and "fp32" not in ceilings["bus_bytes_per_sec"].get("all_reduce", {}):
+            yield f"{place}.bus_bytes_per_sec: has no all_reduce of fp32"
+        for name, value in ceilings.items():
+            keys = (_OPERATION, _PRECISION) if name == "bus_bytes_per_sec" else (_PRECISION, _SIZE, _SIZE)
+            yield from _impossible_rates(value, f"{place}.{name}", keys=keys)
+
+
+def _impossible_rates(value: Any, place: str, *, keys: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    """The same inside a part of the file, whose keys at each depth match the pattern of that depth."""
+    if not isinstance(value, dict):
+        if value is not None and value <= 0:
+            yield f"{place} must be above 0, not {value:g}"
+        return
+    if not value:
+        yield f"{place}: has no rate"
+    for name, part in value.items():
+        if not keys[0].fullmatch(name):
+            yield f"{place}: has the key {clipped(name)}"
+        yield from _impossible_rates(part, f"{place}.{name}", keys=keys[1:])
+
+
+def matrix_ceiling(calibration: Calibration, hardware: Mapping[str, Any], precision: str) -> float | None:
+    """FLOP/s of the fastest matrix product that one device reached; None if it was measured on other hardware.
+
+    Args:
+        calibration: a machine's.
+        hardware: the block of that name of a record.
+        precision: of the product.
+    """
+    same = all(calibration.hardware.get(key) == hardware.get(key) for key in ("device", "cpu_name", "cpu_count"))
+    ranks, threads = hardware.get("local_world_size"), hardware.get("threads_per_device")
+    if not same or calibration.kind != "cpu" or ranks is None or threads != calibration.threads_per_device:
+        return None
+    by_devices = {each.devices: each for each in calibration.ceilings}
+    by_width = by_devices[nearest_ranks(by_devices, ranks)].matrix_flops_per_sec.get(precision, {})
+    return max((rate for by_rows in by_width.values() for rate in by_rows.values()), default=None)
+
+
+def calibrated_machine(calibration: Calibration, *, devices: int | None = None) -> Machine:
+    """The machine that was measured.
+
+    Args:
+        calibration: its file.
+        devices: how many of its devices work at the same time; None for all that were measured.
+    """
+    by_devices = {each.devices: each for each in calibration.ceilings}
+    most = max(by_devices)
+    chosen = by_devices[nearest_ranks(by_devices, devices or most)]
+    rates = _rates(calibration, chosen)
+    return Machine(
+        name=calibration.machine,
+        kind=calibration.kind,
+        devices=most,
+        memory_bytes=calibration.memory_bytes_per_device,
+        host_bytes=calibration.host_bytes_per_device,
+        precisions=tuple(chosen.matrix_flops_per_sec),
+        rates=rates,
+        slowest=rates.scaled(compute=ALLOWANCE, communication=ALLOWANCE),
+        fastest=rates.scaled(compute=1 / ALLOWANCE, communication=1 / ALLOWANCE),
+        assumed=False,
+        basis=(
+            f"measured on {calibration.timestamp_utc[:10]} with {chosen.devices} of {most} "
+            f"device{'s' * (most != 1)} at work; the range allows {ALLOWANCE - 1:.0%} for what a roofline leaves out"
+        ),
+    )
+
+
+def _rates(calibration: Calibration, ceilings: Ceilings) -> Rates:
+    several = {each.devices: each for each in calibration.ceilings if each.bus_bytes_per_sec and each.all_reduce_sec}
+    bus = {number: (each.bus_bytes_per_sec or {})["all_reduce"]["fp32"] for number, each in several.items()}
+    begun = {number: each.all_reduce_sec or 0.0 for number, each in several.items()}
+    return Rates(
+        matrix={
+            precision: {
+                int(width): {int(rows): rate for rows, rate in by_rows.items()} for width, by_rows in by_width.items()
+            }
+            for precision, by_width in ceilings.matrix_flops_per_sec.items()
+        },
+        attention={
+            precision: {
+                int(size): {int(length): rate for length, rate in by_length.items()}
+                for size, by_length in by_size.items()
+            }
+            for precision, by_size in ceilings.attention_flops_per_sec.items()
+        },
+        elementwise=ceilings.elementwise_bytes_per_sec,
+        logits=ceilings.logits_per_sec,
+        memory=ceilings.triad_bytes_per_sec,
+        kernel_sec=ceilings.operation_sec,
+        bus=bus or {1: ceilings.triad_bytes_per_sec},
+        collective_sec=begun or {1: ceilings.operation_sec},
+        slowness=_slowness(several[max(several)].bus_bytes_per_sec or {}) if several else {},
+        network=min(bus.values(), default=ceilings.triad_bytes_per_sec),
+        host_link=ceilings.host_link_bytes_per_sec,
+        host_memory=ceilings.triad_bytes_per_sec,
+        disk=calibration.disk_bytes_per_sec,
+    )
+
+
+def _slowness(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """How many times as long as an all-reduce in fp32 each operation takes."""
+    fastest = rates["all_reduce"]["fp32"]
+    return {name: {each: fastest / rate for each, rate in known.items()} for name, known in rates.items()}
+
+
+DEVICES_PER_MACHINE = 8
+NETWORK_BYTES_PER_SEC = 12_500_000_000
+"""100 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of a peak: at least, likely, at most."""
+
+    least: float
+    likely: float
+    most: float
+
+
+MATRIX = Share(0.40, 0.60, 0.80)
+ATTENTION = Share(0.20, 0.35, 0.50)
+MEMORY = Share(0.60, 0.75, 0.90)
+LINK = Share(0.40, 0.65, 0.85)
+HOST_LINK_BYTES_PER_SEC = Share(8e9, 16e9, 25e9)
+"""PCIe 3.0 x16 to 4.0 x16; GPUs of a machine often share a switch."""
+HOST_MEMORY_BYTES_PER_SEC = Share(8e9, 16e9, 32e9)
+"""Of the process of each GPU; a host's memory bandwidth is divided by its GPUs."""
+HOST_SHARE = 2
+"""Assumed memory of a host, in units of that of its GPUs; cloud instances have from 1.5 to 4."""
+DISK_BYTES_PER_SEC = Share(0.3e9, 1e9, 2e9)
+KERNEL_SEC = Share(8e-6, 4e-6, 2e-6)
+"""A short kernel and its launch."""
+COLLECTIVE_SEC = Share(40e-6, 20e-6, 10e-6)
+ASSUMED = {
+    "matrix products": (("matrix",), MATRIX, 100, "% of the peak"),
+    "attention": (("attention",), ATTENTION, 100, "% of the peak"),
+    "memory": (("memory", "elementwise", "logits"), MEMORY, 100, "% of the bandwidth"),
+    "link between GPUs": (("bus",), LINK, 100, "% of the bandwidth"),
+    "link to the host": (("host_link",), HOST_LINK_BYTES_PER_SEC, 1e-9, " GB/s"),
+    "memory of the host": (("host_memory",), HOST_MEMORY_BYTES_PER_SEC, 1e-9, " GB/s"),
+    "disk": (("disk",), DISK_BYTES_PER_SEC, 1e-9, " GB/s"),
+    "start of an operation": (("kernel_sec",), KERNEL_SEC, 1e6, " \N{MICRO SIGN}s"),
+    "start of a collective operation": (("collective_sec",), COLLECTIVE_SEC, 1e6, " \N{MICRO SIGN}s"),
+}
+"""What is assumed: the fields of ``Rates``, the values, and their scale and unit for people."""
+BYTES_PER_LOGIT = {"fp32": 24, "bf16": 20, "fp16": 28}
+"""What the steps of softmax and gradient read and write: logits, log-probabilities in fp32, their exponentials."""
+
+
+def datasheet_machine(
+    gpu: Gpu,
+    *,
+    devices: int = DEVICES_PER_MACHINE,
+    network: float = NETWORK_BYTES_PER_SEC,
+    host_bytes: int | None = None,
+) -> Machine:
+    """Machines with GPUs of this kind.
+
+    Args:
+        gpu: from the table.
+        devices: GPUs of a machine.
+        network: bytes per second between two machines, in one direction.
+        host_bytes: memory of the host for each GPU; None for ``HOST_SHARE`` of the GPU's.
+    """
+    return Machine(
+        name=gpu.key,
+        kind="cuda",
+        devices=devices,
+        memory_bytes=gpu.memory_bytes,
+        host_bytes=HOST_SHARE * gpu.memory_bytes if host_bytes is None else host_bytes,
+        precisions=tuple(name for name in ("fp32", "bf16", "fp16") if gpu.peak(name)),
+        rates=_datasheet_rates(gpu, "likely", network),
+        slowest=_datasheet_rates(gpu, "least", network),
+        fastest=_datasheet_rates(gpu, "most", network),
+        assumed=True,
+        basis=(
+            f"assumed: {MATRIX.least:.0%} to {MATRIX.most:.0%} of the datasheet's matrix peak, {MEMORY.least:.0%} to "
+            f"{MEMORY.most:.0%} of its memory bandwidth, {LINK.least:.0%} to {LINK.most:.0%} of its link; not measured"
+        ),
+    )
+
+
+def _datasheet_rates(gpu: Gpu, which: str, network: float) -> Rates:
+    def of(share: Share) -> float:
+        found: float = getattr(share, which)
+        return found
+
+    peaks = {name: peak for name in ("fp32", "bf16", "fp16") if (peak := gpu.peak(name))}
+    memory = of(MEMORY) * gpu.memory_bytes_per_sec
+    return Rates(
+        matrix={name: {1: {1: of(MATRIX) * peak}} for name, peak in peaks.items()},
+        attention={name: {1: {1: of(ATTENTION) * peak}} for name, peak in peaks.items()},
+        elementwise=dict.fromkeys(peaks, memory),
+        logits={name: memory / BYTES_PER_LOGIT[name] for name in peaks},
+        memory=memory,
+        kernel_sec=of(KERNEL_SEC),
+        bus={1: of(LINK) * gpu.interconnect.bytes_per_sec},
+        collective_sec={1: of(COLLECTIVE_SEC)},
+        network=of(LINK) * network,
+        host_link=of(HOST_LINK_BYTES_PER_SEC),
+        host_memory=of(HOST_MEMORY_BYTES_PER_SEC),
+        disk=of(DISK_BYTES_PER_SEC),
+    )
+
+
+# The share of its devices' peak that a training uses: model FLOPs utilisation (MFU).
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """Turns the throughput of a training into figures of one device."""
+
+    flops_per_token: int
+    devices: int | None
+    """None where they changed during the run."""
+    peak: float | None
+    """Dense FLOP/s of one device; None on a CPU that was not calibrated, and on a GPU that the table lacks."""
+
+    def per_device(self, tokens_per_sec: float | None) -> float | None:
+        """Tokens per second of one device."""
+        return None if tokens_per_sec is None or self.devices is None else tokens_per_sec / self.devices
+
+    def mfu(self, tokens_per_sec: float | None) -> float | None:
+        """The FLOPs that the model needs for these tokens, as a share of what the devices could do (PaLM, appendix B).
+
+        Args:
+            tokens_per_sec: over all devices.
+        """
+        own = self.per_device(tokens_per_sec)
+        return None if own is None or self.peak is None else own * self.flops_per_token / self.peak
+
+
+def utilisation(
+    model: GPT2Config,
+    hardware: Mapping[str, Any],
+    *,
+    seq_length: int,
+    precision: str,
+    calibration: Calibration | None = None,
+) -> Utilisation:
+    """The utilisation of a training.
+
+    Args:
+        model: the model.
+        hardware: the block of that name of a record; its GPU is that of rank 0.
+        seq_length: tokens of a sequence.
+        precision: of the matrix products.
+        calibration: what was measured on this machine, or another. A CPU has no datasheet's peak.
+    """
+    name, memory = hardware.get("gpu_name"), hardware.get("gpu_memory_bytes")
+    gpu = recognise(name, memory) if name is not None and memory is not None else None
+    peak: float | None = gpu.peak(precision) if gpu else None
+    if calibration is not None and hardware.get("device") == "cpu":
+        peak = matrix_ceiling(calibration, hardware, precision)
+    return Utilisation(flops_per_token=model.flops_per_token(seq_length), devices=hardware.get("world_size"), peak=peak)

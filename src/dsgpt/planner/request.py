@@ -1,0 +1,530 @@
+"""From the flags of ``src/plan.py`` to the training that is planned, the ways to train it, and measured steps."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.json_files import JsonError, read_object
+from dsgpt.common.text import divisors, divisors_around, multiples_around
+from dsgpt.config.batch import BatchPlan
+from dsgpt.config.compatibility import RunRequest as Request
+from dsgpt.config.compatibility import check_accumulation, check_split
+from dsgpt.config.options import RUN_TYPES, Options, parse_arguments
+from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, read_recipe, recipe_from
+from dsgpt.config.run_config import split_batch
+from dsgpt.machine.topology import Topology
+from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
+from dsgpt.planner.fitting import MeasuredStep, fit
+from dsgpt.planner.hardware import PRICES as TABLE
+from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
+from dsgpt.planner.options import PlanOptions
+from dsgpt.planner.rates import (
+    CALIBRATION,
+    DEVICES_PER_MACHINE,
+    NETWORK_BYTES_PER_SEC,
+    Machine,
+    calibrated_machine,
+    datasheet_machine,
+    read_calibration,
+)
+from dsgpt.planner.setup import Setup
+from dsgpt.record.sweeps import MAX_BYTES, SweepCell, read_sweep
+
+# The ways to train that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.
+
+RECIPES = Path("ds_configs")
+_STRATEGY_KEYS = (
+    *("zero_optimization", *PARALLEL_KEYS, "aio", "dsgpt", "activation_checkpointing"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+)
+"""Keys of a recipe that the search sets; all others stay as they are."""
+_DATA_PARALLEL = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A strategy, without the batch."""
+
+    name: str
+    """As records name strategies, with a remark where two differ in a detail."""
+    run_type: str
+    blocks: dict[str, Any]
+    """What it needs in the recipe."""
+
+    def recipe(self, base: Recipe, path: Path, **more: Any) -> Recipe:
+        """``base`` with this strategy, and ``more`` keys, as the file ``path``."""
+        kept = {key: value for key, value in base.raw.items() if key not in _STRATEGY_KEYS}
+        return recipe_from(kept | self.blocks | more, path)
+
+
+def way_of(strategy: str, *, repository: Path) -> Way:
+    """The way that ``--strategy`` names."""
+    plain = strategy in {"baseline", "ddp", "fsdp"}
+    blocks = _blocks(repository, "zero0" if plain else strategy)
+    return Way(name=strategy, run_type=strategy if plain else "optimized", blocks=blocks)
+
+
+def ways(devices: int, *, together: int, repository: Path) -> Iterator[Way]:
+    """Every way to train on ``devices``, the simplest first.
+
+    Args:
+        devices: GPUs of the training.
+        together: GPUs of one machine; tensor and sequence peers are on the same one, so on several machines their
+            number divides it.
+        repository: has the shipped recipes.
+    """
+    if devices == 1:
+        yield Way(name="baseline", run_type="baseline", blocks=_blocks(repository, "zero0"))
+    else:
+        yield Way(name="ddp", run_type="ddp", blocks=_blocks(repository, "zero0"))
+        yield Way(name="fsdp", run_type="fsdp", blocks=_blocks(repository, "zero0"))
+    for recipe in _DATA_PARALLEL[4:] if devices == 1 else _DATA_PARALLEL:
+        yield Way(name=recipe.replace("_", "-"), run_type="optimized", blocks=_blocks(repository, recipe))
+    inside = [size for size in _on_one_machine(devices, devices, together=together) if size > 1]
+    for size in inside:
+        blocks = _blocks(repository, "tensor") | {"tensor_parallel": {"autotp_size": size}}
+        yield Way(name=f"tensor{size}-zero1", run_type="optimized", blocks=blocks)
+    for size in inside:
+        blocks = _blocks(repository, "sequence") | {"sequence_parallel_size": size}
+        yield Way(name=f"sequence{size}-zero1", run_type="optimized", blocks=blocks)
+    for stages in divisors(devices)[1:]:
+        yield from _pipelines(stages, devices, together=together, repository=repository)
+
+
+def _pipelines(stages: int, devices: int, *, together: int, repository: Path) -> Iterator[Way]:
+    for tensor in _on_one_machine(devices // stages, devices, together=together):
+        blocks = _blocks(repository, "pipeline")
+        blocks["pipeline"] = blocks["pipeline"] | {"stages": stages}
+        if tensor > 1:
+            blocks["tensor_parallel"] = {"autotp_size": tensor}
+        name = f"pipeline{stages}-" + (f"tensor{tensor}-" if tensor > 1 else "") + "zero1"
+        yield Way(name=name, run_type="optimized", blocks=blocks)
+
+
+def _on_one_machine(number: int, devices: int, *, together: int) -> list[int]:
+    """The divisors of ``number`` with which groups of neighbouring ranks are never on two machines."""
+    return [size for size in divisors(number) if devices <= together or together % size == 0]
+
+
+def _blocks(repository: Path, name: str) -> dict[str, Any]:
+    """What the shipped recipe ``name`` says about the strategy."""
+    raw = json.loads((repository / RECIPES / f"{name}.json").read_text(encoding="utf-8"))
+    return {key: raw[key] for key in ("zero_optimization", *PARALLEL_KEYS) if key in raw}
+
+
+# ``--measured``: steps in the records of sweeps and of ``benchmark.py plan``, to which rates are fitted.
+
+MachineOf = Callable[[int], Machine]
+"""The machine with this many devices at work."""
+
+
+def read_measured(paths: tuple[Path, ...], machine_of: MachineOf, *, repository: Path) -> list[MeasuredStep]:
+    """The measured steps of every record.
+
+    Raises:
+        UserError: a record cannot be read, or has no step that can be fitted; one line.
+    """
+    found = []
+    for path in paths:
+        try:
+            steps = list(_steps(path, machine_of, repository=repository))
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"--measured {path}: a cell is not as this program writes it ({reason})") from error
+        steps = [step for step in steps if step.setup.precision in step.machine.precisions]
+        if not steps:
+            raise UserError(f"--measured {path}: has no measured step of a setup that the planner knows")
+        found += steps
+    return found
+
+
+def _steps(path: Path, machine_of: MachineOf, *, repository: Path) -> Iterator[MeasuredStep]:
+    try:
+        record = read_object(path, max_bytes=MAX_BYTES)
+    except JsonError as error:
+        raise UserError(f"--measured {path}: cannot be read as a record: {error}") from error
+    if "comparisons" in record:
+        yield from _of_a_sweep(path, machine_of, repository=repository)
+        return
+    for result in record.get("cells", []):
+        seconds = (result.get("step_seconds") or {}).get("measured")
+        if result.get("fit") and seconds:
+            setup = _setup_of_result(result, repository=repository)
+            yield MeasuredStep(setup=setup, machine=machine_of(setup.world_size), seconds=seconds)
+
+
+def _of_a_sweep(path: Path, machine_of: MachineOf, *, repository: Path) -> Iterator[MeasuredStep]:
+    for cell in read_sweep(path).cells:
+        work = next((turn.work for turn in cell.done().values() if turn.work), None)
+        if work is None or cell.tokens_per_sec is None:
+            continue
+        setup = _setup_of_cell(cell, work, repository=repository)
+        tokens = int(work["global batch"]) * setup.seq_length
+        yield MeasuredStep(
+            setup=setup, machine=machine_of(setup.world_size), seconds=tokens / cell.tokens_per_sec.median
+        )
+
+
+def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path) -> Setup:
+    from dsgpt.config.batch import BatchRequest, plan_batch  # noqa: PLC0415 - only sweeps need it
+
+    options, problems = parse_arguments(cell.flags)
+    assert options.deepspeed_config is not None
+    recipe = read_recipe(repository / options.deepspeed_config, problems)
+    run_type = options.run_type or ""
+    problems.raise_if_any()
+    assert recipe is not None
+    given = BatchRequest(
+        global_batch_size=int(work["global batch"]),
+        micro_batch_size=options.micro_batch_size_per_gpu,
+        gradient_accumulation_steps=options.grad_accum_steps,
+    )
+    ranks = cell.devices // recipe.parallel_of(run_type).ranks_per_copy
+    batch, _ = plan_batch(given, data_parallel_size=ranks, enforce_global=False, problems=problems)
+    problems.raise_if_any()
+    assert batch is not None
+    shape = {name: int(work[f"model {name}"]) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    return Setup(
+        run_type=run_type,
+        model=GPT2Config(**shape),
+        recipe=recipe,
+        world_size=cell.devices,
+        precision=work["precision"],
+        micro_batch_size=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        seq_length=int(work["sequence length"]),
+        activation_checkpointing=options.activation_checkpointing,
+    )
+
+
+def _setup_of_result(result: Mapping[str, Any], *, repository: Path) -> Setup:
+    work, problems = result["work"], Problems()
+    shipped = read_recipe(repository / "ds_configs" / work["recipe"], problems)
+    problems.raise_if_any()
+    assert shipped is not None
+    shape = {name: size for name, size in work["model"].items() if name != "name"}
+    return Setup(
+        run_type=work["run_type"],
+        model=GPT2Config(block_size=work["seq_length"], **shape),
+        recipe=recipe_from(_merged(shipped.raw, work["changes"]), shipped.path),
+        world_size=result["ranks"],
+        precision=work["precision"],
+        micro_batch_size=work["micro_batch_size"],
+        gradient_accumulation_steps=work["gradient_accumulation_steps"],
+        seq_length=work["seq_length"],
+        activation_checkpointing=work["activation_checkpointing"],
+    )
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes``; blocks that both have are merged."""
+    found = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = _merged(found[key], value) if both else value
+    return found
+
+
+# From the flags of ``src/plan.py`` to the training that is planned; every mistake in them is collected.
+
+SIZES = Path("ds_configs") / "sizes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned, checked as far as it does not depend on the batch's split."""
+
+    options: PlanOptions
+    model: GPT2Config
+    recipe: Recipe
+    machine: Machine
+    devices: int
+    precision: str
+    seq_length: int
+    network_basis: str
+    """Where the speed between machines comes from; empty if it is assumed."""
+
+    @property
+    def network_gbps(self) -> float:
+        """Gbit/s between two machines."""
+        return self.options.network_gbps or NETWORK_BYTES_PER_SEC * 8 / 1e9
+
+    @property
+    def machines(self) -> int:
+        """How many the devices are in."""
+        return -(-self.devices // self.machine.devices)
+
+    @property
+    def run_type(self) -> str:
+        """As given, or ``optimized``."""
+        return self.options.run_type or "optimized"
+
+    def training(self, recipe: Recipe, run_type: str, *, problems: Problems) -> Request:
+        """The request as training's own checks take it."""
+        options = Options(
+            run_type=run_type,
+            global_batch_size=self.options.global_batch_size,
+            micro_batch_size_per_gpu=self.options.micro_batch_size_per_gpu,
+            grad_accum_steps=self.options.grad_accum_steps,
+        )
+        return Request(
+            options=options,
+            topology=Topology(
+                rank=0, local_rank=0, world_size=self.devices, local_world_size=self.devices, launcher="deepspeed"
+            ),
+            run_dir=Path(),
+            recipe=recipe,
+            train=None,
+            val=None,
+            init_from=None,
+            model=self.model,
+            seq_length=self.seq_length,
+            device=self.machine.kind,
+            precision=self.precision,
+            mistakes=problems.copy(),
+        )
+
+    def setup(self, recipe: Recipe, run_type: str, batch: BatchPlan, *, activation_checkpointing: bool) -> Setup:
+        """The training that formulas take.
+
+        Raises:
+            UserError: the recipe has no formula.
+        """
+        try:
+            return Setup(
+                run_type=run_type,
+                model=self.model,
+                recipe=recipe,
+                world_size=self.devices,
+                precision=self.precision,
+                micro_batch_size=batch.micro_batch_size,
+                gradient_accumulation_steps=batch.gradient_accumulation_steps,
+                seq_length=self.seq_length,
+                activation_checkpointing=activation_checkpointing,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def read_request(options: PlanOptions, problems: Problems, *, repository: Path) -> PlanRequest:
+    """Read what the flags name.
+
+    Args:
+        options: the flags.
+        problems: the mistakes found so far.
+        repository: has the recipes of the sizes.
+
+    Raises:
+        UserError: with every mistake, a line each.
+    """
+    options, network_basis = _with_instance(_with_strategy(options, problems), problems)
+    model = _model(options, problems)
+    machine = _machine(options, problems, repository=repository)
+    recipe = _recipe(options, problems, repository=repository)
+    seq_length = _seq_length(options, model, problems)
+    _check_lengths(options, problems)
+    _check_machines(options, machine, problems)
+    _check_ignored(options, problems)
+    precision = _precision(options, recipe, machine, problems) if recipe and machine else None
+    problems.raise_if_any()
+    assert model is not None
+    assert machine is not None
+    assert recipe is not None
+    assert seq_length is not None
+    assert precision is not None
+    devices = options.gpus or (1 if machine.kind == "cuda" and options.gpu else machine.devices)
+    return PlanRequest(
+        options=options,
+        model=model,
+        recipe=recipe,
+        machine=machine,
+        devices=devices,
+        precision=precision,
+        seq_length=seq_length,
+        network_basis=network_basis,
+    )
+
+
+def _with_strategy(options: PlanOptions, problems: Problems) -> PlanOptions:
+    """The flags with the run type of ``--strategy``."""
+    if options.strategy is None:
+        return options
+    given = {"--run_type": options.run_type, "--deepspeed_config": options.deepspeed_config}
+    for flag in [flag for flag, value in {**given, "--recommend": options.recommend}.items() if value]:
+        problems.add(f"{flag} and --strategy both name what is trained: leave one of them out")
+    return replace(
+        options, run_type=options.strategy if options.strategy in RUN_TYPES and not options.recommend else None
+    )
+
+
+def _with_instance(options: PlanOptions, problems: Problems) -> tuple[PlanOptions, str]:
+    """The flags with those that ``--instance`` stands for, and where the speed of the network comes from."""
+    basis = "as given" if options.network_gbps else ""
+    if options.instance is None:
+        return options, basis
+    given = {"--gpu": options.gpu, "--machine": options.machine, "--gpus_per_machine": options.gpus_per_machine}
+    for flag in [flag for flag, value in given.items() if value is not None]:
+        problems.add(f"{flag} is what --instance names: leave one of them out")
+    try:
+        row = find_instance(read_prices(options.prices or TABLE), options.instance)
+    except UserError as error:
+        problems.add(*error.problems)
+        return options, basis
+    if row.network_gbps and not basis:
+        basis = f"{row.instance}, {row.network_known_on}: {row.network_source}"
+    return replace(
+        options,
+        instance=row.instance,
+        gpu=row.gpu,
+        gpus=options.gpus or row.gpus,
+        gpus_per_machine=row.gpus,
+        network_gbps=options.network_gbps or row.network_gbps,
+        machine=None,
+    ), basis
+
+
+def fixed_batch(request: PlanRequest, problems: Problems) -> BatchPlan | None:
+    """The split of the global batch, after the checks of training; None if ``problems`` says why there is none."""
+    training = request.training(request.recipe, request.run_type, problems=problems)
+    check_split(training, problems)
+    batch = split_batch(training, problems, [])
+    if batch is not None:
+        check_accumulation(training, batch.gradient_accumulation_steps, problems)
+    return batch
+
+
+def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
+    """The training that the flags name.
+
+    Raises:
+        UserError: training would refuse it; every mistake, a line each.
+    """
+    batch = fixed_batch(request, problems)
+    problems.raise_if_any()
+    assert batch is not None
+    checkpointing = request.options.activation_checkpointing or request.recipe.activation_checkpointing is not None
+    return request.setup(request.recipe, request.run_type, batch, activation_checkpointing=checkpointing)
+
+
+def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
+    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | options.shape_overrides()
+    found = shape_problems(shape)
+    problems.add(*found)
+    return None if found else GPT2Config(**shape)
+
+
+def _recipe(options: PlanOptions, problems: Problems, *, repository: Path) -> Recipe | None:
+    if options.deepspeed_config is not None:
+        return read_recipe(options.deepspeed_config, problems)
+    path = repository / SIZES / f"{options.model_size}.json"
+    recipe = read_recipe(path, problems)
+    if recipe and options.strategy:
+        way = way_of(options.strategy, repository=repository)
+        return way.recipe(recipe, RECIPES / f"{options.strategy}.json", train_batch_size=recipe.train_batch_size)
+    return replace(recipe, path=SIZES / path.name) if recipe else None
+
+
+def _machine(options: PlanOptions, problems: Problems, *, repository: Path) -> Machine | None:
+    if options.gpu is not None and options.machine is not None:
+        problems.add("--gpu and --machine are two machines: give one of them")
+    if options.gpu is None and problems.mention("--instance"):
+        return None
+    try:
+        if options.gpu is not None:
+            if options.measured:
+                problems.add("--measured fits the rates of a calibration: leave out --gpu, or --measured")
+            together = options.gpus_per_machine or DEVICES_PER_MACHINE
+            host = options.host_memory_gb
+            used = min(together, options.gpus or 1)
+            return datasheet_machine(
+                find_gpu(options.gpu),
+                devices=together,
+                host_bytes=None if host is None else int(host * 1e9 / used),
+                network=NETWORK_BYTES_PER_SEC if options.network_gbps is None else options.network_gbps * 1e9 / 8,
+            )
+        path = options.machine or CALIBRATION
+        if options.machine is None and not path.exists():
+            problems.add("--gpu is missing: name a GPU such as a100-80gb, or measure this machine with --calibrate")
+            return None
+        calibration = read_calibration(path)
+        machine = calibrated_machine(calibration, devices=options.gpus)
+        if not options.measured:
+            return machine
+        steps = read_measured(
+            options.measured,
+            lambda devices: calibrated_machine(calibration, devices=devices),
+            repository=repository,
+        )
+        return fit(steps).applied(machine)
+    except UserError as error:
+        problems.add(*(f"--gpu: {line}" if options.gpu else line for line in error.problems))
+        return None
+
+
+def _seq_length(options: PlanOptions, model: GPT2Config | None, problems: Problems) -> int | None:
+    if model is None:
+        return options.seq_length
+    length = options.seq_length or model.block_size
+    if length > model.block_size:
+        problems.add(
+            f"--seq_length {length} is longer than the model's {model.block_size} positions: lower it, or add "
+            f"--max_position_embeddings {length}"
+        )
+    return length
+
+
+def _precision(options: PlanOptions, recipe: Recipe, machine: Machine, problems: Problems) -> str:
+    asked = options.precision if options.precision != "auto" else recipe.precision
+    precision = asked or machine.default_precision
+    if precision not in machine.precisions:
+        where = "--precision" if options.precision != "auto" else f"{recipe.path}:"
+        problems.add(f"{where} {precision}: {machine.name} has no units for it: take {' or '.join(machine.precisions)}")
+    return precision
+
+
+def _check_lengths(options: PlanOptions, problems: Problems) -> None:
+    if options.tokens is None and not problems.mention("--tokens"):
+        problems.add("--tokens is missing: give the tokens of the training, such as 10e9")
+    if options.eval_every and not options.val_tokens:
+        problems.add("--eval_every needs --val_tokens, the tokens of a validation")
+    if options.picture is not None and options.picture.suffix not in {".svg", ".png"}:
+        problems.add(f"--picture {options.picture} must end in .svg or .png")
+
+
+def _check_machines(options: PlanOptions, machine: Machine | None, problems: Problems) -> None:
+    """Launchers start equally many ranks on every machine; nothing is known beyond the devices of a calibration."""
+    if options.gpu is None and machine is not None and (options.gpus or 1) > machine.devices:
+        problems.add(
+            f"--gpus {options.gpus}: the calibration measured {machine.devices} device{'s' * (machine.devices != 1)}: "
+            "take no more, or name other GPUs with --gpu"
+        )
+    devices, together = options.gpus or 1, options.gpus_per_machine or DEVICES_PER_MACHINE
+    if options.gpu is not None and devices > together and devices % together:
+        problems.add(
+            f"--gpus {devices}: are not whole machines of {together} GPUs: take --gpus "
+            f"{multiples_around(devices, together)}, or --gpus_per_machine {divisors_around(devices, together)}"
+        )
+
+
+def _check_ignored(options: PlanOptions, problems: Problems) -> None:
+    """Note flags that another flag makes meaningless: a plan must not look as if it had followed them."""
+    limits = {"--budget": options.budget, "--deadline": options.deadline}
+    searched = {"--run_type": options.run_type, "--activation_checkpointing": options.activation_checkpointing or None}
+    described = {
+        "--gpus_per_machine": options.gpus_per_machine,
+        "--network_gbps": options.network_gbps,
+        "--host_memory_gb": options.host_memory_gb,
+    }
+    priced = {"--prices": options.prices, "--spot": options.spot or None}
+    for flags, meaningless, why in (
+        (limits, not options.recommend, "is a limit for --recommend: add it, or leave {flag} out"),
+        (searched, options.recommend, "is what --recommend searches: leave it out"),
+        (described, options.gpu is None, "describes machines of --gpu, but a calibration has its own: leave it out"),
+        (priced, options.price_per_gpu_hour is not None, "is replaced by --price_per_gpu_hour: leave one of them out"),
+    ):
+        for flag, value in flags.items():
+            if meaningless and value is not None:
+                problems.add(f"{flag} {why.format(flag=flag)}")

@@ -1,1 +1,0 @@
-"""What is predicted before a run starts, by formula: memory, bytes sent, time and cost."""

@@ -1,1 +1,0 @@
-"""From text to token files. The scripts of ``data_prep/`` call it."""

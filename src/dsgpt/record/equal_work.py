@@ -1,0 +1,283 @@
+"""Whether runs did the same work, and whether they ran on the same machine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dsgpt.common.text import instruction_words
+from dsgpt.config.same_work import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
+from dsgpt.record.runs import Run
+from dsgpt.record.work import HARDWARE, INSTRUCTIONS, differences, unrecorded_steps
+
+# Whether runs did the same work and reached the same losses: what differs, what is unknown, and the verdict.
+
+MODEL_FACTS = frozenset(fact for fact in WORK_FACTS if fact.startswith("model "))
+
+LOSS_TOLERANCE = {"fp32": 0.02}
+"""Largest difference at which fp32 losses count as equal, nats per token: rounding differences grow over many steps."""
+LOSS_TOLERANCE_OTHERWISE = 0.05
+"""The same in 16-bit precisions, or if the precision is unknown."""
+
+
+class HasWork(Protocol):
+    """A run, as far as its work is judged."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def work(self) -> Mapping[str, Any]:
+        """What was computed, by fact."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it was resumed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact that differs: one value per run, in the order of the runs; None if a run did not record it."""
+
+    fact: str
+    values: tuple[Any, ...]
+
+    def text(self, names: Sequence[str]) -> str:
+        """For example "global batch 32 vs 128"; with more than two runs, each further value names its runs."""
+        labels = [show(value) for value in self.values]
+        if len(set(labels)) < len({repr(value) for value in self.values}):
+            labels = [repr(value) for value in self.values]
+        groups: dict[str, list[str]] = {}
+        for name, label in zip(names, labels, strict=True):
+            groups.setdefault(label, []).append(name)
+        if len(names) == 2:
+            return f"{self.fact} {' vs '.join(groups)}"
+        first, *others = groups
+        return f"{self.fact} {first} vs " + ", ".join(f"{value} ({', '.join(groups[value])})" for value in others)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether runs did the same work."""
+
+    names: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    unknown: dict[str, tuple[str, ...]]
+    """By run, the facts that it did not record and that are not known to differ."""
+    facts: int
+    """Number of facts compared."""
+
+    @property
+    def answer(self) -> str:
+        """yes, no or unknown. A known difference makes it no, whatever else is unknown; a single run is unknown."""
+        if self.differences:
+            return "no"
+        return "unknown" if self.unknown or len(self.names) < 2 else "yes"
+
+    @property
+    def mark(self) -> str:
+        """The label of a figure that compares these runs; empty for equal work."""
+        if self.answer == "yes" or len(self.names) < 2:
+            return ""
+        if self.answer == "unknown":
+            return "WORK NOT VERIFIED"
+        same_amount = all(difference.fact.startswith(TRAINING_FACTS) for difference in self.differences)
+        return "NOT THE SAME TRAINING" if same_amount else "NOT EQUAL WORK"
+
+    def differences_text(self) -> str:
+        """What differs, work before recipe; empty if nothing is known to differ."""
+        return "; ".join(difference.text(self.names) for difference in self.differences)
+
+    def unknown_text(self) -> str:
+        """What was not recorded, by run; empty if everything was."""
+        return "; ".join(
+            f"{name} did not record " + ("its work" if len(facts) == self.facts else ", ".join(_model_as_one(facts)))
+            for name, facts in self.unknown.items()
+        )
+
+    def line(self) -> str:
+        """The verdict on one line, beginning with "same work: yes", "same work: no" or "same work: unknown"."""
+        reasons = [self.differences_text(), self.unknown_text()]
+        if len(self.names) < 2:
+            reasons = ["one run, nothing to compare it with"]
+        reason = "; ".join(text for text in reasons if text)
+        return f"same work: {self.answer}" + (f" ({reason})" if reason else "")
+
+
+def _model_as_one(facts: Sequence[str]) -> list[str]:
+    """The same facts, with "model" in place of all facts of the model if all of them are there."""
+    if not set(facts) >= MODEL_FACTS:
+        return list(facts)
+    return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
+
+
+def compared_facts(runs: Sequence[HasWork]) -> list[str]:
+    """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
+
+    If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: a missing fact may have changed.
+    """
+    later = LATER_FACTS - RESUME_FACTS if any(run.resumed for run in runs) else LATER_FACTS
+    return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]
+
+
+def judge(runs: Sequence[HasWork]) -> Verdict:
+    """Compare every fact over all ``runs``; a value that was not recorded is unknown."""
+    differences: list[Difference] = []
+    unknown: dict[str, list[str]] = {}
+    facts = compared_facts(runs)
+    for fact in facts:
+        values = [run.work[fact] for run in runs]
+        found = list(_differences(fact, values))
+        known = [value for value in values if value is not None]
+        disagree = any(value != known[0] for value in known)
+        differences += found
+        for run, value in zip(runs, values, strict=True):
+            if not found and (value is None or (disagree and _holds_null(value))):
+                unknown.setdefault(run.name, []).append(fact)
+    return Verdict(
+        names=tuple(run.name for run in runs),
+        differences=tuple(differences),
+        unknown={name: tuple(missing) for name, missing in unknown.items()},
+        facts=len(facts),
+    )
+
+
+def show(value: Any, *, whole: bool = False) -> str:
+    """The value of a fact as text; a long text is cut at the end unless ``whole``."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
+    if isinstance(value, dict):
+        shown = {key: "not given" if item is None else show(item, whole=whole) for key, item in value.items()}
+        text = ", ".join(f"{key} {item}" for key, item in shown.items()) or "none"
+        return text if whole or len(text) <= 120 else f"{text[:119]}…"
+    text = str(value)
+    return text if whole or len(text) <= 40 else f"{text[:10]}…"
+
+
+def work_stamps(verdict: Verdict) -> list[str]:
+    """The warning on every picture that compares runs, unless their work was the same."""
+    return [f"{verdict.mark}: {verdict.differences_text() or verdict.unknown_text()}"] if verdict.mark else []
+
+
+def partial_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warnings that a run did not reach its end, and that its record is of a later version than this program."""
+    partial = [f"{run.name} is {run.status}" for run in runs if run.status not in {None, "completed"}]
+    later = [f"LATER SCHEMA: {run.name} {run.later_schema}" for run in runs if run.later_schema]
+    return [*(["PARTIAL RUN: " + ", ".join(partial)] if partial else []), *later]
+
+
+def inference_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warning that latencies are for different numbers of tokens."""
+    lines = []
+    for label, values in (
+        ("new tokens", [run.new_tokens for run in runs]),
+        ("prompt tokens", [run.prompt_tokens for run in runs]),
+    ):
+        for difference in _differences(label, values):
+            lines.append("NOT EQUAL INFERENCE: " + difference.text([run.name for run in runs]))
+    return lines
+
+
+def equal_loss_line(baseline: Run, other: Run) -> str:
+    """One line beginning with "equal loss: " and yes, no or unknown, with the largest differences found.
+
+    Judged over every optimizer step and evaluation that both runs recorded, so one bad step is enough for a "no".
+    """
+    verdict = judge([baseline, other])
+    tolerance = LOSS_TOLERANCE.get(baseline.work["precision"], LOSS_TOLERANCE_OTHERWISE)
+    gaps = [
+        ("training", largest_gap(baseline.train_curve.at_steps(), other.train_curve.at_steps())),
+        ("validation", largest_gap(baseline.val_curve.at_steps(), other.val_curve.at_steps())),
+    ]
+    found = [f"{gap:.2g} in {kind} loss at step {step:,.0f}" for kind, (gap, step) in gaps if gap is not None]
+    pair = f"{other.name} against {baseline.name}"
+    if not found:
+        return f"equal loss: unknown ({pair}: no optimizer step at which both runs recorded a loss)"
+    worst = max(gap for _, (gap, _) in gaps if gap is not None)
+    measured = "largest difference per step " + ", ".join(found)
+    if verdict.answer == "no":
+        return f"equal loss: unknown ({pair}: not the same training, so not judged; {measured})"
+    answer = "yes" if worst <= tolerance else "no"
+    doubt = "" if verdict.answer == "yes" else "; whether the work was the same is unknown"
+    return f"equal loss: {answer} ({pair}: {measured}; tolerance {tolerance:g} nats per token{doubt})"
+
+
+def largest_gap(a: dict[float, float], b: dict[float, float]) -> tuple[float | None, float | None]:
+    """Largest absolute difference over the steps that both have, and its step; (None, None) if they share no step."""
+    common = a.keys() & b.keys()
+    if not common:
+        return None, None
+    step = max(common, key=lambda step: (abs(a[step] - b[step]), -step))
+    return abs(a[step] - b[step]), step
+
+
+def _holds_null(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and any(map(_holds_null, value.values())))
+
+
+def _differences(fact: str, values: Sequence[Any]) -> Iterator[Difference]:
+    """The leaves of ``values`` that differ between the runs that recorded them."""
+    known = [value for value in values if value is not None]
+    if all(value == known[0] for value in known):
+        return
+    if not all(isinstance(value, dict) for value in known):
+        yield Difference(fact, tuple(values))
+        return
+    for key in sorted({key for value in known for key in value}):
+        leaves = [None if value is None else value.get(key, "absent") for value in values]
+        yield from _differences(f"{fact} {key}", leaves)
+
+
+# The machines and setups of runs, and warnings if times of different ones are compared.
+
+
+def setup_stamps(runs: Sequence[Run]) -> list[str]:
+    """All warnings about machines and setups."""
+    busy = [f"A BUSY MACHINE: {run.name}: {each.busy}" for run in runs for each in run.segments if each.busy]
+    return [*machine_stamps(runs), *segment_stamps(runs), *dict.fromkeys(busy)]
+
+
+def machine_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warning that runs, or segments of a run, used different hardware."""
+    if len(_all(runs, HARDWARE)) < 2 and len(_all(runs, INSTRUCTIONS)) < 2:
+        return []
+    used = [f"{run.name}: {run.machine or 'not recorded'} ({instruction_words(run.instruction_sets)})" for run in runs]
+    return ["DIFFERENT HARDWARE: " + "; ".join(used)]
+
+
+def segment_stamps(runs: Sequence[Run]) -> list[str]:
+    """The warnings that segments of a run were executed in different or in unrecorded ways."""
+    lines = []
+    for run in runs:
+        if changed := differences(run.segments, noted=False):
+            lines.append(f"SEGMENTS DIFFER: {run.name}: " + "; ".join(changed))
+        if steps := unrecorded_steps(run.segments):
+            lines.append(f"NOT RECORDED: how {run.name} executed its {steps}")
+    return lines
+
+
+def _all(runs: Sequence[Run], what: str) -> list[str]:
+    """All hardware, or instruction sets, that were recorded, each once."""
+    found = (segment.setup.get(what) for run in runs for segment in run.segments)
+    return list(dict.fromkeys(value for value in found if value))
+
+
+def machine_line(runs: Sequence[Run]) -> str:
+    """The machine in one line, with the devices of each run and the runs that did not record the machine."""
+    known, sets = _all(runs, HARDWARE), _all(runs, INSTRUCTIONS)
+    unrecorded = [run.name for run in runs if run.machine is None]
+    if not known:
+        return "machine: not recorded"
+    machine = "several machines or devices"
+    if len(known) == 1 and len(sets) < 2:
+        machine = f"machine: {known[0]} ({instruction_words(', '.join(sets))})"
+    if unrecorded:
+        machine += f" (not recorded by {', '.join(unrecorded)})"
+    users: dict[str, list[str]] = {}
+    for run in runs:
+        if run.devices:
+            users.setdefault(run.devices, []).append(run.name)
+    devices = "; ".join(f"{share}: {', '.join(names)}" for share, names in users.items())
+    return f"{machine}. {devices}." if devices else f"{machine}."

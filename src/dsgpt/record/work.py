@@ -1,0 +1,308 @@
+"""The segments of a run, and the facts of its work."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from dsgpt.common.text import busy_words
+from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
+from dsgpt.record.fields import Fields
+
+HARDWARE, DEVICES, STRATEGY, INSTRUCTIONS = "hardware", "devices", "strategy", "instruction sets"
+# The segments of a run: which steps each of its processes executed, and how they differ.
+
+NOTED = ("host", "launcher", "code", INSTRUCTIONS)
+"""Entries of ``setup`` that may differ between segments whose times are compared; mentioned in the notes."""
+VERSIONS = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "cuda": "CUDA"}
+FIGURES = (
+    "train_time_sec",
+    "mean_tokens_per_sec_global",
+    "max_cuda_mem_allocated_bytes_rank0",
+    "peak_rss_bytes_rank0",
+)
+"""Keys of a segment."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps that one process executed."""
+
+    first_step: int
+    last_step: int | None
+    """None if the record does not say."""
+    setup: Mapping[str, str | None] = field(default_factory=dict)
+    """How it executed them, by name; empty if nothing was recorded."""
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """``FIGURES`` of this segment."""
+    busy: str = ""
+    """That others used the CPUs meanwhile; empty if not."""
+    quantized: str | None = None
+    """What Zero++ quantized, a fact of the work."""
+
+
+def read_segments(record: Fields) -> tuple[Segment, ...]:
+    """The segments that executed steps, in order; the last one if none did.
+
+    Earlier steps without a record are one more segment, the first. A record of a version without
+    segments has one segment, that of its last process.
+    """
+    read = [_read(section) for section in record.sections("segments")]
+    found = [segment for segment in read if segment is not None]
+    took_steps = [segment for segment in found if segment.last_step and segment.last_step >= segment.first_step]
+    segments = took_steps or found[-1:] or [_only_one(record)]
+    if (first := segments[0].first_step) > 1:
+        segments.insert(0, Segment(1, first - 1))
+    return tuple(segments)
+
+
+def only_last_process_recorded(record: Fields) -> bool:
+    """Whether the run was resumed by a version that only recorded the last process."""
+    return record.raw("resumed_from") is not None and not record.sections("segments")
+
+
+def _read(section: Fields) -> Segment | None:
+    first, last = section.number("first_step"), section.number("last_step")
+    if first is None or last is None:
+        return None
+    figures = {name: section.number(name) for name in FIGURES}
+    busy = busy_words({"cpu_share_of_others": section.number("cpu_share_of_others")})
+    return Segment(int(first), int(last), _setup(section, section), figures, busy, quantized(section, None))
+
+
+def _only_one(record: Fields) -> Segment:
+    """The segment of the last process in an older record, from the step at which it resumed."""
+    name = re.fullmatch(r"step-(\d{1,12})", record.text("resumed_from") or "")
+    setup = _setup(record, record.section("training_config"))
+    return Segment(int(name[1]) + 1 if name else 1, None, setup)
+
+
+def _setup(place: Fields, config: Fields) -> dict[str, str | None]:
+    hardware, env = place.section("hardware"), place.section("env")
+    micro, accumulation = config.number("micro_batch_size_per_gpu"), config.number("grad_accum_steps")
+    return {
+        HARDWARE: machine(place),
+        INSTRUCTIONS: hardware.text("instruction_sets"),
+        DEVICES: devices(hardware),
+        STRATEGY: config.text("strategy") or config.text("run_type"),
+        "micro batch x accumulation": f"{micro:.0f} x {accumulation:.0f}" if micro and accumulation else None,
+        "compile": _yes_or_no(config.raw("compile")),
+        "activation checkpointing": _yes_or_no(config.raw("activation_checkpointing")),
+        **{shown: env.text(f"{name}_version") for name, shown in VERSIONS.items()},
+        "host": place.text("host"),
+        "launcher": hardware.text("launcher"),
+        "code": place.text("git_commit"),
+    }
+
+
+def _yes_or_no(value: object) -> str | None:
+    return {True: "yes", False: "no"}.get(value) if isinstance(value, bool) else None
+
+
+def quantized(config: Fields, given: Mapping[str, Any] | None) -> str | None:
+    """What Zero++ quantized: ``none``, ``weights``, ``gradients`` or both; None if unknown.
+
+    Args:
+        config: has the answer in current records.
+        given: the recipe, which has it for earlier records.
+    """
+    asked = (given or {}).get("zero_optimization")
+    found = []
+    for what in ("weights", "gradients"):
+        value = config.raw(f"quantized_{what}")
+        if value is None and given is not None:
+            wanted = isinstance(asked, dict) and asked.get(f"zero_quantized_{what}") is True
+            value = wanted and config.text("run_type") == "optimized"
+        if not isinstance(value, bool):
+            return None
+        found += [what] * value
+    return " and ".join(found) or "none"
+
+
+def machine(record: Fields) -> str | None:
+    """The hardware in words; the host's name if nothing else was recorded.
+
+    The number of visible GPUs is left out: a machine with hidden GPUs is the same machine.
+    """
+    hardware = record.section("hardware")
+    gpu, cpu, cores = hardware.text("gpu_name"), hardware.text("cpu_name"), hardware.number("cpu_count")
+    parts = [gpu] if gpu else []
+    if cpu or cores:
+        parts.append((cpu or "CPU") + (f", {cores:.0f} cores" if cores else ""))
+    return "; ".join(parts) or record.text("host")
+
+
+def devices(hardware: Fields) -> str | None:
+    """The devices that the run used: "2 GPUs", "2 CPU devices of 1 thread"."""
+    world, kind, threads = hardware.number("world_size"), hardware.text("device"), hardware.number("threads_per_device")
+    if not world or kind is None:
+        return None
+    plural = "" if world == 1 else "s"
+    if kind == "cuda":
+        return f"{world:.0f} GPU{plural}"
+    share = f" of {threads:.0f} thread{'' if threads == 1 else 's'}" if threads else ""
+    return f"{world:.0f} {kind.upper()} device{plural}{share}"
+
+
+def over_time(segments: Sequence[Segment], values: Sequence[str | None]) -> str | None:
+    """A value per segment in words: "ddp", or "zero2 to step 200, ddp from step 201"; None if no value is known."""
+    pieces: list[tuple[str | None, int]] = []
+    for value, segment in zip(values, segments, strict=True):
+        if not pieces or pieces[-1][0] != value:
+            pieces.append((value, segment.first_step))
+    if len(pieces) == 1:
+        return pieces[0][0]
+    earlier = [
+        f"{value or 'not recorded'} to step {following - 1:,}" for (value, _), (_, following) in pairwise(pieces)
+    ]
+    last, start = pieces[-1]
+    return ", ".join([*earlier, f"{last or 'not recorded'} from step {start:,}"])
+
+
+def setup_over_time(segments: Sequence[Segment], what: str) -> str | None:
+    """``over_time`` for one entry of the segments' ``setup``."""
+    return over_time(segments, [segment.setup.get(what) for segment in segments])
+
+
+def differences(segments: Sequence[Segment], *, noted: bool) -> list[str]:
+    """The entries of ``setup`` that differ between the recorded segments, one text for each.
+
+    Args:
+        segments: of one run.
+        noted: compare the entries of ``NOTED``; otherwise those that affect times and memory, without the hardware,
+            which has its own warning.
+    """
+    recorded = [segment for segment in segments if segment.setup]
+    names = NOTED if noted else [name for name in recorded[-1].setup if name not in {HARDWARE, *NOTED}]
+    return [
+        f"{name} {setup_over_time(recorded, name)}"
+        for name in names
+        if len({segment.setup[name] for segment in recorded}) > 1
+    ]
+
+
+def unrecorded_steps(segments: Sequence[Segment]) -> str | None:
+    """The steps of the run whose execution was not recorded: "steps 1 to 200"."""
+    return next((f"steps 1 to {each.last_step:,}" for each in segments if not each.setup), None)
+
+
+# The facts of a run's work: two runs did the same work if all of them agree.
+
+RANDOM = "random"
+"""The initial weights of a run without ``--init_from``: they depend on the seed, which is a separate fact."""
+UNCHANGED: dict[str, Any] = {}
+"""Nothing changed when the run was resumed, or it was never resumed."""
+EXECUTED_BY = "executed by"
+"""Name of a change of strategy or ranks, which does not change the training."""
+ENDS_WITH_THE_RUN = ("WarmupDecayLR", "WarmupCosineLR")
+"""Schedules that decay until the end of the run, unless the recipe names another step."""
+
+
+def read_work(record: Fields, *, steps: float | None, tokens: float | None) -> dict[str, Any]:
+    """Every fact of the work by name; None if the record does not say.
+
+    Args:
+        record: of schema 2.1; records of the older generation contain no fact.
+        steps: optimizer steps made.
+        tokens: tokens trained on.
+    """
+    config, data = record.section("training_config"), record.section("data")
+    model, seed = config.section("model"), config.whole("seed")
+    facts = {
+        "global batch": config.number("global_batch_size"),
+        "sequence length": config.number("seq_len"),
+        "train data": data.text("train_sha256"),
+        "tokens in the train file": data.number("train_tokens"),
+        "validation data": data.text("val_sha256"),
+        "tokens in the validation file": data.number("val_tokens"),
+        "validation windows": config.number("val_windows"),
+        **{fact: model.number(fact.removeprefix("model ")) for fact in WORK_FACTS if fact.startswith("model ")},
+        "optimizer steps": steps,
+        "tokens": tokens,
+        "precision": config.text("precision"),
+        "initial weights": _initial_weights(config),
+        "optimizer type": config.raw("optimizer"),
+        "optimizer settings": _optimizer_settings(config),
+        "learning rate": config.number("lr"),
+        "scheduler": _scheduler(config),
+        "gradient clipping": config.number("gradient_clipping"),
+        "loss scaling": _loss_scaling(config),
+        "quantized communication": _quantized(record),
+        "seed": None if seed is None else str(seed),
+        "changed at resume": _changes(record, config),
+    }
+    return {fact: facts[fact] for fact in (*WORK_FACTS, *TRAINING_FACTS)}
+
+
+def _initial_weights(config: Fields) -> str | None:
+    """``random``, or the sha256 of the weights that the run started from."""
+    if not config.has("init_from"):
+        return None
+    return RANDOM if config.raw("init_from") is None else config.section("init_from").text("sha256")
+
+
+def _optimizer_settings(config: Fields) -> Any:
+    """The optimizer's settings without type and learning rate, which are separate facts.
+
+    ``torch_adam`` is left out: it selects an implementation of the same formulas.
+    """
+    settings = config.raw("optimizer_params")
+    if not isinstance(settings, dict):
+        return settings
+    return {key: value for key, value in settings.items() if key not in {"type", "lr", "torch_adam"}}
+
+
+def _scheduler(config: Fields) -> Any:
+    """The schedule, with the step at which its decay ends: by default the last step of the run."""
+    scheduler = config.raw("scheduler")
+    if not (isinstance(scheduler, dict) and "total_num_steps" in scheduler and _ends_with_the_run(scheduler)):
+        return scheduler
+    return {**scheduler, "total_num_steps": config.number("total_steps")}
+
+
+def _ends_with_the_run(scheduler: dict[str, Any]) -> bool:
+    return scheduler.get("type") in ENDS_WITH_THE_RUN and scheduler.get("total_num_steps") is None
+
+
+def _loss_scaling(config: Fields) -> Any:
+    """How the loss was scaled. Versions that did not record it scaled only in fp16."""
+    if config.has("loss_scaling"):
+        return config.raw("loss_scaling")
+    return {"type": "none"} if config.text("precision") in {"fp32", "bf16"} else None
+
+
+def _quantized(record: Fields) -> str | None:
+    """What Zero++ quantized for communication, which may change at a resume."""
+    if record.sections("segments"):
+        segments = read_segments(record)
+        found = [segment.quantized for segment in segments]
+        return None if None in found else over_time(segments, found)
+    if only_last_process_recorded(record):
+        return None
+    given = record.section("deepspeed_config").raw("given")
+    return quantized(record.section("training_config"), given if isinstance(given, dict) else None)
+
+
+def _changes(record: Fields, config: Fields) -> Any:
+    """What changed with ``--allow_changed``, by name and step, without changes of strategy or ranks."""
+    changes = record.raw("changed_at_resume")
+    if not isinstance(changes, list):
+        never_resumed = record.has("resumed_from") and record.raw("resumed_from") is None
+        return UNCHANGED if never_resumed and changes is None else None
+    scheduler = config.raw("scheduler")
+    longer_is_the_same = isinstance(scheduler, dict) and not _ends_with_the_run(scheduler)
+    found = {}
+    for change in changes:
+        if not isinstance(change, dict):
+            return None
+        name, step = str(change.get("name")), change.get("step")
+        if name == EXECUTED_BY or (name == "total steps" and longer_is_the_same):
+            continue
+        found[f"{name} after step {step}"] = {key: _or_none(change.get(key)) for key in ("before", "after")}
+    return found
+
+
+def _or_none(value: Any) -> Any:
+    """``none`` for null: in a change, null means that the setting was absent, not that it is unknown."""
+    return "none" if value is None else value

@@ -1,1 +1,0 @@
-"""From records to tables and pictures, equal work checked. The scripts of ``charts/`` call it."""

@@ -1,1 +1,0 @@
-"""The machine and the processes of a run: ranks, devices, launchers, process groups, signals."""

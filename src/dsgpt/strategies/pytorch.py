@@ -1,0 +1,546 @@
+"""Strategies of plain PyTorch: one device, DDP, FSDP. They never import DeepSpeed.
+
+The base class of the plain-PyTorch strategies: the optimizer step, validation, and the state to save. Baseline, DDP
+and FSDP differ only in which rank holds which weights and in how gradients are reduced. Optimizer, schedule, clipping,
+accumulation and loss scale are the same.
+
+Low-precision weights to compute with, fp32 weights to train: what bf16 and fp16 mean in plain PyTorch. Parameters and
+activations are in the low precision; the optimizer, its copy of the weights, the sum of the micro batches' gradients
+and the loss are fp32 (Micikevicius et al. 2018, "Mixed precision training", sections 3.1 to 3.3).
+
+PyTorch's DistributedDataParallel: every rank holds the whole model, and gradients are averaged over the ranks.
+Gradients are reduced in buckets, each as soon as the backward pass has filled it, in the last micro batch of a step
+only. In bf16 and fp16 they are summed over micro batches and ranks in fp32, as the baseline sums its own.
+
+PyTorch's FSDP2 (``fully_shard``): weights, gradients and optimizer state are cut into one shard per rank. Every
+parameter is cut along its first dimension. A block's weights are gathered before it computes and freed after it;
+gradients are averaged over the ranks and scattered as shards. The shards are fp32 in every precision: they are the
+master weights, and they are gathered in the precision of the computation.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # ``torch.distributed`` re-exports it, but not to type checkers
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
+from dsgpt.config.run_config import RunConfig
+from dsgpt.data.loader import IGNORED_TARGET, Batch
+from dsgpt.machine.device import named_range
+from dsgpt.machine.process_group import sum_over_ranks
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.names import STATE_NAMES
+from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
+from dsgpt.strategies.initial_weights import DTYPES, initial_values, initialize_whole
+from dsgpt.strategies.loss_scale import LossScale
+from dsgpt.strategies.optimizer import (
+    begin_state,
+    build_optimizer,
+    global_norm,
+    parameter_groups,
+    set_learning_rate,
+    square_sum,
+)
+from dsgpt.strategies.schedule import build_schedule
+
+
+class TrainedWeights(Protocol):
+    """The fp32 weights that an optimizer changes, and their link to the weights that the model computes with."""
+
+    parameters: dict[str, nn.Parameter]
+    """Canonical name to plain fp32 tensor: a whole weight, or this rank's shard of it."""
+
+    def gather_gradients(self) -> None:
+        """Add the gradients of a backward pass to those of ``parameters``; call it after every backward pass."""
+        ...
+
+    def publish(self) -> None:
+        """Copy the changed weights to the model; call it after every optimizer step."""
+        ...
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Set one weight, in ``parameters`` and in the model."""
+        ...
+
+
+class MasterWeights:
+    """An fp32 copy of the weights of ``model``, which is converted to ``dtype`` in place; in fp32, its own weights."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        model.to(dtype)
+        self._low = dict(model.named_parameters())
+        self.separate = dtype != torch.float32
+        """Whether there are two copies of every weight."""
+        self.parameters: dict[str, nn.Parameter] = (
+            {name: nn.Parameter(value.detach().float()) for name, value in self._low.items()}
+            if self.separate
+            else self._low
+        )
+        """Canonical name to the parameter that the optimizer changes."""
+
+    def by_low_parameter(self) -> dict[Tensor, nn.Parameter]:
+        """From each parameter of the model to its master."""
+        return {low: self.parameters[name] for name, low in self._low.items()}
+
+    def gather_gradients(self) -> None:
+        """Add the gradients of one micro batch to the fp32 sum; call it after every backward pass."""
+        if not self.separate:
+            return
+        begun: tuple[list[Tensor], list[Tensor]] = [], []
+        continued: tuple[list[Tensor], list[Tensor]] = [], []
+        for name, low in self._low.items():
+            if low.grad is None:
+                continue
+            master = self.parameters[name]
+            sums, parts = begun if master.grad is None else continued
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            sums.append(master.grad)
+            parts.append(low.grad)
+            low.grad = None
+        if begun[0]:
+            torch._foreach_copy_(*begun)
+        if continued[0]:
+            torch._foreach_add_(*continued)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the changed master weights into the model; call it after every optimizer step."""
+        if self.separate:
+            torch._foreach_copy_(list(self._low.values()), list(self.parameters.values()))
+
+    @torch.no_grad()
+    def replace(self, name: str, value: Tensor) -> None:
+        """Set one weight, in the master copy and in the model."""
+        self.parameters[name].copy_(value)
+        if self.separate:
+            self._low[name].copy_(value)
+
+
+class TorchStrategy(Strategy):
+    """One optimizer step in plain PyTorch; a subclass builds the model and reduces its gradients.
+
+    Args:
+        config: the run.
+        device: of this rank.
+        model: computes the loss of a micro batch.
+        weights: the fp32 weights that the optimizer changes, all or this rank's part.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, *, model: GPT2, weights: TrainedWeights) -> None:
+        recipe = config.recipe
+        self.model = model
+        self._weights = weights
+        self._device = device
+        self._ranks = config.topology.world_size
+        self._accumulation = config.batch.gradient_accumulation_steps
+        self._clipping = recipe.gradient_clipping
+        self._optimizer = build_optimizer(parameter_groups(weights.parameters, recipe.optimizer), recipe.optimizer)
+        self._schedule = build_schedule(recipe.scheduler, base_lr=recipe.optimizer.lr, total_steps=config.total_steps)
+        self._scale = LossScale(recipe.loss_scaling if config.precision == "fp16" else None)
+        self._optimizer_steps = 0
+
+    def train_step(self, batches: Iterator[Batch], step: int) -> StepResult:
+        """See ``Strategy``."""
+        self.model.train()
+        lr = self._schedule(step)
+        set_learning_rate(self._optimizer, lr)
+        self._optimizer.zero_grad()
+        loss_sum = torch.zeros((), device=self._device)
+        for micro in range(self._accumulation):
+            batch = to_device(next(batches), self._device)
+            with self._micro_batch(last=micro == self._accumulation - 1):
+                with named_range("forward"):
+                    loss = self._training_loss(batch) / self._accumulation
+                with named_range("backward"):
+                    torch.autograd.backward(loss * self._scale.factor)
+            self._weights.gather_gradients()
+            loss_sum += loss.detach()
+        with named_range("optimizer"):
+            norm, overflow = self._clip_and_step()
+        own_loss = loss_sum.clone()  # the sum is taken in place
+        loss_mean = self._sum_over_ranks(loss_sum) / self._ranks
+        return StepResult(loss=loss_mean, own_loss=own_loss, grad_norm=norm, lr=lr, skipped=torch.tensor(overflow))
+
+    def _clip_and_step(self) -> tuple[Tensor, bool]:
+        """Step on the gradients; return their norm before clipping, and whether they overflowed instead."""
+        norm = self._unscale_and_clip()
+        overflow = self._scale.enabled and not bool(torch.isfinite(norm))  # waits for the device, in fp16 only
+        if not overflow:
+            self._optimizer.step()
+            self._optimizer_steps += 1
+            self._weights.publish()
+        self._scale.update(overflow=overflow)
+        return norm, overflow
+
+    def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
+        """A context for one forward and backward pass; gradients are reduced over ranks in the ``last`` one only."""
+        return contextlib.nullcontext()
+
+    def _training_loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.model(batch.inputs, batch.targets)
+        return loss
+
+    def _unscale_and_clip(self) -> Tensor:
+        """Undo the loss scale and clip; return the whole model's gradient norm before clipping, equal on all ranks."""
+        parameters = self._weights.parameters.values()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._scale.factor != 1:
+            for gradient in gradients:
+                gradient.div_(self._scale.factor)
+        norm = self._global_norm(gradients)
+        if self._clipping > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
+        return norm
+
+    def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        return global_norm(gradients)
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return sum_over_ranks(value) if self._ranks > 1 else value
+
+    @torch.no_grad()
+    def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+        """See ``Strategy``."""
+        self._optimizer.zero_grad()  # whole logits may need the memory of the last step's gradients
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # losses, targets
+        for _ in range(self._accumulation):
+            batch = to_device(next(batches), self._device)
+            sums[0] += self.model(batch.inputs, batch.targets, reduction="sum")
+            sums[1] += (batch.targets != IGNORED_TARGET).sum()
+        loss_sum, tokens = self._sum_over_ranks(sums)
+        return loss_sum, tokens
+
+    def iter_state(self) -> Iterator[tuple[str, ParamState]]:
+        """See ``Strategy``."""
+        self._optimizer.zero_grad()  # gathered weights may need the memory of the last step's gradients
+        for name, parameter in self._weights.parameters.items():
+            moments = self._optimizer.state.get(parameter, {})
+            whole = {key: self._whole(name, moments[key]) for key in STATE_NAMES if key in moments}
+            yield name, ParamState(self._whole(name, parameter.detach()), **whole)
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
+        """The whole of the parameter ``name``, or of a moment of it, from each rank's ``part``; collective."""
+        return part
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """What this rank holds of a whole parameter, or of a moment of it."""
+        return whole
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Strategy``."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        computed_with, trained = list(self.model.parameters()), list(self._weights.parameters.values())
+        return StateTensors(
+            parameters=[parameter.detach() for parameter in computed_with],
+            gradients=[parameter.grad for parameter in [*trained, *computed_with] if parameter.grad is not None],
+            optimizer=optimizer_tensors(self._optimizer),
+            master=[parameter.detach() for parameter in trained],  # in fp32 the parameters again, which count once
+            buffers=[],
+        )
+
+    def counters(self) -> Counters:
+        """See ``Strategy``."""
+        return Counters(optimizer_steps=self._optimizer_steps, loss_scale=self._scale.state())
+
+    @torch.no_grad()
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        self._optimizer_steps = reader.counters.optimizer_steps
+        self._scale.restore(reader.counters.loss_scale)
+        for name, parameter in self._weights.parameters.items():
+            state = reader.state(name)
+            self._weights.replace(name, self._part(state.weight))
+            if reader.has_moments:
+                for key, moment in begin_state(self._optimizer, parameter, steps=self._optimizer_steps).items():
+                    moment.copy_(self._part(state.moments[key]))
+
+    def close(self) -> None:
+        """See ``Strategy``; plain PyTorch writes no swap files."""
+
+
+def compile_blocks(model: GPT2) -> None:
+    """Compile each transformer block alone, in place.
+
+    All blocks share one compiled graph. What a strategy does between blocks (reduce a bucket, gather the next weights)
+    still happens there, and not before or after one graph of the whole model.
+    """
+    for block in model.blocks:
+        block.compile()
+
+
+# The baseline: one process, plain PyTorch. Every other strategy is compared with it.
+
+
+class Baseline(TorchStrategy):
+    """Plain PyTorch on one device."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        model = whole_model(config, device)
+        super().__init__(config, device, model=model, weights=MasterWeights(model, DTYPES[config.precision]))
+        if config.options.compile:
+            self.model.compile()
+
+
+def whole_model(config: RunConfig, device: torch.device) -> GPT2:
+    """The whole model on ``device`` in fp32, with its initial weights."""
+    model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+    initialize_whole(model, config)
+    return model.to(device)
+
+
+class Ddp(TorchStrategy):
+    """Whole copies of the model, one per rank, kept equal by averaging their gradients."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        model = whole_model(config, device)
+        weights = MasterWeights(model, DTYPES[config.precision])
+        super().__init__(config, device, model=model, weights=weights)
+        self._batch_shape = (config.batch.micro_batch_size, config.seq_length)
+        self._low = list(model.parameters()) if weights.separate else []
+        self._masters = weights.by_low_parameter() if weights.separate else {}
+        self._buckets: list[Tensor] = []
+        if config.options.compile:
+            # With ``optimize_ddp`` PyTorch would cut each block's graph at the ends of buckets, and fails on buckets
+            # under 1 MiB. Buckets are reduced early enough between compiled blocks.
+            torch._dynamo.config.optimize_ddp = False
+            compile_blocks(model)
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=config.recipe.dsgpt.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=config.recipe.dsgpt.ddp.gradient_as_bucket_view,
+            init_sync=False,  # every rank makes the same initial weights itself
+        )
+        self._ddp.register_comm_hook(self, Ddp._average)
+
+    def _average(self, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: called with every bucket as soon as it is full, in a step's last micro batch."""
+        self._buckets.append(bucket.buffer())
+        if self._masters:
+            return average_in_fp32(self._masters, bucket)
+        return allreduce_hook(self._ddp.process_group, bucket)
+
+    def _training_loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self._ddp(batch.inputs, batch.targets)
+        return loss
+
+    @contextlib.contextmanager
+    def _micro_batch(self, *, last: bool) -> Iterator[None]:
+        self._buckets.clear()  # those of the step before; DDP makes new ones after the first
+        with contextlib.nullcontext() if last else self._ddp.no_sync():
+            yield
+        if last:
+            for parameter in self._low:
+                parameter.grad = None  # the master's gradient already holds the average, not rounded
+
+    def load_state(self, reader: StateReader) -> None:
+        """See ``Strategy``."""
+        super().load_state(reader)
+        self._order_buckets()
+
+    def _order_buckets(self) -> None:
+        """Make DDP arrange its buckets as they are from the second step of a process on.
+
+        DDP rearranges them after the first backward pass. The position of an element in its bucket decides in which
+        order three or more ranks add it up. Without this, the first step of a resumed run would differ from that of an
+        uninterrupted run in the last bit.
+        """
+        tokens = torch.zeros(self._batch_shape, dtype=torch.long, device=self._device)
+        with self._micro_batch(last=True):
+            torch.autograd.backward(self._training_loss(Batch(inputs=tokens, targets=tokens)))
+        self._optimizer.zero_grad()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``."""
+        return super().state_tensors()._replace(buffers=list(self._buckets))
+
+
+def average_in_fp32(masters: Mapping[Tensor, nn.Parameter], bucket: GradBucket) -> Future[Tensor]:
+    """Leave the mean over ranks of a bucket's gradients in the masters, in fp32.
+
+    A master's gradient holds the sum of the earlier micro batches; the bucket has the last one's. DDP writes the hook's
+    result into the low-precision gradients, which are not read.
+
+    Args:
+        masters: from the model's low-precision parameters to the fp32 ones.
+        bucket: gradients of some of the parameters, flat in one buffer, in the order of ``bucket.parameters()``.
+    """
+    low = bucket.buffer()
+    flat = low.float()
+    parameters = bucket.parameters()
+    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+        master = masters[parameter]
+        gradient = part.view_as(master)
+        if master.grad is not None:
+            gradient += master.grad
+        master.grad = gradient  # a view of ``flat``, which is reduced in place below
+    flat /= dist.get_world_size()
+    reduced: Future[Tensor] = dist.all_reduce(flat, async_op=True).get_future().then(lambda _: low)
+    return reduced
+
+
+class Fsdp(TorchStrategy):
+    """Each rank holds one shard of all weights, gradients and optimizer state."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        model = sharded_model(config, device)
+        self._shards = ShardedWeights(model)
+        super().__init__(config, device, model=model, weights=self._shards)
+        assert isinstance(model, FSDPModule)  # ``fully_shard`` gives a module this class too
+        self._fully_sharded: FSDPModule = model
+        self._reshard_after_forward = config.recipe.dsgpt.fsdp.reshard_after_forward
+        self._rank = config.topology.rank
+
+    def _micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Until the ``last`` micro batch, every rank sums whole gradients; then they are reduced to shards.
+
+        Weights that stay gathered between forward and backward pass also stay gathered until the next micro batch:
+        their memory is needed anyway, and they need not be gathered again. The root's weights always stay; those of the
+        blocks stay if the recipe says so.
+        """
+        self._fully_sharded.set_requires_gradient_sync(last)
+        self._fully_sharded.set_reshard_after_backward(last or self._reshard_after_forward)
+        self._fully_sharded.set_reshard_after_backward(last, recurse=False)
+        return contextlib.nullcontext()
+
+    def _global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The norm over all ranks. No two ranks hold the same element, so its square is the sum of their squares."""
+        return self._sum_over_ranks(square_sum(gradients).to(self._device)).sqrt().float()
+
+    def eval_step(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+        """See ``Strategy``."""
+        sums = super().eval_step(batches)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # in training, the backward pass does it
+        return sums
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        return self._shards.whole(name, part)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return _own_rows(whole, self._rank, self._ranks)
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Strategy``: none, except on a single rank, whose shards are whole."""
+        if self._ranks == 1:
+            for name, parameter in self._weights.parameters.items():
+                yield name, parameter.detach()
+
+    def state_tensors(self) -> StateTensors:
+        """See ``Strategy``; the optimizer changes the fp32 shards that are gathered."""
+        shards = list(self._weights.parameters.values())
+        return StateTensors(
+            parameters=[shard.detach() for shard in shards],
+            gradients=[shard.grad for shard in shards if shard.grad is not None],
+            optimizer=optimizer_tensors(self._optimizer),
+            master=[],
+            buffers=[],
+        )
+
+
+class ShardedWeights:
+    """The shards of a model under ``fully_shard`` as plain tensors, which share their memory.
+
+    Optimizers take their fast path on plain tensors only, and no operation on plain tensors can hide a collective.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sharded = {name: _dtensor(parameter) for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            self.parameters = {name: nn.Parameter(sharded.to_local()) for name, sharded in self._sharded.items()}
+        """Canonical name to this rank's shard, fp32; empty where a parameter has fewer rows than there are ranks."""
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Move the gradients' shards to ``parameters``; there are none before the last micro batch of a step."""
+        for name, sharded in self._sharded.items():
+            if sharded.grad is not None:
+                self.parameters[name].grad = _dtensor(sharded.grad).to_local()
+                sharded.grad = None
+
+    def publish(self) -> None:
+        """Nothing to do: the next forward pass gathers the changed shards."""
+
+    @torch.no_grad()
+    def replace(self, name: str, value: Tensor) -> None:
+        """Set this rank's shard of one weight."""
+        self.parameters[name].copy_(value)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Gather a tensor that is cut like the parameter ``name`` from each rank's ``part``; collective."""
+        like = self._sharded[name]
+        mesh, cut = like.device_mesh, like.placements
+        return DTensor.from_local(part, mesh, cut, shape=like.shape, stride=like.stride()).full_tensor()
+
+
+def _dtensor(value: Tensor) -> DTensor:
+    """``value`` itself: ``fully_shard`` turned the parameters, and so their gradients, into DTensors."""
+    assert isinstance(value, DTensor)
+    return value
+
+
+def sharded_model(config: RunConfig, device: torch.device) -> GPT2:
+    """The model with its initial weights, cut over all ranks; no rank ever holds all of it.
+
+    It is built without storage, cut, and filled parameter by parameter.
+    """
+    recipe, low = config.recipe.dsgpt.fsdp, DTYPES[config.precision]
+    with torch.device("meta"):
+        model = GPT2(config.model, activation_checkpointing=config.activation_checkpointing)
+    if config.options.compile:
+        compile_blocks(model)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if recipe.cpu_offload else OffloadPolicy()
+    reduce_dtype = torch.float32 if recipe.reduce_dtype == "fp32" else low
+    shard = partial(
+        fully_shard,
+        mesh=init_device_mesh(device.type, (config.topology.world_size,)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype),
+        offload_policy=offload,
+    )
+    for block in model.blocks:
+        shard(block, reshard_after_forward=recipe.reshard_after_forward)
+    shard(model, reshard_after_forward=False)  # the backward pass first needs the weights that the forward used last
+    _fill(model, config, torch.device("cpu") if recipe.cpu_offload else device)
+    return model
+
+
+@torch.no_grad()
+def _fill(model: GPT2, config: RunConfig, home: torch.device) -> None:
+    """Give this rank's shards storage on ``home`` and their initial values; tied parameters stay tied."""
+    values = initial_values(config)
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    shards = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in filled:
+            whole = values(name, parameter.shape)
+            rows = _own_rows(whole, config.topology.rank, config.topology.world_size)
+            shard = torch.empty_like(parameter, device=home)
+            # Master weights start rounded to the precision of the computation, as under every strategy.
+            _dtensor(shard).to_local().copy_(rows.to(DTYPES[config.precision]))
+            filled[parameter] = nn.Parameter(shard)
+        shards[name] = filled[parameter]
+    model.load_state_dict(shards, assign=True)
+
+
+def _own_rows(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """The part of ``whole`` that ``Shard(0)`` gives ``rank``: equal numbers of rows, the last ranks fewer or none."""
+    rows = -(-whole.shape[0] // ranks)
+    return whole[rank * rows : (rank + 1) * rows]

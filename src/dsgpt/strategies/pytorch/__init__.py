@@ -1,1 +1,0 @@
-"""Strategies of plain PyTorch: one device, DDP, FSDP. They never import DeepSpeed."""

@@ -1,0 +1,127 @@
+"""A training process from its command line to its exit code."""
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsgpt.common.command_line import complain
+from dsgpt.common.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_SAVED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    Interrupted,
+    NonFiniteError,
+    OutOfMemory,
+    SaveError,
+    UserError,
+)
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.run_config import resolve
+from dsgpt.data.token_file import TokenFileError
+from dsgpt.machine.launcher import Interruption, Launcher
+from dsgpt.machine.topology import read_topology
+
+WATCHED_LAUNCHERS = ("deepspeed", "torchrun")
+"""Launchers whose exit stops the run. A process started from a shell may outlive the shell."""
+_DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
+PATIENCE_SEC = 10
+"""Seconds other ranks wait before they print the error themselves. The launcher usually ends them first."""
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run ``src/gpt2.py`` with ``arguments``; returns the exit code."""
+    _find_tools_beside_interpreter()
+    speaks = True
+    try:
+        topology = read_topology()
+        speaks = topology.is_main
+        launcher = Launcher() if topology.launcher in WATCHED_LAUNCHERS else None
+        with Interruption(launcher, speaks=speaks) as interruption:
+            _train(arguments, interruption, speaks=speaks)
+    except TokenFileError as error:  # while reading; a data worker puts its traceback before the message
+        line = str(error).rsplit("TokenFileError: ", 1)[-1].strip()
+        return _complain([line], EXIT_USER_ERROR, speaks=True)
+    except UserError as error:
+        return _complain(error.problems, EXIT_USER_ERROR, speaks=speaks)
+    except (NonFiniteError, OutOfMemory, SaveError) as error:
+        return _complain([str(error)], error.exit_code, speaks=speaks)
+    except OSError as error:
+        if error.errno not in _DISK_IS_FULL:
+            raise
+        return _complain([f"{error}: free space, then continue with --resume"], EXIT_NOT_SAVED, speaks=True)
+    except KeyboardInterrupt as error:
+        return _interrupted(error, speaks=speaks)
+    return EXIT_DONE
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Do a dry run with ``arguments``, without output.
+
+    Raises:
+        DifferentRunError: the run folder holds a run with other settings, and nothing else is wrong.
+        UserError: something else is wrong.
+        OSError: the system refuses something, perhaps temporarily.
+        KeyboardInterrupt: it was interrupted.
+    """
+    _find_tools_beside_interpreter()
+    with Interruption(speaks=False) as interruption:
+        _train([*arguments, "--dry_run"], interruption, speaks=False)
+
+
+def _train(arguments: Sequence[str], interruption: Interruption, *, speaks: bool) -> None:
+    options, problems = parse_arguments(arguments)
+    topology = read_topology(local_rank_flag=options.local_rank)
+    config = resolve(options, topology=topology, problems=problems)
+    from dsgpt.machine.console import logging_to_console  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.training.budget import end_reported  # noqa: PLC0415
+    from dsgpt.training.run import run  # noqa: PLC0415
+
+    with logging_to_console(speaks=speaks), interruption.patience(), end_reported(config), interruption.patience(False):
+        run(config, interruption)
+
+
+def _find_tools_beside_interpreter() -> None:
+    """Put the environment's bin folder, which holds ninja, on PATH: the environment may not be activated."""
+    beside = str(Path(sys.executable).parent)
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    if beside not in folders:
+        os.environ["PATH"] = os.pathsep.join([beside, *folders])
+
+
+def _complain(lines: Sequence[str], code: int, *, speaks: bool) -> int:
+    """Print each line; returns ``code``.
+
+    All ranks usually fail with the same error. Rank 0 prints it at once; another rank, only if it still runs after
+    ``PATIENCE_SEC``.
+    """
+    if not speaks:
+        time.sleep(PATIENCE_SEC)
+    _tell_torchrun(lines)
+    return complain(lines, code)
+
+
+def _tell_torchrun(lines: Sequence[str]) -> None:
+    """Put the error into the summary with which torchrun ends, in the form of its ``ErrorHandler``."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the exit code and the line on stderr remain
+            Path(file).write_text(json.dumps({"message": {"message": lines[0], "extraInfo": facts}}), encoding="utf-8")
+
+
+def _interrupted(error: KeyboardInterrupt, *, speaks: bool) -> int:
+    if not isinstance(error, Interrupted):
+        return _complain(["interrupted; continue with --resume"], EXIT_INTERRUPTED, speaks=speaks)
+    line = f"{error}; continue with --resume"
+    _tell_torchrun([line])
+    if speaks and not error.together:  # else the run has printed and logged it
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            print(line, file=sys.stderr, flush=True)
+    return EXIT_STOPPED

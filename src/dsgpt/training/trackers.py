@@ -1,0 +1,526 @@
+"""Experiment trackers as sinks of a run's journal, each through its own library."""
+
+import contextlib
+import csv
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from dsgpt.common.errors import is_number
+from dsgpt.common.files import append_to, is_regular_file, write_atomic, write_json_atomic
+from dsgpt.common.json_files import clipped_text, read_object
+from dsgpt.config.run_config import RunConfig
+from dsgpt.record.schema import STEPS_FILE, RunRecord, read_steps
+from dsgpt.telemetry.meter import IntervalFigures
+from dsgpt.training.sinks import Line, Sink
+
+logger = logging.getLogger(__name__)
+
+# What an experiment tracker is told about a run, and the sink that keeps its errors away from the run.
+
+PROJECT = "dsgpt"
+"""The project or experiment that holds the runs, in trackers that have such a level."""
+
+
+class Row(NamedTuple):
+    """The metrics of a step or of a validation."""
+
+    step: int
+    """Optimizer steps completed; the first is 1."""
+    metrics: dict[str, float]
+    """By the keys of ``metrics.jsonl``, without those that are unknown; true is 1 and false is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """The run, as a tracker is told when it is opened."""
+
+    run_dir: Path
+    folder: Path
+    """For what the tracker stores on this machine; absolute, because libraries keep it in variables."""
+    run_id: str
+    """That of the record."""
+    settings: dict[str, Any]
+    """The settings of the record, nested."""
+    done: int
+    """Step of the checkpoint that the run was resumed from; 0 for a fresh start."""
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return self.run_dir.resolve().name
+
+
+class Tracker(Protocol):
+    """One tracker with one run open. Each method may raise anything."""
+
+    def log(self, rows: list[Row]) -> None:
+        """Store metrics, oldest first."""
+
+    def flush(self) -> None:
+        """Write what is buffered: a checkpoint follows, and a run resumed from it does not send these steps again."""
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        """Store how the run ended: the ``status`` of the record, and the numbers of its summary."""
+
+    def close(self) -> None:
+        """Called after the last event."""
+
+
+class TrackerSink(Sink):
+    """Tells a tracker what happens.
+
+    The first error of the tracker is reported in one line; it is not called again, and the run continues.
+
+    Args:
+        name: of the tracker, as in ``--track``.
+        opens: opens the tracker; may raise anything.
+    """
+
+    def __init__(self, name: str, opens: Callable[[], Tracker]) -> None:
+        self._name = name
+        self._tracker: Tracker | None = None
+        try:
+            self._tracker = opens()
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may stop the training
+            self._give_up(error)
+
+    def _tell(self, event: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            event(self._tracker)
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may stop the training
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._tracker = None
+        reason = clipped_text(f"{type(error).__name__}: {error}", width=200)
+        logger.warning(f"--track {self._name}: failed ({reason}); it receives nothing more, and the run continues")
+
+    def steps(self, lines: list[Line], *, due: bool) -> None:  # noqa: ARG002 - every step is tracked
+        """Send the metrics of every step."""
+        if lines:
+            self._tell(lambda tracker: tracker.log([row_of(line) for line in lines]))
+
+    def validation(self, line: Line, *, seconds: float) -> None:  # noqa: ARG002 - not a metric of ``metrics.jsonl``
+        """Send the loss."""
+        self._tell(lambda tracker: tracker.log([row_of(line)]))
+
+    def record(self, record: RunRecord) -> None:
+        """Send status and summary when the run ends."""
+        if record.status != "running":
+            summary = {name: value for name, value in record.summary.items() if is_number(value)}
+            self._tell(lambda tracker: tracker.end(record.status, summary))
+
+    def sync(self) -> None:
+        """Flush the tracker."""
+        self._tell(lambda tracker: tracker.flush())
+
+    def close(self) -> None:
+        """Close the tracker."""
+        self._tell(lambda tracker: tracker.close())
+        self._tracker = None
+
+
+def row_of(line: Line) -> Row:
+    """The metrics of a line of ``metrics.jsonl``; those of its interval are named ``interval/...``."""
+    of_interval = {f"interval/{name}": value for name, value in line.get("interval", {}).items()}
+    every = {**{name: value for name, value in line.items() if name not in {"step", "interval"}}, **of_interval}
+    values = {name: value for name, value in every.items() if value is not None}
+    return Row(line["step"], {name: int(value) if isinstance(value, bool) else value for name, value in values.items()})
+
+
+# The folder ``trackers`` of a run: what trackers store on this machine, and the ids of the run in each of them.
+
+TRACKERS_FOLDER = "trackers"
+IDS_FILE = "run_ids.json"
+"""The run's id in each tracker, by the tracker's name. It also marks the folder as written by this program."""
+
+
+def make_folder(run_dir: Path) -> Path:
+    """The folder, made with an empty ``run_ids.json`` if it does not exist.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    folder = run_dir / TRACKERS_FOLDER
+    folder.mkdir(exist_ok=True)
+    if not (folder / IDS_FILE).exists():
+        write_json_atomic(folder / IDS_FILE, {})
+    return folder
+
+
+def is_tracker_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder that ``make_folder`` made, or began to make before a kill; False for a link."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return is_regular_file(path / IDS_FILE) or not any(path.iterdir())
+
+
+def read_id(folder: Path, tracker: str) -> str | None:
+    """The id that an earlier process kept for ``tracker``; None if there is none.
+
+    Raises:
+        JsonError: the file is damaged.
+    """
+    kept = read_object(folder / IDS_FILE).get(tracker)
+    return kept if isinstance(kept, str) else None
+
+
+def keep_id(folder: Path, tracker: str, run_id: str) -> None:
+    """Keep the id for a resumed run.
+
+    Raises:
+        JsonError: the file is damaged.
+        OSError: the file system refuses.
+    """
+    write_json_atomic(folder / IDS_FILE, {**read_object(folder / IDS_FILE), tracker: run_id})
+
+
+# ``metrics.csv``: the lines of ``metrics.jsonl`` as a table.
+
+CSV_FILE = "metrics.csv"
+COLUMNS = (
+    *("step", "epoch", "loss", "val_loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "step_time_sec"),
+    *("dataload_time_sec", "warm_up", "val_tokens", "train_time_sec", "wall_time_sec"),
+    *(f"interval/{name}" for name in (*IntervalFigures.__annotations__, "mfu")),
+)
+"""Every metric of a line of ``metrics.jsonl``."""
+
+
+class CsvTracker:
+    """Appends rows; a resumed run first writes those of ``metrics.jsonl``, already cut back to its checkpoint."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        path, steps = run.folder / CSV_FILE, run.run_dir / STEPS_FILE
+        earlier = [row_of(line) for line in read_steps(steps)] if steps.exists() else []
+        write_atomic(path, (",".join(COLUMNS) + "\n").encode() + _text(earlier))
+        self._file = append_to(path)
+
+    def log(self, rows: list[Row]) -> None:
+        """Append the rows, and hand them to the operating system."""
+        waiting = _text(rows)
+        while waiting:
+            waiting = waiting[self._file.write(waiting) :]
+
+    def flush(self) -> None:
+        """Make the rows durable."""
+        os.fsync(self._file.fileno())
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        """Store nothing: the table has only rows of steps; the record has the summary."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _text(rows: list[Row]) -> bytes:
+    """The rows, with an empty cell for what a row lacks.
+
+    Raises:
+        ValueError: a row has a metric without a column.
+    """
+    buffer = io.StringIO()
+    table = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    table.writerows({"step": row.step, **row.metrics} for row in rows)
+    return buffer.getvalue().encode()
+
+
+# MLflow, in a SQLite file of the run folder unless ``MLFLOW_TRACKING_URI`` names another store.
+
+_STATUS = {"completed": "FINISHED", "interrupted": "KILLED"}
+_PARAMETERS_AT_ONCE = 100
+"""MLflow's limits on one call, and on the length of a parameter."""
+_METRICS_AT_ONCE = 1000
+_LONGEST_PARAMETER = 6000
+
+
+class MlflowTracker:
+    """One run of MLflow; its experiment is ``MLFLOW_EXPERIMENT_NAME``, by default ``dsgpt``."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # the library would report its own use
+        from mlflow import MlflowClient, entities  # noqa: PLC0415 - only where it is asked for
+        from mlflow.utils.file_utils import path_to_local_sqlite_uri  # noqa: PLC0415
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports every step of making its tables
+        self._entities = entities
+        self._last_step = run.done
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(tracking_uri=uri or path_to_local_sqlite_uri(str(run.folder / "mlflow.db")))
+        earlier = read_id(run.folder, "mlflow")
+        self._run_id = earlier or self._create(run, artifacts=None if uri else run.folder / "mlflow-artifacts")
+        self._client.update_run(self._run_id, status="RUNNING")
+
+    def _create(self, run: TrackedRun, *, artifacts: Any) -> str:
+        """A new run with the settings as parameters, which MLflow never changes; returns its id."""
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            place = artifacts.as_uri() if artifacts else None
+            experiment_id = self._client.create_experiment(name, artifact_location=place)
+        else:
+            experiment_id = experiment.experiment_id
+        created = self._client.create_run(experiment_id, run_name=run.name, tags={"dsgpt.run_id": run.run_id})
+        run_id: str = created.info.run_id
+        keep_id(run.folder, "mlflow", run_id)
+        settings = flattened(run.settings).items()
+        parameters = [self._entities.Param(name, value[:_LONGEST_PARAMETER]) for name, value in settings]
+        for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
+            self._client.log_batch(run_id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
+        return run_id
+
+    def log(self, rows: list[Row]) -> None:
+        """Store the metrics of all rows, as few calls as MLflow allows."""
+        now = time.time_ns() // 1_000_000
+        metrics = [
+            self._entities.Metric(name, float(value), now, row.step)
+            for row in rows
+            for name, value in row.metrics.items()
+        ]
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
+        self._last_step = rows[-1].step
+
+    def flush(self) -> None:
+        """Do nothing: every call stores what it sends."""
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        """Store the summary as metrics ``summary/...`` of the last step, and the status."""
+        self.log([Row(self._last_step, {f"summary/{name}": value for name, value in summary.items()})])
+        self._client.set_terminated(self._run_id, status=_STATUS.get(status, "FAILED"))
+
+    def close(self) -> None:
+        """Do nothing: the run was ended."""
+
+
+def flattened(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as ``{"training_config.seed": "1337"}``; values that are no text are written as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+# TensorBoard event files.
+
+
+class TensorboardTracker:
+    """Writes event files to ``tensorboard``; each process of a run adds one.
+
+    A resumed run tells TensorBoard to hide what earlier files hold after its checkpoint (``purge_step``).
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - only where it is asked for
+
+        self._last_step = run.done
+        purged = run.done + 1 if run.done else None
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged)
+        self._add_text("config", run.settings)
+        self.flush()
+
+    def log(self, rows: list[Row]) -> None:
+        """Add a scalar for each metric."""
+        for row in rows:
+            self._last_step = row.step
+            for name, value in row.metrics.items():
+                self._writer.add_scalar(name, value, row.step)
+
+    def flush(self) -> None:
+        """Write the events."""
+        self._writer.flush()
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        """Add status and summary as a text."""
+        self._add_text("summary", {"status": status, **summary})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _add_text(self, tag: str, values: dict[str, Any]) -> None:
+        """Add ``values`` as JSON, indented by four spaces, which Markdown shows as it is."""
+        text = "".join(f"    {line}\n" for line in json.dumps(values, indent=2).splitlines())
+        self._writer.add_text(tag, text, self._last_step)
+
+
+# Trackio, in a SQLite file of the run folder unless its own variables name another place.
+
+_ONLINE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+
+
+class TrackioTracker:
+    """One run of Trackio, which finds it again by its name."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        local = not any(os.environ.get(name) for name in _ONLINE)
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
+        import trackio  # noqa: PLC0415 - only where it is asked for; reads the variable
+
+        self._library = trackio
+        self._last_step = run.done
+        name = read_id(run.folder, "trackio") or f"{run.name}-{run.run_id[:8]}"
+        keep_id(run.folder, "trackio", name)
+        with _silence(), _offline() if local else contextlib.nullcontext():
+            self._run = trackio.init(
+                project=PROJECT,
+                name=name,
+                config=run.settings,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, rows: list[Row]) -> None:
+        """Send the rows; the library's thread stores them within a second."""
+        for row in rows:
+            self._run.log(row.metrics, step=row.step)
+        self._last_step = rows[-1].step
+
+    def flush(self) -> None:
+        """Do nothing: the thread stores what it received."""
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        """Store status and summary as ``summary/...`` of the last step."""
+        values = {"status": status, **summary}
+        self._run.log({f"summary/{name}": value for name, value in values.items()}, step=self._last_step)
+
+    def close(self) -> None:
+        """Store the rest, and end the thread."""
+        with _silence():
+            self._library.finish()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, what the library prints for people is lost."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Inside, the hub is not asked for the user's name, which Trackio would do if there is a token."""
+    from huggingface_hub import constants  # noqa: PLC0415 - only where it is asked for
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+# Weights & Biases, offline unless ``WANDB_MODE`` says otherwise.
+
+
+class WandbTracker:
+    """One run of Weights & Biases; each offline process of it writes a folder ``wandb/offline-run-...``.
+
+    ``WANDB_PROJECT``, ``WANDB_NAME``, ``WANDB_ENTITY`` and the variables of its login have their usual effect. Hardware
+    statistics, code and git state are not collected: the settings of the record are sent.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        if mode == "offline":  # the library would report its own use and errors over the network
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb  # noqa: PLC0415 - only where it is asked for
+
+        self._library = wandb
+        self._exit_code = 1
+        self._last = Row(0, {})
+        run_id = read_id(run.folder, "wandb") or run.run_id
+        keep_id(run.folder, "wandb", run_id)
+        self._run = wandb.init(
+            mode=mode,
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or run.name,
+            id=run_id,
+            resume="allow",
+            dir=run.folder,
+            config=run.settings,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                symlink=False,
+                allow_val_change=True,
+                save_code=False,
+                disable_git=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+
+    def log(self, rows: list[Row]) -> None:
+        """Send the rows; the library itself writes them within seconds.
+
+        It has one row for each step, so a validation only adds what the step lacks; the times stay those of the step.
+        """
+        for row in rows:
+            sent = self._last.metrics if row.step == self._last.step else {}
+            self._run.log({name: value for name, value in row.metrics.items() if name not in sent}, step=row.step)
+            self._last = row
+
+    def flush(self) -> None:
+        """Do nothing: a process of the library, which survives this one, writes what it received."""
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        """Set the summary; a run that did not complete is marked as failed."""
+        self._exit_code = 0 if status == "completed" else 1
+        self._run.summary.update({"status": status, **summary})
+
+    def close(self) -> None:
+        """Finish the run and stop the library's process: an exit by ``os._exit`` runs no handlers."""
+        self._run.finish(exit_code=self._exit_code)
+        self._library.teardown(exit_code=self._exit_code)
+
+
+# Opens the trackers that ``--track`` names.
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+    "csv": CsvTracker,
+}
+
+
+def open_trackers(config: RunConfig, *, description: dict[str, Any], done: int) -> list[TrackerSink]:
+    """A sink for each tracker of the run, on the main rank; none on the others.
+
+    Args:
+        config: the run; its ``metrics.jsonl`` is already cut back to ``done``.
+        description: the settings of the record.
+        done: step of the checkpoint that the run was resumed from; 0 for a fresh start.
+    """
+    if not config.topology.is_main:
+        return []
+    names = dict.fromkeys(config.options.track)  # a name given twice is one tracker
+    return [TrackerSink(name, partial(_open, name, config, description, done)) for name in names]
+
+
+def _open(name: str, config: RunConfig, description: dict[str, Any], done: int) -> Tracker:
+    run = TrackedRun(
+        run_dir=config.run_dir,
+        folder=make_folder(config.run_dir).resolve(),
+        run_id=description["run_id"],
+        settings=description,
+        done=done,
+    )
+    return TRACKERS[name](run)

@@ -1,1 +1,0 @@
-"""Experiment trackers as sinks of a run's journal, each through its own library."""
