@@ -23,10 +23,12 @@ from dsgpt.benchmarks.sweep_cells import LAUNCHERS, STRATEGIES
 from dsgpt.common.command_line import Parser, Reader, Terminated, complain, read_words, run_script
 from dsgpt.common.errors import DifferentRunError, Problems, UserError, did_you_mean
 from dsgpt.common.files import write_json_atomic
-from dsgpt.common.text import next_line
+from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
 from dsgpt.machine.launcher import launcher_command
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+HOME = Path() if IN_CHECKOUT else REPOSITORY
+"""The folder of scripts and recipes; a checkout is also the working folder."""
+TRAIN = str(HOME / "src/gpt2.py")
 GLOBAL_BATCH_SIZE = 8  # as in the recipe; the number of GPUs must divide it
 STEPS = 800
 PROMPT = "def main("
@@ -35,7 +37,7 @@ TRAINED = ("baseline", "zero1")
 TRAINING_KEYS = ("train_batch_size", "optimizer", "scheduler", "gradient_clipping")
 """Of a recipe, what decides the training and not how it is executed."""
 WORK = [
-    "--deepspeed_config", "ds_configs/sizes/demo.json",
+    "--deepspeed_config", str(HOME / "ds_configs/sizes/demo.json"),
     "--model_size", "demo",
     "--seq_length", "128",
     "--eval_every", "200",
@@ -84,7 +86,8 @@ def main() -> int:
     flags = _read_flags()
     from dsgpt.machine.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
-    os.chdir(REPOSITORY)
+    if IN_CHECKOUT:
+        os.chdir(REPOSITORY)
     demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices(), strategies=flags.strategies)
     require_strategies(demo.strategies, devices=demo.devices)
     if not demo.gpus:
@@ -164,17 +167,17 @@ def _prepare(demo: Demo) -> int:
     if all((demo.data / name).exists() for name in ("preparation.json", "train.bin", "val.bin")):
         print(f"{demo.data} contains prepared text, which is used unchanged", flush=True)
         return 0
-    return _run([sys.executable, "data_prep/preprocess.py", "--output_dir", str(demo.data)])
+    return _run([sys.executable, str(HOME / "data_prep/preprocess.py"), "--output_dir", str(demo.data)])
 
 
 def _train_baseline(demo: Demo) -> int:
     words = demo.training("baseline", "baseline")
-    return _run([sys.executable, "src/gpt2.py", *words, _resume_or_overwrite(words)])
+    return _run([sys.executable, TRAIN, *words, _resume_or_overwrite(words)])
 
 
 def _train_zero1(demo: Demo) -> int:
     words = demo.training("optimized", "zero1")
-    return _run([*launcher_command("deepspeed", demo.devices), "src/gpt2.py", *words, _resume_or_overwrite(words)])
+    return _run([*launcher_command("deepspeed", demo.devices), TRAIN, *words, _resume_or_overwrite(words)])
 
 
 def _train_strategy(name: str, demo: Demo) -> int:
@@ -187,7 +190,7 @@ def _train_strategy(name: str, demo: Demo) -> int:
         write_json_atomic(recipe, strategy_recipe(how.recipe))
     words = demo.training(how.run_type, name, recipe=recipe)
     launcher = launcher_command(LAUNCHERS[how.run_type], demo.devices)
-    return _run([*launcher, "src/gpt2.py", *words, _resume_or_overwrite(words)])
+    return _run([*launcher, TRAIN, *words, _resume_or_overwrite(words)])
 
 
 def strategy_recipe(name: str) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def strategy_recipe(name: str) -> dict[str, Any]:
 def _compare(demo: Demo) -> int:
     charts = demo.into / "charts" / "demo"
     runs = [word for name in (*TRAINED, *demo.strategies) for word in ("--run", f"{name}={demo.run_folder(name)}")]
-    return _run([sys.executable, "charts/generate_charts.py", "--output-dir", str(charts), *runs])
+    return _run([sys.executable, str(HOME / "charts/generate_charts.py"), "--output-dir", str(charts), *runs])
 
 
 def _sample(demo: Demo) -> int:
@@ -211,7 +214,7 @@ def _sample(demo: Demo) -> int:
 
 
 def _sample_words(demo: Demo) -> list[str]:
-    return ["src/generate.py", "--checkpoint", str(demo.run_folder("zero1")), "--prompt", PROMPT]
+    return [str(HOME / "src/generate.py"), "--checkpoint", str(demo.run_folder("zero1")), "--prompt", PROMPT]
 
 
 def _resume_or_overwrite(words: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from dsgpt.charts.options import BOTH, FORMATS, LIGHT, THEMES, Style, read_only,
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
-from dsgpt.common.text import next_line, script_words
+from dsgpt.common.text import REPOSITORY, next_line, script_words
 from dsgpt.record.provenance import changes_since, training_sources
 from dsgpt.record.runs import Run, read_run
 from dsgpt.record.suites import Concurrency, Predictions, read_concurrency, read_predictions
@@ -114,7 +114,6 @@ docs/charts.md says what each chart shows. Exit code 0: done; 2: a mistake in th
 130: interrupted.
 """
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 COMMITTED = REPOSITORY / "checkpoint" / "reference"
 """The records of the pages."""
 IN_FILE_NAMES = re.compile(r"[\w.-]+")

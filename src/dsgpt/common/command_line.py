@@ -7,6 +7,7 @@ UTF-8, and characters that the output's encoding lacks, are printed as ``\xe9``.
 import argparse
 import contextlib
 import errno
+import importlib
 import io
 import itertools
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from dsgpt.common.errors import (
     EXIT_DONE,
@@ -30,6 +31,8 @@ from dsgpt.common.files import PRINTABLE, is_utf8, printable, undecodable
 
 # The command line of every script: reads all of it and reports all of its mistakes together.
 
+COMPLETING = "_ARGCOMPLETE"
+"""The shell sets this variable when it asks for completions; its value is the place of the first word plus 1."""
 D = TypeVar("D")
 """Type of a default."""
 V = TypeVar("V")
@@ -38,6 +41,9 @@ V = TypeVar("V")
 
 class Parser(argparse.ArgumentParser):
     """Raises ``UserError`` instead of printing the usage and exiting; ``--help`` keeps the line breaks of its texts."""
+
+    command: ClassVar[str | None] = None
+    """The command of ``dsgpt`` that runs the script, for the usage."""
 
     def __init__(
         self,
@@ -49,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         allow_abbrev: bool = False,
     ) -> None:
         super().__init__(
-            prog=prog,
+            prog=self.command or prog,
             description=description,
             epilog=epilog,
             formatter_class=formatter_class,
@@ -188,6 +194,8 @@ def read_words(
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
+    if COMPLETING in os.environ:
+        importlib.import_module("argcomplete").autocomplete(parser)  # prints what fits the cursor, and exits
     given = sys.argv[1:] if words is None else words
     namespace, unknown = parser.parse_known_args(_with_values(given, parser, reader))
     reader.problems.add(*path_problems(parser, namespace))

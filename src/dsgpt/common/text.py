@@ -58,7 +58,10 @@ def instruction_words(sets: object) -> str:
 
 # The last line of a long command: the command to run next, as it can be pasted into the shell that ran this one.
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+_PACKAGE = Path(__file__).resolve().parents[1]
+IN_CHECKOUT = (_PACKAGE.parents[1] / "ds_configs").is_dir()
+REPOSITORY = _PACKAGE.parents[1] if IN_CHECKOUT else _PACKAGE / "checkout"
+"""The checkout; of an installed package the folder that has its scripts and recipes in the same places."""
 
 
 def script_words(script: str, *words: object) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError, clipped, parse_json, read_bytes
+from dsgpt.common.text import IN_CHECKOUT, REPOSITORY
 from dsgpt.config.recipe_blocks import (
     IN_A_FILE,
     WITHOUT_UNKNOWN_KEYS,
@@ -214,10 +215,11 @@ def read_recipe(path: Path, problems: Problems) -> Recipe | None:
     """Read and check a whole recipe.
 
     Mistakes go to ``problems``. The recipe without the wrong entries is returned nevertheless, so that the other checks
-    can run; None if what is left is not a recipe.
+    can run; None if what is left is not a recipe. An installed package finds ``ds_configs/NAME.json`` among its files.
     """
+    shipped = not IN_CHECKOUT and path.parts[:1] == ("ds_configs",) and not path.exists()
     try:
-        data = read_bytes(path, max_bytes=_MAX_BYTES)
+        data = read_bytes(REPOSITORY / path if shipped else path, max_bytes=_MAX_BYTES)
     except JsonError as error:
         problems.add(f"--deepspeed_config {path}: cannot be read ({error}); recipes are in ds_configs/")
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dsgpt.common.command_line import Parser, Reader, read_words
 from dsgpt.common.errors import UserError
+from dsgpt.common.text import REPOSITORY
 
 DESCRIPTION = """\
 See runs, compare them, watch one, plan the next and try its model, in a browser on this machine.
@@ -28,7 +29,6 @@ examples:
 
 Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
 """
-REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "charts" / "dashboard.py"
 PORT = 8501
 """Streamlit's own default."""
