@@ -2,12 +2,13 @@
 # make demo    text to two trained models to charts, on this machine
 # make check   style, types, and every test that starts no other process: about four minutes on two cores
 # make test    style, types and the whole test suite; as root on Debian, installs g++, libaio and Chromium for it
+# make test-long  `make test`, a CPU without AVX512, a short demo, the parity suite at 1 to 4 ranks, other Pythons
 # make size    how much code there is, beside what is allowed
 # make parity  every strategy against plain PyTorch, at 1 to 8 ranks on this machine
 # make faults  kill and stop runs, damage checkpoints, fill the disk: every run must resume
 # make vllm    vLLM in an environment of its own, .venv-vllm, for src/benchmark.py inference
 # make records  remake the committed records whose sources have changed, and their pages, on an idle machine
-# make test-pythons  other Pythons, if installed: tests without launchers, a demo of 6 steps
+# make test-pythons  other Pythons, if installed: `make check` and a demo of 6 steps
 # make dashboard  see runs, plan and try models in a browser, on 127.0.0.1
 # make screenshots  every page of the dashboard in both themes, into docs/images/dashboard
 # make charts  draw every chart of the committed records into charts/reference, the README's into docs/images
@@ -15,19 +16,17 @@
 # PYTHON=python3.12 make demo   uses another interpreter
 # STEPS=20 make demo            trains each model for 20 steps
 # STRATEGIES="ddp fsdp zero3" make demo   trains with these strategies too, and compares all
-# SELECTION=--without-processes make test-pythons   fewer tests: those that run in one process
 
 PYTHON ?= python3
 STEPS ?= 800
 STRATEGIES ?=
-SELECTION ?= --without-launchers
 VENV := .venv
 BIN := $(VENV)/bin
 REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help install size demo style check test test-pythons test-here parity faults vllm records charts dashboard screenshots
+.PHONY: help install size demo style check test test-long test-pythons test-here parity faults vllm records charts dashboard screenshots
 .DEFAULT_GOAL := help
 
 help:
@@ -70,6 +69,7 @@ style: $(BIN)/.installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/sentences.py
 
 size:
 	@$(PYTHON) tests/size.py
@@ -83,6 +83,17 @@ check: style
 test: style
 	@$(BIN)/python tests/system_packages.py
 	$(pytest)
+
+# Of a CPU without AVX512: what decodes, in which torch chooses among kernels.
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+DECODES := tests/inference tests/evaluation tests/serving tests/runtime/test_cpu_kernels.py \
+  tests/training/test_run_record.py tests/exporting/test_deepspeed_layout.py
+
+test-long: test
+	$(AVX2) $(pytest) --quiet $(DECODES)
+	$(MAKE) --no-print-directory demo STEPS=20
+	$(BIN)/python src/benchmark.py parity --ranks 1 2 4
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-pythons
 
 # Each version has its own environment; `make --jobs 2 test-pythons` tests them side by side.
 test-pythons: $(OTHERS:%=test-python%)
@@ -98,11 +109,9 @@ test-python%:
 	if [ -z "$$found" ]; then echo "Python $* is not installed here: nothing is tested with it"; else \
 	  $(MAKE) --no-print-directory test-here PYTHON="$$found" VENV=.venv-$*; fi
 
-# Launchers take most of the time of `make test`; the demo starts one.
-test-here: $(BIN)/.installed-for-tests
+test-here: check
 	@rm -rf $(VENV)/demo
 	@$(BIN)/python src/demo.py --steps 6 --into $(VENV)/demo
-	$(BIN)/python -m pytest $(SELECTION) --snapshot-warn-unused --quiet -p no:cacheprovider
 
 parity: $(BIN)/.installed
 	@$(BIN)/python src/benchmark.py parity

@@ -1,4 +1,4 @@
-"""Real text, prepared by the real script, and small real runs over it; and options that leave out tests."""
+"""Real text, prepared by the real script, and small real runs over it; and an option that leaves out tests."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from system_packages import command, lacking
 
 from dsgpt.benchmarks.cells import Corpus, prepare_corpus
 from dsgpt.common.command_line import raise_on_signals
-from dsgpt.machine.launcher import starts_launcher
 from dsgpt.training.command import train
 
 
@@ -61,47 +59,33 @@ def checkpoint(checkpoint_with_tokenizer: Path, tmp_path: Path) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--without-launchers",
-        action="store_true",
-        help="skip each test that starts deepspeed, torchrun or the dashboard, and read 20 mangled files of each kind",
-    )
-    parser.addoption(
         "--without-processes",
         action="store_true",
-        help="skip each test that starts another Python, by a launcher or not",
+        help="skip each test that starts another Python, also by a launcher; read 20 mangled files of each kind",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if starts_workers:
-        return
-    if config.getoption("--without-launchers") or config.getoption("--without-processes"):
-        sys.addaudithook(partial(_skip_at_start, any_python=config.getoption("--without-processes")))
+    if config.getoption("--without-processes") and not starts_workers:
+        sys.addaudithook(_skip_at_start)
         lost = "ignore:(?s).*Skipped. starts:pytest.PytestUnhandledThreadExceptionWarning"
         config.addinivalue_line("filterwarnings", lost)  # ``pytest_runtest_makereport`` reports them
 
 
+STARTERS = {"deepspeed", "torchrun", "streamlit", "bash", "sh", "make"}
+"""Programs that are Pythons, or start them."""
 _prevented: list[str] = []
 """What the current test was about to start, in any of its threads."""
 
 
-def _skip_at_start(event: str, about: tuple[Any, ...], *, any_python: bool) -> None:
-    """Skip a test, or all that share its fixture, when it is about to start a launcher or the dashboard.
-
-    So no list of tests is needed.
-    With ``any_python``, also when it is about to start another Python.
-    """
+def _skip_at_start(event: str, about: tuple[Any, ...]) -> None:
+    """Skip a test, or all that share its fixture, when it is about to start a Python. So no list of tests is needed."""
     if event == "subprocess.Popen":
-        words = [os.fsdecode(word) for word in about[1]]
-        program = Path(words[0]).name
-        if starts_launcher(words) or RANKS in words or "streamlit" in words:
-            _prevented.append("starts a launcher or the dashboard")
-        elif any_python and (program.startswith("python") or program in {"bash", "sh", "make"}):
+        program = Path(os.fsdecode(about[1][0])).name
+        if program.startswith("python") or program in STARTERS:
             _prevented.append("starts another Python")
-        else:
-            return
-        pytest.skip(_prevented[-1])
+            pytest.skip(_prevented[-1])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -124,17 +108,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(left_out)} tests left out; they need, as root: {command()}", yellow=True)
 
 
-RANKS = "dsgpt.benchmarks.worker"
-"""The module that the suites launch, also as one rank without a launcher."""
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With one of the options, skip tests that share launches, before their fixture prepares anything."""
+    """Skip tests that share launches before their fixture prepares anything."""
     _prevented.clear()
-    skips = item.config.getoption("--without-launchers") or item.config.getoption("--without-processes")
-    if skips and _shares_launches(item):
+    shared = SHARED.get(folder_of(item.path)) in getattr(item, "fixturenames", ())
+    if shared and item.config.getoption("--without-processes"):
         pytest.skip("starts a launcher")
-
-
-def _shares_launches(item: pytest.Item) -> bool:
-    return SHARED.get(folder_of(item.path)) in getattr(item, "fixturenames", ())

@@ -1,6 +1,7 @@
 """Without a usable Python, ``make`` prints one line: what is wrong, which versions work and what to do."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,26 +11,17 @@ import pytest
 from small_run import REPOSITORY
 
 MAKE = shutil.which("make")
-GOALS = [
-    "install",
-    "demo",
-    "check",
-    "test",
-    "parity",
-    "faults",
-    "vllm",
-    "records",
-    "charts",
-    "dashboard",
-    "screenshots",
-]
+INSTALLING = {"install", "demo", "check", "test", "test-long", "parity", "faults", "vllm", "records", "charts",
+              "dashboard", "screenshots"}  # fmt: skip
+GOALS = ("demo", "vllm")
+"""Each checks the interpreter in a recipe of its own; the others depend on that of ``demo``."""
 WORKING_VERSIONS = "3.11, 3.12 or 3.13"
 
 
 @pytest.fixture(autouse=True)
 def outside_make(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove what a ``make`` that runs the tests exports: its flags, and the variables of its command line."""
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "VENV", "STEPS", "STRATEGIES", "SELECTION"):
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "VENV", "STEPS", "STRATEGIES"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -147,7 +139,20 @@ def test_help_is_the_default(clone):
     command = [MAKE, "--no-print-directory"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
     goals = {line.split()[1] for line in done.stdout.splitlines()}
-    assert goals == {*GOALS, "size", "test-pythons"}
+    assert goals == {*INSTALLING, "size", "test-pythons"}
+
+
+def test_every_goal_checks_the_interpreter_first(clone):
+    """All but ``vllm`` lead to the environment's file."""
+    command = [MAKE, "--print-data-base", "--dry-run", "help"]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
+    rules = dict(re.findall(r"^([\w./-]+): (.*)$", done.stdout, flags=re.MULTILINE))
+
+    def needs(goal: str) -> set[str]:
+        named = set(rules.get(goal, "").split())
+        return named.union(*map(needs, named))
+
+    assert [goal for goal in sorted(INSTALLING - {"vllm"}) if ".venv/bin/.installed" not in needs(goal)] == []
 
 
 def test_other_pythons_are_found_or_skipped(clone, tmp_path):
@@ -161,6 +166,9 @@ def test_other_pythons_are_found_or_skipped(clone, tmp_path):
     command = [MAKE, "--dry-run", "test-pythons"]  # make still runs lines that start another make
     done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=True)
     assert "\nPython 3.12 is not installed here: nothing is tested with it\n" in done.stdout
-    assert ".venv-3.13/bin/python -m pytest --without-launchers" in done.stdout
+    assert (
+        ".venv-3.13/bin/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --without-processes"
+        in done.stdout
+    )
     assert ".venv-3.13/bin/python src/demo.py --steps 6 --into .venv-3.13/demo" in done.stdout
     assert ".venv-3.12/bin" not in done.stdout

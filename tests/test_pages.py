@@ -180,9 +180,7 @@ def known_flags() -> set[str]:
 
 @each(PRESENT)
 def test_flags_in_sentences_exist(page, known_flags):
-    tested = (
-        {"--without-launchers", "--without-processes", "--snapshot-update"} if page.name == "CONTRIBUTING.md" else set()
-    )
+    tested = {"--without-processes", "--snapshot-update"} if page.name == "CONTRIBUTING.md" else set()
     assert flags_in_text(page) - known_flags <= FLAGS_OF_OTHERS | tested
 
 

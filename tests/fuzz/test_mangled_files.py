@@ -16,7 +16,7 @@ from dsgpt.training.command import train
 
 SEED = 8
 FEW = 20
-"""Files of each kind with ``--without-launchers``, as other Pythons are tested."""
+"""Files of each kind with ``--without-processes``, as other Pythons are tested."""
 LONGEST_LINE = 4000
 LONGEST_SEC = 20
 """A hundred times what any of them takes. Quadratic work would take minutes."""
@@ -70,7 +70,7 @@ def test_a_mangled_file_is_refused_in_one_line_or_read(request, whole, tmp_path,
     assert "error:" not in capsys.readouterr().err
     good = (folder / kind.file).read_bytes()
     refused = 0
-    for number in range(min(kind.count, FEW) if request.config.getoption("--without-launchers") else kind.count):
+    for number in range(min(kind.count, FEW) if request.config.getoption("--without-processes") else kind.count):
         data = kind.mangle(good, random.Random(f"{SEED} {name} {number}"))
         (folder / kind.file).write_bytes(data)
         started = time.monotonic()
