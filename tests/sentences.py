@@ -15,7 +15,7 @@ _END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`*(\[0-9\"]|$)")
 
 def sentences(prose: str) -> Iterator[str]:
     """The sentences of a paragraph; code and a link's target count as one word."""
-    text = re.sub(r"\]\([^)]*\)", "]", prose)
+    text = re.sub(r"\]\([^)]*\)", "]", prose).replace(" · ", ". ")
     text = re.sub(r"(`+).+?\1", "`code`", text, flags=re.DOTALL)
     for sentence in _END.split(" ".join(text.split())):
         if any(character.isalpha() for character in sentence):
