@@ -4,9 +4,12 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+from dsgpt.common.errors import UserError
 from dsgpt.machine import topology
+from dsgpt.machine.process_group import joined
 from dsgpt.machine.topology import ParallelSizes, Topology, free_port
 
 
@@ -59,3 +62,30 @@ def test_a_free_port_is_none_that_a_connection_could_take_meanwhile(monkeypatch)
         assert free_port() != port
     monkeypatch.setattr(topology, "_first_port_of_connections", lambda: port)
     assert free_port() >= first_of_connections
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "the variable RANK is 2, but WORLD_SIZE is 2: "),
+        ({"RANK": "1"}, "the variable RANK is 1, but WORLD_SIZE is 1: "),
+        ({"WORLD_SIZE": "2"}, "the variable WORLD_SIZE is 2, but RANK is not set: "),
+        ({"WORLD_SIZE": "two"}, "the variable WORLD_SIZE is 'two', not a whole number: "),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_refused(variables, said):
+    """Otherwise the ranks wait for each other for ever, or PyTorch ends with a traceback."""
+    with pytest.raises(UserError) as caught:
+        topology.read_topology(variables)
+    (line,) = caught.value.problems
+    assert line.startswith(said)
+
+
+def test_ranks_that_cannot_meet_are_refused(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with (
+        pytest.raises(UserError, match=r"^not set: MASTER_ADDR, MASTER_PORT, "),
+        joined(place(0, 2), torch.device("cpu")),
+    ):
+        pass

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgpt.common.errors import UserError
 from dsgpt.machine.topology import Topology, free_port
 
 if TYPE_CHECKING:
@@ -27,11 +28,16 @@ def joined(topology: Topology, device: torch.device) -> Iterator[None]:
     A process without a launcher forms a group of one rank, because DeepSpeed needs a group. It overwrites ``RANK``
     and related variables, which an earlier job may have left. After an error the group is not destroyed: that could
     wait for ranks that are gone.
+
+    Raises:
+        UserError: the variables do not say where the ranks meet.
     """
     if topology.launcher == "python":
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(f"not set: {', '.join(missing)}, where the ranks meet: start them with a launcher")
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

@@ -103,7 +103,7 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
         local_rank_flag: ``--local_rank``, which older launchers pass instead of ``LOCAL_RANK``.
 
     Raises:
-        UserError: a variable is not a whole number.
+        UserError: a variable is not a whole number, or contradicts another.
     """
     world_size = _whole(environment, "WORLD_SIZE", 1)
     rank = _whole(environment, "RANK", 0)
@@ -114,6 +114,11 @@ def read_topology(environment: Mapping[str, str] = os.environ, *, local_rank_fla
         launcher = "deepspeed" if "CROSS_RANK" in environment or "LOCAL_SIZE" in environment else "launcher"
     else:
         launcher = "python"
+    way_out = "start the ranks with a launcher, or unset the launcher's variables"
+    if world_size > 1 and "RANK" not in environment:
+        raise UserError(f"the variable WORLD_SIZE is {world_size}, but RANK is not set: {way_out}")
+    if rank >= world_size:
+        raise UserError(f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}: {way_out}")
     local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", _whole(environment, "LOCAL_SIZE", world_size))
     return Topology(
         rank=rank,
