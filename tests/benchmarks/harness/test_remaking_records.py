@@ -11,7 +11,7 @@ import pytest
 from git_repository import commit_all, commit_of, git, write
 from small_run import REPOSITORY
 from suite_commands import benchmark, refusal
-from test_import_rule import ROOMS
+from test_architecture import ROOMS
 
 from dsgpt.benchmarks.frame import SUITES, SWEEP, record_sources
 from dsgpt.benchmarks.records import RECORDS, REFERENCE, TRAINED, WORK, check_lines, remake_records

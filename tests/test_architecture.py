@@ -1,4 +1,4 @@
-"""Imports between rooms have one direction, and slow imports happen only where they are needed."""
+"""Imports between rooms have one direction, slow imports happen only where they are needed, and the page says so."""
 
 import ast
 import re
@@ -168,3 +168,36 @@ def test_zero_starts_without_the_compiler(tmp_path):
     assert (tmp_path / "run" / "RUN_COMPLETE.txt").exists()
     assert "deepspeed" in found
     assert not found & {"functorch", "jinja2", "networkx"}
+
+
+# The page that shows the rule.
+
+PAGE = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+PICTURE = re.search(r"```text\n(.*?)```", PAGE, flags=re.DOTALL).group(1)
+
+
+def test_the_picture_shows_the_floors():
+    drawn = [line.split("|")[1].split(" · ") for line in PICTURE.splitlines() if "|" in line]
+    assert [[room.strip() for room in floor] for floor in drawn] == [list(floor) for floor in FLOORS[::-1]]
+
+
+def test_the_table_says_of_each_room_what_its_docstring_says():
+    table = PAGE.split("| room | contents |\n", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    assert table == [f"| `{room}` | {summary(room)} |" for room in ROOMS]
+
+
+def summary(room: str) -> str:
+    """The first paragraph of the room's docstring, as a page writes it."""
+    place = PACKAGE.joinpath(*room.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n", 1)[0].split()).replace("``", "`")
+
+
+def test_the_way_of_a_run_names_modules_that_exist():
+    way = re.search(r"^    src/gpt2\.py\n((?:      .*\n)+)", PAGE, flags=re.MULTILINE).group(1)
+    modules = re.findall(r"(?:^ +|-> )([a-z_]+\.[a-z_]+)\b", way, flags=re.MULTILINE)
+    assert len(modules) >= 8
+    for module in modules:
+        place = PACKAGE.joinpath(*module.split("."))
+        assert place.with_suffix(".py").exists() or place.parent.with_suffix(".py").exists(), module
