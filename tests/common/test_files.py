@@ -1,10 +1,31 @@
-"""Files are replaced whole or not at all."""
+"""Files, JSON files, locks, and small helpers of the common room."""
 
+import errno
+import fcntl
 import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from dsgpt.common.files import write_atomic, write_json_atomic
+from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import Lock, NoLocksError, write_atomic, write_json_atomic
+from dsgpt.common.json_files import (
+    MAX_DEPTH,
+    Finite,
+    JsonError,
+    Positive,
+    parse_as,
+    parse_json,
+    read_bytes,
+    read_object,
+)
+from dsgpt.common.text import divisors, divisors_around, largest_divisor, multiples_around
+
+# Files are replaced whole or not at all.
 
 
 def test_replacing_leaves_one_file(tmp_path):
@@ -30,3 +51,203 @@ def test_a_failed_rename_leaves_nothing_beside(tmp_path):
     with pytest.raises(OSError, match="folder"):
         write_atomic(tmp_path / "folder", b"data")
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+# Invalid or oversized JSON gives an error of one line; a value of the wrong type is named with its place.
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: Positive
+    sizes: tuple[int, ...] = ()
+    rate: Finite | None = None
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"[" * 200_000, f"nested more than {MAX_DEPTH} deep"),
+        (b'{"a":' * 200_000, f"nested more than {MAX_DEPTH} deep"),
+        (b"NaN", "NaN is not a JSON number"),
+        (b"-Infinity", "-Infinity is not a JSON number"),
+        (b"[1e999]", "1e999 is too large"),
+        (b"9" * 5000, "a whole number in it has more than 4,300 digits"),
+        (b'"\xff"', "not UTF-8 text (byte 1)"),
+        ("{}".encode("utf-16"), "it is UTF-16 text, not UTF-8"),
+        ("{}".encode("utf-16-le"), "it is UTF-16-LE text, not UTF-8"),
+        (b'{"a": 1, "a": 2}', 'the key "a" is given twice'),
+        (b'["\\ud800"]', "half of a surrogate pair"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, bytes) else "",
+)
+def test_invalid_json_is_an_error_of_one_line(data, message):
+    with pytest.raises(JsonError) as caught:
+        parse_json(data)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b'"' + b'\\"' * 1_000_000, b'{"' + b"[" * 1_000_000, b'{"a": "' + b"\\" * 1_000_001, b'["' * 100_000]
+)
+def test_no_text_takes_quadratic_time(data):
+    """The search takes far less than 30 s. One that began again at every quote took minutes."""
+    started = time.monotonic()
+    with pytest.raises(JsonError):
+        parse_json(data)
+    assert time.monotonic() - started < 30
+
+
+def test_brackets_in_strings_are_not_nesting():
+    assert parse_json(b'["' + b"[" * 100 + b'\\"]{"]') == ["[" * 100 + '"]{']
+    assert parse_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[]", "Input should be an object, not []"),
+        (b"{}", "layers: Field required"),
+        (b'{"layers": 0}', "layers: Input should be greater than or equal to 1, not 0"),
+        (b'{"layers": true}', "layers: Input should be a valid integer, not True"),
+        (b'{"layers": "1"}', "layers: Input should be a valid integer, not '1'"),
+        (b'{"layers": 1, "sizes": [1, 2.5]}', "sizes.1: Input should be a valid integer"),
+        (b'{"layers": 1, "extra": 2}', "extra: Unexpected keyword argument"),
+        (b'{"layers": 1, "rate": "' + b"x" * 10_000 + b'"}', "rate: Input should be a valid number, not 'xxx"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_named_with_its_place(data, message):
+    with pytest.raises(JsonError) as caught:
+        parse_as(data, Shape)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_many_faults_are_counted():
+    with pytest.raises(JsonError, match=r"; and 997 more$"):
+        parse_as(b'{"layers": 1, "sizes": [' + b",".join([b'"a"'] * 1000) + b"]}", Shape)
+
+
+def test_valid_values_are_typed():
+    assert parse_as(b'{"layers": 2, "sizes": [1], "rate": 3}', Shape) == Shape(layers=2, sizes=(1,), rate=3.0)
+    assert parse_as(b'{"layers": 2, "more": 1}', Shape, unknown_keys=True) == Shape(layers=2)
+
+
+def test_only_regular_files_within_the_limit_are_read(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    (tmp_path / "list").write_bytes(b"[]")
+    for name, message in (
+        ("pipe", "not a regular file"),
+        ("missing", "No such file"),
+        ("large", "larger than 10 bytes"),
+    ):
+        with pytest.raises(JsonError, match=message):
+            read_bytes(tmp_path / name, max_bytes=10)
+    with pytest.raises(JsonError, match="Is a directory"):
+        read_bytes(tmp_path)
+    with pytest.raises(JsonError, match="object in braces"):
+        read_object(tmp_path / "list")
+
+
+# Locks between processes. The tests that kill runs also test that the system frees the lock of a killed process.
+
+
+def test_a_lock_has_one_holder_until_it_is_released(tmp_path: Path):
+    with Lock.of_file(tmp_path / "lock") as first, Lock.of_file(tmp_path / "lock") as second:
+        assert first.take() and not second.take()
+        first.release()
+        assert second.take(wait=True)
+    with Lock.of_file(tmp_path / "lock") as third:
+        assert third.take()
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_shared_lock_excludes_only_exclusive_ones(tmp_path: Path):
+    with Lock.of_folder(tmp_path) as first, Lock.of_folder(tmp_path) as second, Lock.of_folder(tmp_path) as third:
+        assert first.take(shared=True) and second.take(shared=True) and not third.take()
+
+
+def test_links_are_followed_only_on_request(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    for link, target in (("file-link", "file"), ("folder-link", "folder")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    with pytest.raises(OSError) as refused:
+        Lock.of_file(tmp_path / "file-link")
+    assert refused.value.errno == errno.ELOOP
+    assert not (tmp_path / "file").exists()
+    with pytest.raises(NotADirectoryError):
+        Lock.of_folder(tmp_path / "folder-link")
+    with Lock.of_folder(tmp_path / "folder-link", follow_link=True) as lock:
+        assert lock.take()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOLCK, NoLocksError), (errno.EIO, OSError)])
+def test_missing_locks_and_failing_ones_raise_different_errors(tmp_path: Path, monkeypatch, number, kind):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Lock.of_file(tmp_path / "lock") as lock, pytest.raises(OSError) as refused:
+        lock.take()
+    assert (type(refused.value), refused.value.errno) == (kind, number)
+
+
+# Divisors and multiples next to a number, against counting.
+
+
+@pytest.mark.parametrize("number", [*range(1, 50), 97, 360, 4096])
+def test_divisors_are_those_that_counting_finds(number):
+    expected = [d for d in range(1, number + 1) if number % d == 0]
+    assert divisors(number) == expected
+    assert largest_divisor(number, at_most=8) == max(d for d in expected if d <= 8)
+
+
+def test_neighbours_in_words():
+    assert [divisors_around(12, wanted) for wanted in (5, 8, 13)] == ["4 or 6", "6 or 12", "12"]
+    assert [multiples_around(number, 4) for number in (2, 5, 11)] == ["4", "4 or 8", "8 or 12"]
+
+
+# The command line of every script: all mistakes are noted, and words are read as argparse reads them.
+
+
+def read(*words: str) -> tuple[dict[str, object], list[str]]:
+    """The values, and the mistakes."""
+    reader = Reader()
+    parser = Parser(description="For a test.")
+    parser.add_argument("place", nargs="?")
+    parser.add_argument("--text")
+    parser.add_argument("--share", type=reader.share("--share"))
+    parser.add_argument("--many", nargs="+")
+    parser.add_argument("--kind", type=reader.choice("--kind", ("one", "two"), None))
+    values = vars(read_words(parser, reader, words, elsewhere={"--size": "give --share"}))
+    try:
+        reader.problems.raise_if_any()
+    except UserError as error:
+        return values, list(error.problems)
+    return values, []
+
+
+@pytest.mark.parametrize("value", ["-", "-1", "-0.5", "- a text", "--a text", "x"])
+def test_words_that_argparse_reads_as_values(value):
+    assert read("--text", value) == ({"place": None, "text": value, "share": None, "many": None, "kind": None}, [])
+
+
+def test_all_mistakes_are_noted(snapshot):
+    values, mistakes = read(
+        "here", "--text", "-x", "--many", "--kind", "tow", "--share", "1", "--texts=a", "--size", "3", "--zzz", "--text"
+    )
+    assert values["place"] == "here"
+    assert mistakes == snapshot
+
+
+def test_a_missing_argument_is_an_error():
+    with pytest.raises(UserError, match="the following arguments are required: --text; see --help"):
+        parser = Parser(description="For a test.")
+        parser.add_argument("--text", required=True)
+        read_words(parser, Reader(), [])

@@ -1,13 +1,19 @@
-"""Recipe files: change one, read one, list its mistakes."""
+"""Recipe files: change one, read one, list its mistakes; and a request that is resolved without training it."""
 
 import copy
 from pathlib import Path
 from typing import Any
 
-from small_run import RECIPE, REPOSITORY
+from small_run import RECIPE, REPOSITORY, command_line
 
 from dsgpt.common.errors import Problems, UserError
+from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe import Recipe, read_recipe
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.machine.topology import read_topology
+
+# Recipe files: change one, read one, list its mistakes.
+
 
 SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
@@ -39,3 +45,11 @@ def understood(path: Path) -> Recipe:
     problems.raise_if_any()
     assert recipe is not None
     return recipe
+
+
+# Resolves a request without training it.
+
+
+def resolved(folder: Path, environment: dict[str, str] | None = None, **changes: Any) -> RunConfig:
+    options, problems = parse_arguments(command_line(folder, **changes))
+    return resolve(options, topology=read_topology(environment or {}), problems=problems)

@@ -140,24 +140,6 @@ def test_flags_override_the_json():
     assert request(steps=2).over(request(32, 4, None)) == request(32, None, 2)
 
 
-@pytest.mark.parametrize(
-    ("asked", "ranks"),
-    [
-        (request(), 2),
-        (request(micro=4), 2),
-        (request(32), 3),
-        (request(2), 4),
-        (request(32, 3), 2),
-        (request(32, 4, 4), 1),
-        (request(8, steps=16), 1),
-        (request(999_999_999_989), 2),
-    ],
-    ids=lambda value: str(value) if isinstance(value, int) else "-".join(str(size) for size in vars(value).values()),
-)
-def test_errors_name_the_nearest_valid_sizes(snapshot, asked, ranks):
-    assert planned(asked, ranks)[2] == snapshot
-
-
 def test_default_micro_batch():
     for total, micro in ((32, 8), (36, 6), (7, 7), (97, 1), (8, 8), (480, 8)):
         assert planned(request(total), 1)[0].micro_batch_size == micro

@@ -1,13 +1,20 @@
 """Every combination that cannot be trained correctly is refused in one line, with the reason and an alternative."""
 
+import json
+import re
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from messages import without_paths
-from small_run import RECIPE, command_line, write_data, write_recipe
+from recipe_files import resolved
+from small_run import RECIPE, REPOSITORY, command_line, write_data, write_recipe
 
 from dsgpt.common.errors import UserError
 from dsgpt.config import compatibility
+from dsgpt.config import compatibility as known_bad
+from dsgpt.config.compatibility import ALLOW, KNOWN_BAD, TESTED, KnownBad
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import ZeroRecipe
 from dsgpt.config.run_config import RunConfig, resolve
@@ -15,7 +22,10 @@ from dsgpt.machine import device
 from dsgpt.machine.topology import Topology
 from dsgpt.planner.setup import model_parameters, total
 from dsgpt.strategies.deepspeed.setup import engine_config
+from dsgpt.training.command import train
 from dsgpt.training.run_description import describe_run, setup_of
+
+# Every combination that cannot be trained correctly is refused in one line, with the reason and an alternative.
 
 
 def asked(folder, *, ranks: int, recipe: dict, **flags) -> RunConfig:
@@ -30,35 +40,6 @@ NVME = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"
 SMALL_BUCKET = {"reduce_bucket_size": 500}
 QUANTIZED = {"stage": 3, "zero_quantized_weights": True}
 REFUSED = {
-    "ranks that hold no whole copy": {"ranks": 3, "recipe": {"tensor_parallel": {"autotp_size": 2}}},
-    "fewer ranks than a copy needs": {"ranks": 1, "recipe": {"pipeline": {"stages": 2}}},
-    "a pipeline with ZeRO-2": {"ranks": 2, "recipe": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}},
-    "a pipeline with ZeRO-3": {"ranks": 2, "recipe": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}},
-    "a pipeline with ZeRO-0 in bf16": {
-        "ranks": 2,
-        "recipe": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 0}},
-        "precision": "bf16",
-    },
-    "a pipeline with timers": {"ranks": 2, "recipe": {"pipeline": {"stages": 2}, "wall_clock_breakdown": True}},
-    "FSDP that adds up micro batches in bf16": {
-        "ranks": 2,
-        "recipe": {"dsgpt": {"fsdp": {"reduce_dtype": "low"}}},
-        "run_type": "fsdp",
-        "precision": "bf16",
-        "grad_accum_steps": 2,
-    },
-    "tensor parallelism with ZeRO-3": {
-        "ranks": 2,
-        "recipe": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
-    },
-    "sequence and tensor parallelism": {
-        "ranks": 4,
-        "recipe": {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2},
-    },
-    "heads that do not divide": {"ranks": 4, "recipe": {"tensor_parallel": {"autotp_size": 4}}},
-    "heads that sequence parallelism does not divide": {"ranks": 4, "recipe": {"sequence_parallel_size": 4}},
-    "sequences that do not divide": {"ranks": 2, "recipe": {"sequence_parallel_size": 2}, "seq_length": 15},
-    "more stages than blocks": {"ranks": 4, "recipe": {"pipeline": {"stages": 4}}},
     "offload with a split model": {
         "ranks": 2,
         "recipe": {
@@ -66,23 +47,16 @@ REFUSED = {
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         },
     },
-    "compiling a split model": {"ranks": 2, "recipe": {"pipeline": {"stages": 2}}, "compile": True},
-    "compiling at ZeRO-3": {"ranks": 2, "recipe": {"zero_optimization": {"stage": 3}}, "compile": True},
     "offload to nvme with a split model": {
         "ranks": 2,
         "recipe": {"sequence_parallel_size": 2, "zero_optimization": NVME},
     },
-    "Zero++ on a CPU": {"ranks": 2, "recipe": {"zero_optimization": QUANTIZED}},
     "Zero++ with offload": {
         "ranks": 2,
         "recipe": {"zero_optimization": QUANTIZED | {"offload_param": {"device": "cpu"}}},
     },
-    "Zero++ with a split model": {"ranks": 2, "recipe": {"sequence_parallel_size": 2, "zero_optimization": QUANTIZED}},
-    "a second copy that does not divide the ranks": {
-        "ranks": 4,
-        "recipe": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
-    },
 }
+"""What the goldens do not ask for, because the machine decides, too."""
 
 
 SUITABLE = {
@@ -241,3 +215,88 @@ def test_the_remaining_ranks_are_data_parallel(tmp_path, recipe, name, data_rank
     assert config.strategy_name == name
     assert config.batch.data_parallel_size == data_ranks
     assert config.batch.micro_batch_size * config.batch.gradient_accumulation_steps * data_ranks == 8
+
+
+# Releases of DeepSpeed that train wrong are refused where they do, unless the user insists. Versions are pretended.
+
+
+SPLIT = {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}
+
+
+def stage(number: int, **more: object) -> dict[str, object]:
+    return {"zero_optimization": {"stage": number, **more}}
+
+
+@pytest.mark.parametrize(
+    ("release", "recipe", "flags", "thread"),
+    [
+        ("0.17.6", stage(2), {}, "issues/7718"),
+        ("0.18.2.post1", stage(2), {}, "issues/7718"),
+        ("0.17.5", stage(2), {}, None),
+        ("0.18.3", stage(2), {}, None),
+        ("0.18.2", SPLIT, {"grad_accum_steps": 2}, "issues/7773"),
+        ("0.18.2", SPLIT, {"grad_accum_steps": 1}, None),
+        ("0.18.5", stage(0), {"precision": "bf16"}, "issues/7837"),
+        ("0.18.5", stage(0), {"precision": "fp32"}, None),
+        ("0.18.6", stage(0), {"precision": "bf16"}, None),
+        ("0.18.6", stage(1), {"precision": "bf16"}, "pull/7985"),
+        ("0.18.6", stage(1), {"precision": "bf16", "ranks": 1}, None),
+        ("0.19.0", stage(1), {"precision": "bf16"}, None),
+        ("0.18.4", stage(2, overlap_comm=True), {"device": "cuda", "precision": "fp32"}, "pull/7965"),
+        ("0.18.4", stage(2), {"device": "cuda", "precision": "fp32"}, None),
+        ("0.18.9", stage(2), {}, "no thread"),
+        ("0.18.9", stage(3), {}, None),
+        ("0.18.2", stage(2), {"run_type": "ddp"}, None),
+        (TESTED, stage(2), {"precision": "bf16"}, None),
+    ],
+)
+def test_what_a_release_trains_wrong_is_refused(tmp_path, monkeypatch, release, recipe, flags, thread):
+    monkeypatch.setattr(known_bad, "version", lambda _: release)
+    monkeypatch.setattr(device, "cuda_devices", lambda: 2 if flags.get("device") == "cuda" else 0)
+    flags = {"ranks": 2, **flags}
+    if thread is None:
+        notices = asked(tmp_path, recipe=recipe, **flags).notices
+        untested = release != TESTED and flags.get("run_type") != "ddp"
+        assert sum(f"DeepSpeed {release} is installed" in line for line in notices) == untested
+        return
+    with pytest.raises(UserError) as caught:
+        asked(tmp_path, recipe=recipe, **flags)
+    (line,) = caught.value.problems
+    assert f"recipe.json: DeepSpeed {release} cannot train this: " in line
+    assert f"(DeepSpeed's {thread}): install {TESTED}" in line
+
+
+def test_a_machine_without_deepspeed_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(known_bad, "version", Mock(side_effect=PackageNotFoundError("deepspeed")))
+    with pytest.raises(UserError, match=f"^--run_type optimized needs DeepSpeed: install it .*=={TESTED}"):
+        asked(tmp_path, recipe=stage(2), ranks=2)
+
+
+def test_a_dry_run_is_refused_and_the_user_may_insist_which_is_recorded(here, monkeypatch, capsys):
+    monkeypatch.setattr(known_bad, "version", lambda _: "0.18.5")
+    write_recipe(here / "recipe.json", RECIPE, **stage(0))
+    words = command_line(here, run_type="optimized", precision="bf16", max_train_steps=1, no_inference=True)
+    assert train([*words, "--dry_run"]) == 2
+    assert f"set {ALLOW}=1 to train all the same" in capsys.readouterr().err
+    monkeypatch.setenv(ALLOW, "1")
+    assert resolved(here, run_type="optimized", precision="bf16").allowed_faults == ("issues/7837",)
+    assert train(words) == 0
+    assert f"{ALLOW}=1 lets DeepSpeed 0.18.5 train, though gradients are divided" in capsys.readouterr().out
+    record = json.loads((here / "run" / "training_metrics.json").read_text())
+    assert record["env"]["allowed_faults"] == "issues/7837"
+
+
+def test_the_page_shows_the_table_and_the_pin():
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    assert "|---|---|---|---|---|---|\n" + "".join(map(row, KNOWN_BAD)) in page
+    pinned = re.search(r"^deepspeed==(.*)$", (REPOSITORY / "requirements.txt").read_text(), flags=re.MULTILINE)
+    assert pinned and pinned.group(1) == TESTED
+
+
+def row(known: KnownBad) -> str:
+    """A fault as the page has it."""
+    stages = "any" if len(known.stages) == 4 else ", ".join(map(str, known.stages))
+    thread = known.thread
+    if thread != "no thread":
+        thread = f"[{thread}](https://github.com/deepspeedai/DeepSpeed/{thread})"
+    return f"| `{known.releases}` | {stages} | {known.precision} | {known.needs} | {thread} | {known.effect} |\n"

@@ -2,17 +2,22 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from messages import without_paths
-from requests_here import resolved
+from recipe_files import resolved
 from small_run import RECIPE, TOKENS, command_line, random_ids, write_recipe, write_tokens
 
 from dsgpt.common.errors import UserError
+from dsgpt.config.options import Options, parse_arguments
 from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.topology import read_topology
 from dsgpt.training.command import train
+
+# How a request is resolved: flags over JSON over defaults, with the data and the launcher.
+
 
 Refused = Callable[..., list[str]]
 
@@ -159,3 +164,86 @@ def test_any_seed_works(here):
     assert train(command_line(here, seed=20_260_101_123_456_789, dropout=0.1, max_train_steps=1)) == 0
     with pytest.raises(UserError):
         resolved(here, seed=-1)
+
+
+# The command line: every flag is read and every mistake is reported; no mistake stops the reading.
+
+
+def options(*words: str) -> Options:
+    found, problems = parse_arguments(words)
+    problems.raise_if_any()
+    return found
+
+
+def test_without_flags_all_options_have_their_defaults():
+    assert options() == Options()
+
+
+EVERY_FLAG = {
+    "run_type": "baseline",
+    "train_data_path": "a.bin",
+    "val_data_path": "b.bin",
+    "checkpoint_path": "run",
+    "deepspeed_config": "c.json",
+    "model_size": "tiny",
+    "init_from": "gpt2",
+    "num_layers": "1",
+    "num_heads": "2",
+    "embedding_size": "4",
+    "max_position_embeddings": "8",
+    "vocab_size": "16",
+    "dropout": "0.5",
+    "seq_length": "7",
+    "epochs": "3",
+    "max_train_steps": "9",
+    "max_val_steps": "5",
+    "global_batch_size": "32",
+    "micro_batch_size_per_gpu": "6",
+    "grad_accum_steps": "11",
+    "enforce_global_batch_size": None,
+    "precision": "bf16",
+    "device": "cpu",
+    "threads_per_device": "12",
+    "num_workers": "13",
+    "compile": None,
+    "activation_checkpointing": None,
+    "steps_per_print": "14",
+    "monitor_every": "2.5",
+    "profile_comm": "4",
+    "profile": "21",
+    "eval_every": "15",
+    "save_every": "17",
+    "keep_checkpoints": "18",
+    "save_mode": "async",
+    "on_save_failure": "continue",
+    "max_hours": "22.5",
+    "max_cost": "23.5",
+    "price_per_gpu_hour": "24.5",
+    "plan": "d.json",
+    "on_event": "true",
+    "track": "csv,wandb",
+    "seed": "19",
+    "resume": None,
+    "allow_changed": "data,recipe",
+    "overwrite": None,
+    "verify_data": None,
+    "no_inference": None,
+    "dry_run": None,
+    "local_rank": "20",
+}
+
+
+def test_every_option_has_a_flag_that_is_read():
+    assert set(EVERY_FLAG) == {field.name for field in fields(Options)}
+    words = [word for name, value in EVERY_FLAG.items() for word in (f"--{name}", value) if word is not None]
+    found = options(*words)
+    for name, value in EVERY_FLAG.items():
+        read = getattr(found, name)
+        text = ",".join(read) if isinstance(read, tuple) else str(read)
+        assert read is True if value is None else text == value, name
+        assert read != getattr(Options(), name), name
+
+
+def test_a_value_may_follow_an_equals_sign():
+    assert options("--epochs=3", "--run_type=optimized") == Options(epochs=3, run_type="optimized")
+    assert options("--max_train_steps", "1,000", "--seed", "1_000") == Options(max_train_steps=1000, seed=1000)

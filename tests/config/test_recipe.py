@@ -1,16 +1,22 @@
-"""A recipe is read as DeepSpeed reads it, and a written recipe can be read again."""
+"""A recipe is read as DeepSpeed reads it; a written recipe can be read again; every mistake is a line."""
 
 import json
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from recipe_files import SHIPPED, understood
-from small_run import RECIPE, write_recipe
+from recipe_files import SHIPPED, changed, problems_of, understood
+from small_run import RECIPE, REPOSITORY, write_recipe
 
-from dsgpt.config.recipe import RecipeSettings
+from dsgpt.common.errors import Problems
+from dsgpt.config.recipe import Recipe, RecipeSettings, read_recipe
 from dsgpt.config.recipe_blocks import Bf16, DdpRecipe, FsdpRecipe, OptimizerRecipe, SchedulerRecipe, ZeroRecipe
 from dsgpt.machine.topology import ParallelSizes
+from dsgpt.model.config import PRESETS
+
+# A recipe is read as DeepSpeed reads it, and a written recipe can be read again.
 
 
 def test_each_written_key_is_read(file):
@@ -101,3 +107,123 @@ def test_a_recipe_made_in_python_is_checked_and_written_in_deepspeeds_form():
     }
     with pytest.raises(ValidationError, match="must be a number of at least 0, not -1"):
         OptimizerRecipe(type="AdamW", lr=-1)
+
+
+# Every mistake in a recipe is reported, in one line, with its place and what is allowed.
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"a": 1,}', "is not valid JSON: Illegal trailing comma before end of object: line 1 column 8 (char 7)"),
+        ("", "is not valid JSON: Expecting value: line 1 column 1 (char 0)"),
+        ('{"lr": NaN}', "is not valid JSON: NaN is not a JSON number"),
+        ('{"lr": -Infinity}', "is not valid JSON: -Infinity is not a JSON number"),
+        ('{"a": {"lr": 1, "lr": 2}}', 'is not valid JSON: the key "lr" is given twice: keep one of them'),
+    ],
+)
+def test_not_json(file, text, line):
+    (found,) = problems_of(write_recipe(file, text))
+    assert found == line or "trailing comma" in line  # Python 3.13's words; earlier versions differ
+    assert found.startswith("is not valid JSON: ")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"\x80{}", b"[" * 200_000, b'{"a": ' + b"1" * 5000 + b"}"])
+def test_data_that_is_not_text(file, data):
+    file.write_bytes(data)
+    (found,) = problems_of(file)
+    assert found.startswith("is not valid JSON: ")
+
+
+def test_a_byte_order_mark_is_accepted(file):
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(RECIPE).encode())
+    assert problems_of(file) == []
+
+
+def test_numbers_beyond_floats_are_refused(file):
+    text = json.dumps(RECIPE).replace('"gradient_clipping": 1.0', '"gradient_clipping": 1e999')
+    assert problems_of(write_recipe(file, text)) == ["is not valid JSON: 1e999 is too large for a number"]
+
+
+def test_a_recipe_of_many_unknown_keys_is_refused_at_once(file):
+    """20,000 once took 12 s: each line was compared with all previous ones, and each key with all known ones."""
+    found = problems_of(write_recipe(file, RECIPE, **{f"key_{number}": number for number in range(20_000)}))
+    assert len(found) == 21
+    assert found[0].startswith("key_0 is not a known key")
+    assert found[-1] == f"{file} has 19,980 more unknown keys"
+
+
+@pytest.mark.parametrize(("key", "reason"), Recipe.REFUSED.items())
+def test_refused_keys_are_reported_with_the_reason(file, key, reason):
+    assert problems_of(write_recipe(file, RECIPE, **{key: {}})) == [f"{key} is not supported: {reason}"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("train_batch_size",),
+        ("optimizer", "params", "lr"),
+        ("scheduler", "params", "total_num_steps"),
+        ("zero_optimization", "reduce_bucket_size"),
+        ("fp16", "enabled"),
+        ("aio", "block_size"),
+    ],
+)
+def test_auto_is_refused_in_every_place(file, place):
+    found = problems_of(write_recipe(file, changed(*place, to="auto")))
+    assert f'{": ".join(place)} is "auto": write the value, or leave the key out for its default' in found
+
+
+def test_an_unknown_key_hides_no_mistake_between_blocks(file):
+    wrong = {
+        "fp16": {"enabled": True, "foo": 1},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_com": True, "offload_param": {"device": "cpu", "foo": 1}},
+    }
+    found = problems_of(write_recipe(file, RECIPE, **wrong))
+    for part in ("fp16: foo", "overlap_com", "offload_param: foo", "both enabled", "needs ZeRO stage 3"):
+        assert sum(part in line for line in found) == 1, (part, found)
+    assert len(found) == 5
+
+
+# `ds_configs/sizes`: one recipe for each size, and what the page says about them.
+
+
+FOLDER = REPOSITORY / "ds_configs"
+TUNED = {"train_batch_size", "lr", "betas", "weight_decay", "warmup_num_steps", "cos_min_ratio"}
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
+
+
+def differences(one: Any, two: Any, key: str = "") -> set[str]:
+    """The keys at which two recipes differ."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return {name for key in one.keys() | two.keys() for name in differences(one.get(key), two.get(key), key)}
+    return {key} if one != two else set()
+
+
+def test_every_size_has_a_recipe():
+    assert {path.stem for path in (FOLDER / "sizes").iterdir()} == set(PRESETS)
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_it_is_zero1_with_other_settings(size):
+    assert differences(read("zero1.json"), read(f"sizes/{size}.json")) <= TUNED
+    problems = Problems()
+    assert read_recipe(FOLDER / "sizes" / f"{size}.json", problems).zero_stage == 1
+    problems.raise_if_any()
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_the_page_has_its_settings(size):
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| `sizes/{size}.json` \|(.*)\|$", page, flags=re.MULTILINE)[1]
+    recipe = read(f"sizes/{size}.json")
+    optimizer, schedule = recipe["optimizer"]["params"], recipe["scheduler"]["params"]
+    figures = (
+        *(recipe["train_batch_size"], optimizer["lr"], schedule["warmup_num_steps"]),
+        *(optimizer["betas"][1], schedule["cos_min_ratio"]),
+    )
+    assert [cell.strip() for cell in row.split("|")][:5] == [f"{figure:g}" for figure in figures]

@@ -1,51 +1,27 @@
-"""Requests that cannot be trained are refused, with one line per mistake.
-
-The tests call ``dsgpt.training.command.train``, as ``src/gpt2.py`` does. It exits with code 2 before a
-model is built and before anything is written.
-"""
+"""Requests that cannot be trained are refused before anything is written; most are in tests/goldens/refusals.txt."""
 
 import copy
-import os
-import subprocess
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from requests_here import resolved
-from small_run import RECIPE, REPOSITORY, command_line, random_ids, write_recipe, write_tokens
+from recipe_files import resolved
+from small_run import RECIPE, TOKENS, command_line, random_ids, write_recipe, write_tokens
 
 from dsgpt.config import compatibility
 from dsgpt.config import options as trackers
 from dsgpt.config.compatibility import nvme_paths
 from dsgpt.training.command import train
 
+# Requests that cannot be trained are refused, with one line per mistake.
+
+
 Refused = Callable[..., list[str]]
 
 
 # The recipe
-
-
-def test_unknown_json_key(here, refused):
-    write_recipe(here / "recipe.json", RECIPE, train_batch=8)
-    (line,) = refused()
-    assert line == "recipe.json: train_batch is not a known key (did you mean train_batch_size?)"
-
-
-def test_json_that_does_not_parse(here, refused, snapshot):
-    write_recipe(here / "recipe.json", '{"train_batch_size": 8')
-    assert refused() == snapshot
-
-
-@pytest.mark.parametrize("text", ["[]", "5", '"zero1"', "null", "[[1, 2], {}]"])
-def test_json_of_another_kind(here, refused, text):
-    write_recipe(here / "recipe.json", text)
-    (line,) = refused()
-    assert line.startswith("--deepspeed_config recipe.json: must be an object in braces, not ")
-
-
-def test_batch_that_is_not_divisible(here, refused, snapshot):
-    assert refused(micro_batch_size_per_gpu=3) == snapshot
 
 
 def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(here):
@@ -57,12 +33,6 @@ def test_nvme_offload_swaps_into_the_run_folder_unless_the_recipe_names_another(
         "offload_optimizer": config.run_dir,
         "offload_param": Path("x"),
     }
-
-
-def test_nvme_offload_below_stage_3(here, refused, snapshot):
-    zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
-    write_recipe(here / "recipe.json", RECIPE, zero_optimization=zero)
-    assert refused(run_type="optimized") == snapshot
 
 
 def test_offload_needs_a_compiler_unless_torch_steps(here, refused, monkeypatch):
@@ -85,62 +55,6 @@ def test_compile_needs_a_compiler(here, refused, monkeypatch):
 
 
 # The flags
-
-
-def test_heads_that_do_not_divide_the_width(refused, snapshot):
-    assert refused(num_heads=3) == snapshot
-
-
-def test_negative_steps(refused, snapshot):
-    assert refused(max_train_steps=-5) == snapshot
-
-
-def test_sequences_longer_than_the_positions(refused, snapshot):
-    assert refused(seq_length=17) == snapshot
-
-
-def test_resume_with_overwrite(refused, snapshot):
-    assert refused(resume=True, overwrite=True) == snapshot
-
-
-def test_fp16_needs_a_gpu(here, refused, snapshot):
-    assert refused(precision="fp16") == snapshot
-    write_recipe(here / "recipe.json", RECIPE, fp16={"enabled": True})
-    assert refused() == snapshot
-    assert resolved(here, precision="fp32").precision == "fp32"
-
-
-def test_baseline_under_a_launcher(refused, monkeypatch, snapshot):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert refused() == snapshot
-
-
-def test_ranks_that_do_not_divide_the_batch(refused, monkeypatch, snapshot):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert refused(run_type="optimized") == snapshot
-
-
-def test_required_flags(capsys):
-    assert train([]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" is missing: give ")[0] for line in lines] == [
-        "error: --run_type",
-        "error: --train_data_path",
-        "error: --val_data_path",
-        "error: --deepspeed_config",
-    ]
-
-
-def test_run_folder_below_a_file(here, refused, snapshot):
-    (here / "file").write_text("")
-    assert refused(checkpoint_path=here / "file" / "run") == snapshot
-
-
-def test_run_folder_that_is_a_file(here, refused):
-    (line,) = refused(checkpoint_path=here / "train.bin")
-    assert line == "--checkpoint_path train.bin: train.bin is a file, not a folder: name another folder"
 
 
 def test_run_folder_that_cannot_be_written(refused):
@@ -195,15 +109,6 @@ def test_all_mistakes_in_flags_json_and_data_are_reported_together(here, refused
     assert len(found) == len(parts), found
 
 
-def test_a_mistake_in_the_recipe_hides_no_mistake_elsewhere(here, refused, monkeypatch, snapshot):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    write_recipe(here / "recipe.json", RECIPE, gradient_cliping=1, scheduler={}, zero_optimization={"stage": 3})
-    found = refused(run_type="optimized", compile=True)
-    assert len(found) == 4
-    assert found == snapshot
-
-
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}
 
 
@@ -235,34 +140,6 @@ def test_a_misspelt_batch_size_is_one_mistake(here, refused):
     assert "did you mean train_batch_size?" in line
 
 
-def test_the_command_itself(here):
-    """As a user runs it. GPUs are hidden."""
-    words = command_line(here, device="cuda", num_heads=5, batch=3)
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "src" / "gpt2.py", *words],
-        cwd=here,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        "error: --batch is not a known flag; see --help",
-        "error: --num_heads 5 does not divide --embedding_size 16: take 4 or 8 heads",
-        "error: --device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu, or check nvidia-smi",
-    ]
-
-
-def test_a_size_that_fits_no_head_hides_no_mistake_in_the_batch(here, refused, monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    write_recipe(here / "recipe.json", sequence_parallel_size=4)
-    found = refused(run_type="optimized", micro_batch_size_per_gpu=3)
-    assert any("sequence_parallel_size 4 does not divide" in line for line in found), found
-    assert any(line.startswith("micro batch 3 ") for line in found), found
-
-
 # Trackers
 
 
@@ -278,3 +155,38 @@ def test_a_folder_of_the_name_of_a_package_is_no_package(here, refused, monkeypa
     monkeypatch.syspath_prepend(here)
     monkeypatch.setitem(trackers.PACKAGES, "csv", ("leftovers",))
     assert "needs leftovers, not installed here" in refused(track="csv")[0]
+
+
+# Unusable token files are refused before a model is built and before anything is written.
+
+
+def test_ids_beyond_gpt2s_vocabulary_without_a_sidecar(here, refused, snapshot):
+    ids = random_ids(TOKENS)
+    ids[5] = 60_000
+    write_tokens(here / "train.bin", ids).with_suffix(".json").unlink()
+    assert refused() == snapshot
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ids_that_contradict_the_sidecar_are_found_while_reading(here, capsys, workers):
+    ids = random_ids(TOKENS)
+    ids[-2] = 300
+    write_tokens(here / "train.bin", ids)
+    assert train(command_line(here, max_train_steps=5, num_workers=workers)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: {here}/train.bin: holds id 300, but the model's vocabulary ends at 256"]
+    assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
+    assert not (here / "run" / "RUN_COMPLETE.txt").exists()
+
+
+def test_verify_data_finds_ids_that_contradict_the_sidecar(here, refused, snapshot):
+    ids = random_ids(TOKENS)
+    ids[-1] = 300
+    write_tokens(here / "val.bin", ids)
+    assert refused(verify_data=True) == snapshot
+
+
+def test_mixed_tokenizers(here, refused, snapshot):
+    write_tokens(here / "train.bin", random_ids(TOKENS), tokenizer={"name": "a", "sha256": "1" * 64})
+    write_tokens(here / "val.bin", random_ids(TOKENS), tokenizer={"name": "a", "sha256": "2" * 64})
+    assert refused() == snapshot
