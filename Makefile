@@ -86,8 +86,7 @@ test: style
 
 # Of a CPU without AVX512: what decodes, in which torch chooses among kernels.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-DECODES := tests/inference tests/evaluation tests/serving tests/runtime/test_cpu_kernels.py \
-  tests/training/test_run_record.py tests/exporting/test_deepspeed_layout.py
+DECODES := tests/inference tests/serving tests/machine/test_device.py tests/training/test_journal.py
 
 test-long: test
 	$(AVX2) $(pytest) --quiet $(DECODES)

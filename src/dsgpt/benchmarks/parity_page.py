@@ -32,7 +32,7 @@ _UNSEEN = """These bounds cannot detect the following: errors in the keys' biase
 (softmax ignores what all keys share, so their gradient is only rounding, of which Adam makes full steps); {on_device};
 and errors that need more steps than these trainings take. The reference takes token files and the order of samples from
 the product, which tests them separately. Of the schedules, the cosine and the constant rate are compared with the
-reference's own formula; `WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
+reference's own formula; `WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/strategies`)."""
 _UNSEEN_ON_CPU = """in bf16, errors that change loss or weights after the first update by less than one more rounding of
 every product; under tensor and sequence parallelism in bf16, a sum in the wrong precision"""
 _UNSEEN_ON_CUDA = """in 16-bit precisions, errors that change gradients, loss or weights by less than one more rounding
