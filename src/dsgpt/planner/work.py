@@ -4,8 +4,8 @@ Predicts the bytes of activations: what a forward pass keeps, what the loss need
 block without dropout, they are in units of the residual stream (B, T, C) of a rank, with T tensor peers. The
 outputs of both LayerNorms, of the attention's residual sum and of the block are 1 each. Queries, keys and values are
 3/T, the attention's output 1/T, the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Those are the 16
-numbers of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two dropout
-masks. Their quadratic term does not exist: fused attention keeps one number per token and head of its scores.
+numbers of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two
+dropout masks. Their quadratic term does not exist: fused attention keeps one number per token and head of its scores.
 
 The work of one micro batch on one rank: FLOPs, bytes and operations of a block, of the head and of the embedding.
 Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes of
