@@ -9,7 +9,7 @@ from small_run import REPOSITORY
 from dsgpt.charts.plan import draw_plan
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.planner.command import act
-from dsgpt.planner.options import read_options
+from dsgpt.planner.options import read_plan_options
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
 
     def run(line: str, *, code: int = 0) -> str:
-        options, problems = read_options(line.split())
+        options, problems = read_plan_options(line.split())
         assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == code
         return capsys.readouterr().out
 
@@ -34,7 +34,7 @@ def refused(
 
     def run(line: str) -> list[str]:
         def main() -> int:
-            return act(*read_options(line.split()), repository=REPOSITORY, draw=draw_plan)
+            return act(*read_plan_options(line.split()), repository=REPOSITORY, draw=draw_plan)
 
         assert exit_code_of(main) == 2
         assert not list(tmp_path.iterdir()), "a refused request wrote something"

@@ -25,7 +25,7 @@ from dsgpt.dashboard.plans import (
 )
 from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
-from dsgpt.planner.options import PlanOptions, read_options, words_of
+from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
 
 RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "plan.json"
@@ -42,7 +42,7 @@ BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=T
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
-    options, problems = read_options([*words, "--json"])
+    options, problems = read_plan_options([*words, "--json"])
     assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
     found: dict = json.loads(capsys.readouterr().out)
     return found
@@ -60,7 +60,7 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     ],
 )
 def test_the_command_says_what_the_page_asked_for(options):
-    found, problems = read_options(words_of(options))
+    found, problems = read_plan_options(words_of(options))
     assert not problems
     assert found == options
     assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]

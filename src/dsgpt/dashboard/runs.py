@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
-from dsgpt.dashboard.command import REPOSITORY, parse
+from dsgpt.common.text import REPOSITORY
+from dsgpt.dashboard.command import parse
 from dsgpt.dashboard.formats import plain
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 from dsgpt.record.sweeps import SWEEP_FILE

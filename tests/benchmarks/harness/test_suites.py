@@ -28,4 +28,4 @@ def test_inference_with_peers_is_decoding_with_its_flags(monkeypatch):
     suite = replace(BENCHMARK.SUITES["decoding"], run=lambda options, **_: made.append(options) or 0)
     monkeypatch.setitem(BENCHMARK.SUITES, "decoding", suite)
     assert BENCHMARK.main() == 0
-    assert (made[0].rounds, made[0].only) == (7, ["fp32"])
+    assert (made[0].rounds, made[0].only) == (7, ("fp32",))

@@ -6,8 +6,8 @@ from typing import Any
 import streamlit as st
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
-from dsgpt.dashboard.command import REPOSITORY
 from dsgpt.dashboard.figures import figure, show_table
 from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.plans import (

@@ -5,8 +5,8 @@ from typing import Any
 import streamlit as st
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
-from dsgpt.dashboard.command import REPOSITORY
 from dsgpt.dashboard.figures import drawing, page_theme, show_table
 from dsgpt.dashboard.formats import columns, memory, plain
 from dsgpt.dashboard.pictures import holding_svg, holdings, step_lines, step_svg
