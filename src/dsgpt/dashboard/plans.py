@@ -10,7 +10,7 @@ from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, is_utf8, link_between
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import Cost, PriceTable, gpus, read_prices
-from dsgpt.planner.options import PlanOptions, read_options, words_of
+from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import Plan, plan_of, what_would_fit
 from dsgpt.planner.rates import CALIBRATION, read_calibration
 from dsgpt.planner.request import PlanRequest, fixed_setup, read_request
@@ -95,7 +95,7 @@ def planned(words: Sequence[str], *, repository: Path) -> Planned:
     Raises:
         UserError: it would refuse them, or nothing fits; every mistake, a line each.
     """
-    given, problems = read_options(words)
+    given, problems = read_plan_options(words)
     recipe = given.deepspeed_config
     options = replace(given, deepspeed_config=recipe and repository / recipe)
     request = read_request(options, problems, repository=repository)
