@@ -22,9 +22,10 @@ from dsgpt.config.recipe_blocks import Bf16, Fp16, OffloadOptimizer, OffloadPara
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import ParallelSizes, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config
-from dsgpt.planner.model_state import ModelState, largest_model_state
 from dsgpt.planner.setup import Setup, model_parameters, total
-from dsgpt.planner.traffic import gathered, most_sent_bytes
+from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
+from dsgpt.planner.strategy import ModelState
+from dsgpt.planner.zero3 import gathered
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 # `ds_configs/README.md` is complete and correct: every recipe, key and command, and the figures by formula.

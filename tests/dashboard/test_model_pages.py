@@ -43,12 +43,11 @@ from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
 from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
-from dsgpt.planner.model_state import model_state
 from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
 from dsgpt.planner.search import recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.traffic import step_traffic
+from dsgpt.planner.strategies import model_state, step_traffic
 
 # Plan and cost: every figure is what `src/plan.py` prints for the command that the page shows.
 

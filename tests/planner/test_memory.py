@@ -12,7 +12,7 @@ from small_run import REPOSITORY, command_line, write_inputs
 from dsgpt.benchmarks.plan import PlanCell, cells
 from dsgpt.benchmarks.plan_rank import TensorMemory
 from dsgpt.checkpoints.training_state import write_training_state
-from dsgpt.config.options import parse_arguments
+from dsgpt.config.options import RUN_TYPES, parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.device import bring_up
 from dsgpt.machine.topology import read_topology
@@ -21,8 +21,7 @@ from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.model.gpt2 import parameter_shapes
 from dsgpt.model.names import decays
 from dsgpt.planner import work as activations
-from dsgpt.planner.memory import MOMENTS, PARTS, STEP, largest_micro_batch, peak_memory, worst_peak, zero1
-from dsgpt.planner.model_state import largest_model_state, model_state
+from dsgpt.planner.memory import MOMENTS, PARTS, STEP, largest_micro_batch, peak_memory, worst_peak
 from dsgpt.planner.setup import (
     FlatGroup,
     Setup,
@@ -36,7 +35,15 @@ from dsgpt.planner.setup import (
     total,
     zero_piece,
 )
-from dsgpt.planner.traffic import gathered, most_sent_bytes, sent_bytes, step_traffic
+from dsgpt.planner.strategies import (
+    largest_model_state,
+    model_state,
+    most_sent_bytes,
+    sent_bytes,
+    step_traffic,
+    strategy_of,
+)
+from dsgpt.planner.zero3 import gathered
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.deepspeed.state import is_split
 from dsgpt.training.run_description import setup_of
@@ -321,6 +328,14 @@ def test_offloaded_state_is_on_a_cpu_but_not_on_a_gpu(setup):
     assert there["optimizer"] == there["master"] == 0 < here["optimizer"] == 2 * here["master"]
 
 
+def test_every_run_type_has_formulas_and_a_new_one_is_told_where_they_belong(setup):
+    """Every training asks for its prediction: a strategy without formulas must not end in a KeyError."""
+    for run_type in RUN_TYPES:
+        assert peak_memory(setup(run_type=run_type)).total > 0
+    with pytest.raises(ValueError, match=r"run type mine: .* planner/strategies.py"):
+        peak_memory(setup(run_type="mine"))
+
+
 @pytest.mark.parametrize("given", [1_000, 500_000_000])
 def test_deepspeeds_bucket_is_allocated_in_full_and_no_larger_than_the_model(setup, given):
     """Wrong if the planner counts the recipe's bucket where the engine gets a smaller one."""
@@ -328,7 +343,7 @@ def test_deepspeeds_bucket_is_allocated_in_full_and_no_larger_than_the_model(set
     for overlap, buffers in ((False, 1), (True, 2)):
         zero = {"reduce_bucket_size": given, "overlap_comm": overlap}
         training = setup("zero1", model=MODEL, gradient_accumulation_steps=1, zero=zero)
-        found = max(moment.parts.get("buckets", 0) for moment in zero1(training, 0, device="cpu"))
+        found = max(moment.parts.get("buckets", 0) for moment in strategy_of(training).moments(0, "cpu"))
         assert found == 4 * buffers * size
 
 

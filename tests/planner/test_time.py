@@ -14,18 +14,11 @@ from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import find_gpu
 from dsgpt.planner.rates import at_ranks, datasheet_machine
 from dsgpt.planner.setup import Setup, model_parameters, total
-from dsgpt.planner.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD, copied, passes, placed_traffic
-from dsgpt.planner.step_time import bubble_fraction, bus_rate, calls, predict_step
-from dsgpt.planner.traffic import gathered, gathered_forward, step_traffic
-from dsgpt.planner.work import (
-    Work,
-    block_backward,
-    block_forward,
-    gradient_bytes,
-    head_and_loss,
-    low_arithmetic_bytes,
-    optimizer_bytes,
-)
+from dsgpt.planner.step_time import bubble_fraction, bus_rate, predict_step
+from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
+from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
+from dsgpt.planner.work import OpCounts, block_backward, block_forward, head_and_loss
+from dsgpt.planner.zero3 import gathered, gathered_forward
 
 # The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
 
@@ -179,8 +172,8 @@ def test_passes_over_gradients(setup, fields, micro_batches, on_cpu, on_gpu):
     """Two ranks. A GPU keeps what was held against published figures."""
     found = setup(gradient_accumulation_steps=micro_batches, **fields)
     p = total(found.held(0))
-    assert gradient_bytes(found, 0, kind="cpu") == pytest.approx(on_cpu * p)
-    assert gradient_bytes(found, 0, kind="cuda") == pytest.approx(on_gpu * p)
+    assert strategy_of(found).gradient_bytes(0, kind="cpu") == pytest.approx(on_cpu * p)
+    assert strategy_of(found).gradient_bytes(0, kind="cuda") == pytest.approx(on_gpu * p)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +193,11 @@ def test_deepspeed_divides_and_searches_gradients_in_their_precision(setup, fiel
     """On a CPU at the rate of elementwise operations. Sequence ranks divide in fp32, DDP does in every precision."""
     found = setup(gradient_accumulation_steps=micro_batches, **fields)
     p = total(found.held(0))
-    assert low_arithmetic_bytes(found, 0, kind="cpu") == each * p
-    assert low_arithmetic_bytes(found, 0, kind="cuda") == 0
-    slow, fast = (machine(elementwise={"bf16": rate, "fp32": rate}, memory=1e30) for rate in (1e3, 1e30))
-    seconds = [predict_step(found, other).parts.get("gradients", 0) for other in (slow, fast)]
-    assert seconds == pytest.approx([each * p / 1e3, 0])
+    assert strategy_of(found).low_arithmetic_bytes(0) == each * p
+    rates = (("cpu", 1e3), ("cpu", 1e30), ("cuda", 1e3))
+    machines = [machine(kind, elementwise={"bf16": rate, "fp32": rate}, memory=1e30) for kind, rate in rates]
+    seconds = [predict_step(found, other).parts.get("gradients", 0) for other in machines]
+    assert seconds == pytest.approx([each * p / 1e3, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -215,14 +208,14 @@ def test_gathered_weights_are_copied(setup, fields, each):
     found = setup(gradient_accumulation_steps=1, **fields)
     gathered = next(t.payload_bytes for t in step_traffic(found) if t.operation == "all_gather")
     expected = each * total(found.held(0)) + 2 * (gathered / 2 + gathered)
-    assert gradient_bytes(found, 0, kind="cpu") == pytest.approx(expected)
+    assert strategy_of(found).gradient_bytes(0, kind="cpu") == pytest.approx(expected)
 
 
 def test_pipelines_step_in_several_operations(setup):
     """PyTorch's AdamW reads and writes 20 numbers a weight then, instead of 7; bf16 weights are written too."""
     fused, several = setup(precision="bf16", **ALONE), setup("pipeline", precision="bf16")
-    assert optimizer_bytes(fused, 0) == (28 + 6) * total(fused.held(0))
-    assert optimizer_bytes(several, 0) == pytest.approx((80 + 6) * total(several.held(0)))
+    assert strategy_of(fused).optimizer_bytes(0) == (28 + 6) * total(fused.held(0))
+    assert strategy_of(several).optimizer_bytes(0) == pytest.approx((80 + 6) * total(several.held(0)))
 
 
 # The time of a step against figures worked out by hand.
@@ -349,7 +342,7 @@ def test_sums_and_all_to_alls_of_a_block_start_anew_in_recomputation(setup, name
     for again, each in ((False, plain), (True, checkpointed)):
         found = setup(name, activation_checkpointing=again)
         traffic = next(traffic for traffic in step_traffic(found) if traffic.what == "activations")
-        assert calls(found, traffic, rank=0) == 3 * LAYERS * each
+        assert strategy_of(found).calls(traffic, 0) == 3 * LAYERS * each
 
 
 def test_what_a_gpu_hides(setup):
@@ -378,7 +371,7 @@ def test_matrices_of_a_micro_batch_take_the_rate_of_its_rows_and_of_a_ranks_shar
     """A micro batch of 2 sequences of 4 tokens, of which a sequence rank has half; 4 tensor ranks halve a square."""
     by_rows = {name: {1: {4: 1e9, 8: 2e9, 16: 4e9}} for name in ("fp32", "bf16")}
     by_width = {name: {4: {1: 1e9}, 8: {1: 2e9}} for name in ("fp32", "bf16")}
-    flops = Work(matrix_flops=1e9)
+    flops = OpCounts(matrix_flops=1e9)
 
     def seconds(rates: dict, **fields) -> float:
         return flops.seconds(machine(matrix=rates).rates, setup(**fields))

@@ -43,8 +43,7 @@ from dsgpt.machine.process_group import barrier, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.linear_cross_entropy import CHUNKS
-from dsgpt.planner.model_state import largest_model_state
-from dsgpt.planner.traffic import most_sent_bytes
+from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.strategies import optimizer as optimization
 from dsgpt.strategies import pytorch as ddp
 from dsgpt.strategies import pytorch as torch_strategy

@@ -103,7 +103,7 @@ METHOD = (
   ZeRO-2 and 3 and with FSDP earlier, from a copy, whenever a bucket is full or a block is done;
 * **the optimizer's step**: gradients and their copies, as `planner/memory.py` describes for each strategy.
 
-Model state comes from `planner/model_state.py`, which is exact. What a block keeps is counted in units of the residual
+Model state comes from `planner/strategies.py`, which is exact. What a block keeps is counted in units of the residual
 stream, u = tokens x width x bytes of a number. The attention's half has 1 for the output of its LayerNorm, 3 for
 queries, keys and values, 1 for its output, 1 for the residual sum after it. The MLP's half has 1 for the output of its
 LayerNorm, 4 for the inner layer before GELU and 4 after, 1 for the block's output. That is **16u**, besides 4 bytes of

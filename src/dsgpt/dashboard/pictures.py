@@ -12,23 +12,10 @@ from html import escape
 from dsgpt.charts.options import Theme, contrast
 from dsgpt.dashboard.figures import memory
 from dsgpt.planner.memory import Peak, peak_memory
-from dsgpt.planner.model_state import ModelState, model_state
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
-from dsgpt.planner.step_order import (
-    AFTER_STEP,
-    BACKWARD,
-    BEFORE_STEP,
-    DURING_STEP,
-    FORWARD,
-    Pass,
-    Placed,
-    copied,
-    passes,
-    placed_traffic,
-)
-from dsgpt.planner.step_time import can_overlap
-from dsgpt.planner.traffic import Traffic
+from dsgpt.planner.strategies import Pass, Placed, copied, model_state, passes, placed_traffic, strategy_of
+from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, ModelState, Traffic
 
 # Who holds what: the bytes of every rank, whole or as a shard, and where they are.
 
@@ -503,7 +490,7 @@ def waits(setup: Setup, placed: Placed) -> str:
     """Whether the rank computes meanwhile."""
     if placed.moment in {BEFORE_STEP, AFTER_STEP}:
         return "nothing is computed meanwhile"
-    if can_overlap(setup, placed.traffic):
+    if strategy_of(setup).can_overlap(placed.traffic):
         return "a GPU computes meanwhile"
     return "the layers wait for it in turn"
 

@@ -14,14 +14,14 @@ from dsgpt.dashboard.figures import columns, drawing, memory, page_theme, plain,
 from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import gpus
-from dsgpt.planner.memory import Peak
+from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.options import PlanOptions
-from dsgpt.planner.plan import fullest_rank, strategy_name, usable_bytes
+from dsgpt.planner.plan import strategy_name, usable_bytes
 from dsgpt.planner.request import fixed_setup, read_request
 from dsgpt.planner.setup import Setup
-from dsgpt.planner.step_order import Copied, Placed, copied, placed_traffic
 from dsgpt.planner.step_time import bubble_fraction
-from dsgpt.planner.traffic import sent_bytes
+from dsgpt.planner.strategies import Placed, copied, placed_traffic, sent_bytes
+from dsgpt.planner.strategy import Copied
 
 RECIPES = Path("ds_configs")
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -89,7 +89,7 @@ def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Split:
     problems = Problems()
     request = read_request(options, problems, repository=repository)
     setup = fixed_setup(request, problems)
-    rank, peak = fullest_rank(setup, request.machine.kind)
+    rank, peak = worst_peak(setup, device=request.machine.kind)
     return Split(setup=setup, rank=rank, peak=peak, usable_bytes=usable_bytes(request.machine))
 
 

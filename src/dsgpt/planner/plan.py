@@ -11,13 +11,13 @@ from typing import Any
 from dsgpt.common.text import divisors
 from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, costs, gpus, own_cost
-from dsgpt.planner.memory import Peak, peak_memory, worst_peak
-from dsgpt.planner.model_state import model_state
+from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.options import HEADROOM, PlanOptions
 from dsgpt.planner.rates import ASSUMED, Machine
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import EMBEDDING, ParameterSize, Setup
 from dsgpt.planner.step_time import Length, RunTime, StepTime, predict_step, run_time
+from dsgpt.planner.strategies import model_state
 
 # Figures of a plan in words: bytes, times, money, and the name of a setup.
 
@@ -229,17 +229,6 @@ def usable_bytes(machine: Machine, *, headroom: float = HEADROOM) -> int:
     return max(0, int((1 - headroom / 100) * machine.memory_bytes) - FIXED_BYTES[machine.kind])
 
 
-def fullest_rank(setup: Setup, kind: str) -> tuple[int, Peak]:
-    """The rank that needs the most memory of its device, and its peak.
-
-    Only ZeRO 1 and 2 in fp32 deal parameters unevenly to the ranks of a pipeline stage.
-    """
-    if setup.run_type == "optimized" and setup.recipe.zero_stage in {1, 2} and setup.precision == "fp32":
-        return worst_peak(setup, device=kind)
-    peaks = [(rank, peak_memory(setup, rank=rank, device=kind)) for rank in setup.first_ranks]
-    return max(peaks, key=lambda each: each[1].total)
-
-
 def length_of(options: PlanOptions) -> Length:
     """The length of the training that the flags name."""
     return Length(
@@ -252,7 +241,7 @@ def length_of(options: PlanOptions) -> Length:
 
 def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
     """The plan of ``setup``."""
-    rank, peak = fullest_rank(setup, request.machine.kind)
+    rank, peak = worst_peak(setup, device=request.machine.kind)
     return Plan(
         request=request,
         setup=setup,

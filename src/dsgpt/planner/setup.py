@@ -300,6 +300,10 @@ class Setup:
         """The pipeline stage of ``rank``; stages are the outermost dimension of the ranks."""
         return rank * self.sizes.pipeline // self.world_size
 
+    def computes_loss(self, rank: int) -> bool:
+        """Whether ``rank`` is in the last pipeline stage."""
+        return self.stage(rank) == self.sizes.pipeline - 1
+
     def held(self, rank: int) -> list[ParameterSize]:
         """The parameters of ``rank``, whole or in pieces."""
         return self.stages[self.stage(rank)]

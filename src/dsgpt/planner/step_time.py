@@ -24,23 +24,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dsgpt.planner.rates import Machine, Rates, at_ranks
-from dsgpt.planner.setup import EMBEDDING, FULL, Setup, model_parameters, total
-from dsgpt.planner.step_order import copied
-from dsgpt.planner.traffic import Traffic, gathered, gradient_width, step_traffic
+from dsgpt.planner.setup import FULL, Setup, model_parameters, total
+from dsgpt.planner.strategies import copied, step_traffic, strategy_of
+from dsgpt.planner.strategy import Traffic
 from dsgpt.planner.work import (
-    Work,
+    OpCounts,
     block_backward,
     block_forward,
     embedding,
-    gradient_bytes,
     head_and_loss,
-    low_arithmetic_bytes,
-    norm_bytes,
-    optimizer_bytes,
     validation_forward,
 )
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,65 +64,23 @@ def exposed_communication(
         backward: the same for the backward pass.
     """
     once = per_micro_batch = hidden = 0.0
+    strategy = strategy_of(setup)
     for traffic in step_traffic(setup, rank=rank):
         seconds = _seconds(setup, rates, traffic, rank=rank, devices=devices)
         if traffic.what == "activations":
             per_micro_batch += seconds / setup.gradient_accumulation_steps
             continue
-        behind = _hidden(setup, traffic, seconds, forward=forward, backward=backward) if overlaps else 0.0
+        hides = overlaps and strategy.can_overlap(traffic)
+        behind = strategy.hidden(traffic, seconds, forward=forward, backward=backward) if hides else 0.0
         hidden += behind
         once += seconds - behind
     return Exposed(once=once, per_micro_batch=per_micro_batch, hidden=hidden)
 
 
-def overlap_in_words(setup: Setup, *, overlaps: bool) -> str:
-    """What the prediction hides behind computation."""
-    zero = setup.recipe.zero_optimization
-    if not overlaps:
-        return "nothing overlaps: on a CPU, sending needs the core that computes"
-    if setup.run_type == "ddp":
-        return "gradients overlap with the backward pass of the last micro batch, except the embedding's"
-    if setup.run_type == "fsdp":
-        return "weights and gradients overlap with the computation of blocks"
-    if setup.run_type == "optimized" and zero.overlap_comm and zero.stage in {1, 2}:
-        return "gradients overlap with the backward pass (overlap_comm); weights do not"
-    if setup.run_type == "optimized" and zero.overlap_comm and zero.stage == 3:
-        return "weights and gradients overlap with computation (overlap_comm)"
-    return "nothing overlaps"
-
-
-def can_overlap(setup: Setup, traffic: Traffic) -> bool:
-    """Whether ``traffic`` is sent while the device computes, on a device that can do both: GPUs."""
-    if setup.run_type != "optimized":
-        return True
-    zero = setup.recipe.zero_optimization
-    if not zero.overlap_comm or traffic.axis != "data":
-        return False
-    return zero.stage == 3 or (zero.stage in {1, 2} and traffic.what == "gradients")
-
-
-def _hidden(setup: Setup, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:
-    """Seconds of ``traffic`` that computation hides."""
-    if not can_overlap(setup, traffic):
-        return 0.0
-    stage, micro_batches = setup.recipe.zero_stage, setup.gradient_accumulation_steps
-    blocks = setup.model.n_layer / (setup.model.n_layer + 1)  # one of the pieces is the embedding's
-    if setup.run_type == "ddp":
-        last = next(part.numel for part in model_parameters(setup.model) if part.name == EMBEDDING)
-        share = 1 - last / total(model_parameters(setup.model))
-        return min(seconds * share, backward)
-    if setup.run_type == "fsdp":
-        computing = (forward + backward) * micro_batches / 2 if traffic.what == "weights" else backward
-        return min(seconds * blocks, computing)
-    if stage == 3:
-        return min(seconds * blocks, (forward + backward) * micro_batches / 2)
-    return min(seconds * blocks, backward * (micro_batches if stage == 2 else 1))
-
-
 def _seconds(setup: Setup, rates: Rates, traffic: Traffic, *, rank: int, devices: int) -> float:
     """The time to send all of ``traffic`` in a ring, and to begin each of its operations."""
     rate = bus_rate(setup, rates, traffic, devices=devices)
-    begun = calls(setup, traffic, rank=rank) * at_ranks(rates.collective_sec, traffic.group_size)
+    begun = strategy_of(setup).calls(traffic, rank) * at_ranks(rates.collective_sec, traffic.group_size)
     precision = "fp32" if traffic.summed_width == FULL else setup.precision
     return rates.slowness_of(traffic.operation, precision) * traffic.ring_bytes / rate + begun
 
@@ -151,37 +103,6 @@ def bus_rate(setup: Setup, rates: Rates, traffic: Traffic, *, devices: int) -> f
     return min(inside, rates.network / min(stride, devices))
 
 
-def calls(setup: Setup, traffic: Traffic, *, rank: int) -> int:
-    """Collective operations in a step that send ``traffic``."""
-    micro_batches, blocks = setup.gradient_accumulation_steps, setup.blocks(rank)
-    if traffic.what == "activations":
-        again = setup.activation_checkpointing
-        each = {"tensor": (4 + again) * blocks, "sequence": (8 + 4 * again) * blocks, "pipeline": 2}[traffic.axis]
-        return each * micro_batches
-    if traffic.axis == "pipeline":
-        return 1
-    if setup.run_type == "ddp":
-        return math.ceil(traffic.payload_bytes / (setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB))
-    if setup.run_type == "fsdp":
-        times = 2 * micro_batches if setup.recipe.dsgpt.fsdp.reshard_after_forward and traffic.what == "weights" else 1
-        return times * blocks + 1
-    return _zero_calls(setup, traffic)
-
-
-def _zero_calls(setup: Setup, traffic: Traffic) -> int:
-    """With the recipe's bucket: a smaller one that holds all gradients sends no more messages."""
-    zero, micro_batches = setup.recipe.zero_optimization, setup.gradient_accumulation_steps
-    if traffic.what == "weights":
-        return micro_batches * len(gathered(setup)) // 2 + 1 if zero.stage == 3 else 2
-    times = micro_batches if zero.stage >= 2 else 1
-    return times + math.ceil(traffic.payload_bytes / (gradient_width(setup) * zero.reduce_bucket_size))
-
-
-_PER_TENSOR = {"baseline": 1, "ddp": 2, "fsdp": 4, "optimized": 8}
-"""Operations for each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
-_ZERO3_OPERATIONS = 100
-"""Operations for each parameter in each pass over the blocks under ZeRO-3: its hooks look up, gather, wait for and
-release parameters in Python. On a CPU nothing else runs."""
 _ASSUMED_OPERATION_SEC = 4e-6
 """Seconds of each of them on the host of a GPU: as on a CPU. Nobody measured it; see ``Hooks``."""
 
@@ -233,7 +154,9 @@ def predict_step(setup: Setup, machine: Machine) -> StepTime:
     """The time of a step on ``machine``, whose rates must have the setup's precision."""
     overlaps = machine.kind != "cpu"
     likely = _slowest_stage(setup, machine.rates, machine, Hooks.BESIDE)
-    overlap, host = overlap_in_words(setup, overlaps=overlaps), _host_seconds(setup, machine)
+    host, overlap = _host_seconds(setup, machine), strategy_of(setup).overlap_in_words
+    if not overlaps:
+        overlap = "nothing overlaps: on a CPU, sending needs the core that computes"
     if host:
         overlap += f"; the host needs {host:.2g} s for ZeRO-3's hooks (assumed) beside the GPU, and may delay it"
     return StepTime(
@@ -268,7 +191,7 @@ def _slowest_stage(setup: Setup, rates: Rates, machine: Machine, hooks: Hooks) -
 
 def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks) -> _Rank:
     """The step of ``rank``, as if the other stages of its pipeline were not slower."""
-    micro_batches, stages = setup.gradient_accumulation_steps, setup.sizes.pipeline
+    micro_batches, stages, strategy = setup.gradient_accumulation_steps, setup.sizes.pipeline, strategy_of(setup)
     work = _micro_batch(setup, rank, kind=machine.kind)
     seconds = {name: each.seconds(rates, setup) for name, each in work.items()}
     sent = exposed_communication(
@@ -281,11 +204,12 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
         backward=seconds["backward"] + seconds["recomputation"],
     )
     found = {name: micro_batches * each for name, each in seconds.items()}
-    found["gradients"] = gradient_bytes(setup, rank, kind=machine.kind) / rates.memory
-    low = low_arithmetic_bytes(setup, rank, kind=machine.kind)
-    found["gradients"] += low / rates.elementwise[setup.precision]
-    found["norm and clipping"] = norm_bytes(setup, rank) / rates.memory
-    found["optimizer"] = _optimizer(setup, rates, rank)
+    found["gradients"] = strategy.gradient_bytes(rank, kind=machine.kind) / rates.memory
+    if machine.kind == "cpu":
+        found["gradients"] += strategy.low_arithmetic_bytes(rank) / rates.elementwise[setup.precision]
+    found["norm and clipping"] = strategy.norm_bytes(rank) / rates.memory
+    on_host = rates.host_memory if strategy.steps_on_host else rates.memory  # with offload the host steps
+    found["optimizer"] = strategy.optimizer_bytes(rank) / on_host
     found["offload"] = _offload(setup, rates, machine, rank)
     found["communication"] = sent.once + micro_batches * sent.per_micro_batch
     found["bubble"] = (stages - 1) * (sum(seconds.values()) + sent.per_micro_batch)
@@ -300,44 +224,28 @@ def _rank(setup: Setup, rates: Rates, machine: Machine, rank: int, hooks: Hooks)
     )
 
 
-def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, Work]:
+def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
     """The work of one micro batch."""
     blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
-    held = len(setup.held(rank))
-    per_tensor = _PER_TENSOR[setup.run_type] * held
-    hooks = _zero3_operations(setup) if kind == "cpu" else 0
+    strategy = strategy_of(setup)
+    per_tensor = strategy.operations_per_tensor * len(setup.held(rank))
+    hooks = strategy.hook_operations if kind == "cpu" else 0
     ends = (stage == 0) + (stage == last)
+    embeddings = embedding(setup).times(ends / 4)
     return {
-        "forward": block_forward(setup).times(blocks) + embedding(setup).times(ends / 4),
-        "backward": block_backward(setup).times(blocks) + embedding(setup).times(ends / 4) + Work(kernels=per_tensor),
-        "hooks": Work(kernels=hooks),
+        "forward": block_forward(setup).times(blocks) + embeddings,
+        "backward": block_backward(setup).times(blocks) + embeddings + OpCounts(kernels=per_tensor),
+        "hooks": OpCounts(kernels=hooks),
         "recomputation": block_forward(setup).times(blocks if setup.activation_checkpointing else 0),
-        "head and loss": head_and_loss(setup, kind=kind) if stage == last else Work(),
+        "head and loss": head_and_loss(setup, kind=kind) if stage == last else OpCounts(),
     }
-
-
-def _zero3_operations(setup: Setup) -> int:
-    """Of the hooks of ZeRO-3 in a micro batch; else 0."""
-    if setup.run_type != "optimized" or setup.recipe.zero_stage != 3:
-        return 0
-    return _ZERO3_OPERATIONS * (3 if setup.activation_checkpointing else 2) * len(setup.held(0))
 
 
 def _host_seconds(setup: Setup, machine: Machine) -> float:
     """Of ZeRO-3's hooks in a step, on the host of a GPU."""
     if machine.kind == "cpu":
         return 0.0
-    return _zero3_operations(setup) * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
-
-
-def _optimizer(setup: Setup, rates: Rates, rank: int) -> float:
-    """The optimizer's step; with offload the host does it."""
-    on_host = setup.recipe.dsgpt.fsdp.cpu_offload if setup.run_type == "fsdp" else _offloads(setup)
-    return optimizer_bytes(setup, rank) / (rates.host_memory if on_host else rates.memory)
-
-
-def _offloads(setup: Setup) -> bool:
-    return setup.run_type == "optimized" and setup.recipe.offload_optimizer != "none"
+    return strategy_of(setup).hook_operations * setup.gradient_accumulation_steps * _ASSUMED_OPERATION_SEC
 
 
 def _offload(setup: Setup, rates: Rates, machine: Machine, rank: int) -> float:

@@ -1,6 +1,6 @@
 """Memory: the peak of the process, the model state of a rank, and both with the traffic of one step.
 
-Bytes of model state that a rank holds, by device: what ``planner.model_state`` predicts. Storages are counted, so
+Bytes of model state that a rank holds, by device: what ``planner.strategies`` predicts. Storages are counted, so
 views add nothing.
 
 Bytes of model state that a rank holds in an optimizer step, and bytes that it sends. Measured once in a run. The

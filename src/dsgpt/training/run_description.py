@@ -13,9 +13,8 @@ from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.device import describe_hardware
 from dsgpt.machine.environment import host_name, software_versions
 from dsgpt.planner.memory import STEP, peak_memory, worst_peak
-from dsgpt.planner.model_state import largest_model_state
 from dsgpt.planner.setup import Setup
-from dsgpt.planner.traffic import most_sent_bytes
+from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.record.provenance import git_commit
 from dsgpt.strategies.deepspeed.setup import engine_config
 

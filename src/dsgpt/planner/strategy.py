@@ -1,0 +1,523 @@
+"""What the planner predicts of a strategy: its model state, moments, traffic and copies, in one class each.
+
+``Planned`` is the contract. Here are the strategies of PyTorch as well; those of DeepSpeed are in
+``dsgpt.planner.zero`` and ``dsgpt.planner.zero3``. ``dsgpt.planner.strategies: strategy_of`` chooses the class.
+
+The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. Their letters:
+
+* P: the parameters of a rank, padded embedding rows included; E those of the embedding;
+* w: the bytes of a number in the precision of the activations, 4 in fp32, 2 in bf16 and fp16;
+* m: the numbers that the optimizer keeps per weight, 2 for Adam;
+* N, n: the ranks that share the state, or that reduce;
+* a: the gradient accumulation steps.
+
+Model state leaves out buckets, activations and weights that are gathered for a layer; see ``ds_configs/README.md``.
+Traffic leaves out losses, norms and counters, a few bytes each.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import ClassVar
+
+from dsgpt.planner.setup import EMBEDDING, FULL, ParameterSize, Setup, fsdp_elements, model_parameters, total
+from dsgpt.telemetry.ring import ring_factor
+
+FORWARD, BACKWARD = "forward", "backward"
+BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
+Place = tuple[str, int | None]
+"""A moment of the step and its micro batch; no micro batch outside of the passes."""
+MIB = 1 << 20
+_UNFUSED_ADAM = 20
+"""Numbers that PyTorch's AdamW reads and writes for each weight in nine operations, as it does in pipelines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """Bytes of one rank; ``dsgpt.telemetry.memory`` measures them."""
+
+    parameters: int
+    """The weights that the forward pass uses, as they are kept between steps."""
+    gradients: int
+    """While the optimizer steps, after most communication buffers have been freed."""
+    optimizer: int
+    """Moments, and torch's counter of steps, 4 bytes for each tensor that its Adam steps on."""
+    master: int
+    """fp32 weights in addition to the parameters."""
+    off_device: Mapping[str, int] = field(default_factory=dict)
+    """How much of each of the four is in host memory, or in files of the run, instead of on the device."""
+
+    @property
+    def total(self) -> int:
+        """All four, wherever they are."""
+        return self.parameters + self.gradients + self.optimizer + self.master
+
+    @property
+    def on_device(self) -> int:
+        """What is on the device."""
+        return self.total - sum(self.off_device.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment of a training at which memory can be highest."""
+
+    name: str
+    """One of ``memory.MOMENTS``."""
+    blocks: int = 0
+    """How many blocks have activations."""
+    parts: Mapping[str, int]
+    """Bytes by the names of ``memory.PARTS``: what exists besides model state and activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All operations of one kind of one rank in one optimizer step; ``dsgpt.telemetry.communication`` measures them."""
+
+    what: str
+    """``gradients`` (of weights), ``weights``, or ``activations`` and their gradients."""
+    operation: str
+    """A name that ``ring_factor`` knows."""
+    group_size: int
+    """Ranks that take part."""
+    payload_bytes: int
+    """As ``dsgpt.telemetry.ring`` defines it."""
+    summed_width: int = FULL
+    """Bytes of a number of a sum: summing 16-bit numbers may take longer than sending them."""
+    axis: str = "data"
+    """Which ranks take part: those of ``data``, or of a ``tensor``, ``sequence`` or ``pipeline`` group."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes that the rank sends if the collectives are rings."""
+        return round(self.payload_bytes * ring_factor(self.operation, self.group_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """Bytes that are copied between a device and its host, or its files, at one place of the step."""
+
+    moment: str
+    """``forward``, ``backward``, or ``before``, ``during`` or ``after the step``."""
+    micro_batch: int | None
+    what: str
+    """``gradients``, ``weights`` or ``optimizer state``."""
+    link: str
+    """``host``, or ``files`` of the host."""
+    to_device: bool
+    """Whether it goes towards the device; otherwise away from it."""
+    size: int
+
+
+def embedding_bytes(setup: Setup) -> int:
+    """wE: the gradient of the embedding, dense for the lookup too, in the precision of the activations."""
+    return setup.low * setup.model.padded_vocab_size * setup.model.n_embd
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The formulas of a strategy. Arguments: ``rank`` of all ranks; ``device`` is ``cpu`` or ``cuda``."""
+
+    setup: Setup
+
+    operations_per_tensor: ClassVar[int]
+    """For each parameter in a micro batch beside its products: hooks, casts, copies to buckets."""
+
+    @property
+    def overlap_in_words(self) -> str:
+        """What the prediction hides behind computation on GPUs."""
+        return "nothing overlaps"
+
+    @property
+    def hook_operations(self) -> int:
+        """Of ZeRO-3's hooks in a micro batch."""
+        return 0
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces each gradient."""
+        return 1
+
+    @property
+    def bucket_copies(self) -> int:
+        """Bytes per element that copies to buckets read and write on a GPU, whose memory is a hundred times as fast."""
+        return 0
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the host executes the optimizer's step."""
+        return False
+
+    @property
+    def gathers_to_save(self) -> bool:
+        """Whether a rank has only a part of a parameter or of its moments, and a checkpoint gathers it."""
+        return False
+
+    @property
+    def gathered_at_save(self) -> int:
+        """Bytes of weights that may still be gathered while a checkpoint is written."""
+        return 0
+
+    @property
+    def distinct_ranks(self) -> range:
+        """The ranks of which one needs the most memory: the first of each stage, whose other ranks hold the same."""
+        return self.setup.first_ranks
+
+    def model_state(self, rank: int) -> ModelState:
+        """The bytes of model state of ``rank``."""
+        raise NotImplementedError
+
+    def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
+        """What exists besides weights and master weights while the optimizer is built."""
+        return 0
+
+    def moments(self, rank: int, device: str) -> list[Moment]:
+        """The moments of a step, in a step after the first, and that of an evaluation."""
+        raise NotImplementedError
+
+    def traffic(self, rank: int) -> list[Traffic]:
+        """What ``rank`` sends in one optimizer step; groups of one rank may be among it."""
+        raise NotImplementedError
+
+    def places(self, traffic: Traffic, rank: int) -> dict[Place, int]:  # noqa: ARG002 - of all strategies
+        """The share of ``traffic`` at each place of the step: gradients in the last backward pass."""
+        return {(BACKWARD, self.setup.gradient_accumulation_steps - 1): 1}
+
+    def copied(self, rank: int) -> Iterable[Copied]:  # noqa: ARG002 - of all strategies
+        """What offload makes ``rank`` copy in one optimizer step."""
+        return ()
+
+    def can_overlap(self, traffic: Traffic) -> bool:  # noqa: ARG002 - of all strategies
+        """Whether ``traffic`` is sent while the device computes, on a device that can do both: GPUs."""
+        return True
+
+    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:
+        """Those of the ``seconds`` of ``traffic`` that computation hides, if it ``can_overlap``.
+
+        Args:
+            traffic: what is sent.
+            seconds: that all of it takes.
+            forward: seconds that the rank computes in the forward pass of a micro batch.
+            backward: the same for the backward pass.
+        """
+        raise NotImplementedError
+
+    def calls(self, traffic: Traffic, rank: int) -> int:
+        """Collective operations in a step that send ``traffic``."""
+        raise NotImplementedError
+
+    def stepped_elements(self, rank: int) -> int:
+        """Elements on which the optimizer of ``rank`` steps."""
+        return total(self.setup.held(rank))
+
+    def copied_around_reductions(self) -> float:
+        """Bytes per element that a CPU reads and writes around the reductions of a step."""
+        return 0
+
+    def low_arithmetic_bytes(self, rank: int) -> int:  # noqa: ARG002 - of all strategies
+        """Arithmetic on gradients in 16-bit precision, which a CPU does at the rate of elementwise operations."""
+        return 0
+
+    # What follows from the above, for every strategy.
+
+    def gradient_bytes(self, rank: int, *, kind: str) -> float:
+        """Gradients added up, copied to buckets and back, and copies of gathered weights.
+
+        In low precision every micro batch's gradients are added to a sum in fp32, w + 8; in fp32 those after the first
+        are, 12. On a CPU each gather of weights reads and writes the own part before, and all parts after it.
+        """
+        setup = self.setup
+        elements, micro_batches = total(setup.held(rank)), setup.gradient_accumulation_steps
+        adding = 12 * (micro_batches - 1) if setup.precision == "fp32" else (setup.low + 8) * micro_batches
+        if kind != "cpu":
+            return elements * (adding + self.bucket_copies)
+        gathers = [each for each in self.gathers(rank) if each.payload_bytes and each.group_size > 1]
+        copies = sum(2 * each.payload_bytes * (1 + 1 / each.group_size) for each in gathers)
+        return elements * (adding + self.copied_around_reductions()) + copies
+
+    def gathers(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
+        """The all-gathers of a strategy that gathers weights for every layer."""
+        return []
+
+    def norm_bytes(self, rank: int) -> float:
+        """The norm reads every gradient, 4 bytes; clipping reads and writes it again, 8 bytes."""
+        return self.stepped_elements(rank) * (FULL + (2 * FULL if self.setup.recipe.gradient_clipping else 0))
+
+    def optimizer_bytes(self, rank: int) -> float:
+        """The optimizer reads the gradient, reads and writes the weight and each moment: 28 bytes for Adam, fused.
+
+        In low precision it also writes the weight in that precision.
+        """
+        setup, numbers = self.setup, 1 + 2 * (1 + self.setup.moments)
+        if setup.sizes.pipeline > 1 and setup.recipe.optimizer.type == "AdamW":
+            numbers = _UNFUSED_ADAM
+        size = FULL * numbers + (0 if setup.precision == "fp32" else FULL + setup.low)
+        return self.stepped_elements(rank) * size
+
+    def optimizer_state(self, elements: int, *, tensors: int) -> int:
+        """4m bytes per element, and Adam's counter for each tensor; DeepSpeed's CPU Adam counts in a Python number."""
+        counts = self.setup.recipe.optimizer.type == "AdamW" and not self.setup.uses_deepspeed_adam
+        return self.setup.moments * FULL * elements + (FULL * tensors if counts else 0)
+
+    def each_pass(self, forward: int, backward: int) -> dict[Place, int]:
+        """These shares in the passes of every micro batch."""
+        shares = {FORWARD: forward, BACKWARD: backward}
+        numbers = range(self.setup.gradient_accumulation_steps)
+        return {(kind, number): share for number in numbers for kind, share in shares.items()}
+
+
+class Baseline(Planned):
+    """Plain PyTorch on one device."""
+
+    operations_per_tensor = 1
+
+    def model_state(self, rank: int) -> ModelState:  # noqa: ARG002 - all ranks have the same
+        """Baseline and DDP: wP of parameters, 4P of gradients, 4mP of moments; 4P of master weights unless in fp32.
+
+        Gradients are summed in fp32.
+        """
+        held, setup = self.setup.held(0), self.setup
+        elements = total(held)
+        return ModelState(
+            parameters=setup.low * elements,
+            gradients=FULL * elements,
+            optimizer=self.optimizer_state(elements, tensors=len(held)),
+            master=FULL * elements if setup.precision != "fp32" else 0,
+        )
+
+    def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
+        """Sums in fp32 of several micro batches: 4P. A micro batch's gradients: wP, the embedding's twice for a moment.
+
+        In bf16 and fp16 they are added to the sums when all exist. On a CPU, adding casts each of them to fp32 first.
+        """
+        setup = self.setup
+        layers, held = setup.model.n_layer, setup.held(0)
+        new, embedding, several = setup.low * total(held), embedding_bytes(setup), setup.gradient_accumulation_steps > 1
+        sums, separate = FULL * total(held), setup.low != FULL
+        earlier = sums if several else 0
+        backward = 2 * embedding if several and not separate else new + embedding
+        cast = FULL * setup.model.largest_parameter() if several and separate and device == "cpu" else 0
+        return [
+            Moment(name="loss", blocks=layers, parts={"gradients": earlier}),
+            Moment(name="backward", blocks=layers, parts={"gradients": earlier, "new_gradients": embedding}),
+            Moment(name="reduction", parts={"gradients": earlier, "new_gradients": backward}),
+            Moment(name="step", parts={"gradients": sums, "new_gradients": new if separate else 0, "other": cast}),
+            Moment(name="evaluation", parts={}),
+        ]
+
+    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - of all strategies
+        """Nothing."""
+        return []
+
+
+class Ddp(Baseline):
+    """Every rank has the whole model state."""
+
+    operations_per_tensor = 2
+
+    @property
+    def overlap_in_words(self) -> str:
+        """The gradients, or the weights too."""
+        return "gradients overlap with the backward pass of the last micro batch, except the embedding's"
+
+    def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
+        """Buckets for all gradients: wP, besides sums in fp32 of several micro batches: 4P.
+
+        A bucket is reduced in fp32. Its copy replaces the sum of its gradients, if there is one, when it is complete.
+        """
+        setup = self.setup
+        layers, held = setup.model.n_layer, setup.held(0)
+        embedding, several = embedding_bytes(setup), setup.gradient_accumulation_steps > 1
+        buckets, separate = setup.low * total(held), setup.low != FULL
+        if not setup.recipe.dsgpt.ddp.gradient_as_bucket_view:
+            buckets *= 2
+        earlier = {"buckets": buckets, "gradients": FULL * total(held) if several else 0}
+        reduced = FULL * (self._last_bucket(held) if several else total(held)) if separate else 0
+        pending = embedding if separate else 2 * embedding
+        stepped = earlier | {"gradients": FULL * total(held) if separate or several else 0}
+        return [
+            Moment(name="loss", blocks=layers, parts=earlier),
+            Moment(name="backward", blocks=layers, parts=earlier | {"new_gradients": embedding}),
+            Moment(name="reduction", parts=earlier | {"new_gradients": pending, "other": reduced}),
+            Moment(name="step", parts=stepped),
+            Moment(name="evaluation", parts={"buckets": buckets}),
+        ]
+
+    def _last_bucket(self, held: list[ParameterSize]) -> int:
+        """Elements of DDP's last bucket, which has the embedding. A bucket ends as soon as it has its size."""
+        limit = self.setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB / self.setup.low
+        elements = 0
+        for part, following in pairwise([*reversed(held), None]):
+            assert part is not None
+            elements += part.numel
+            if elements >= limit and following is not None:
+                elements = 0
+        return elements
+
+    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
+        """All gradients once per step, in fp32: 4P."""
+        size = FULL * total(model_parameters(self.setup.model))
+        ranks = self.setup.world_size
+        return [Traffic(what="gradients", operation="all_reduce", group_size=ranks, payload_bytes=size)]
+
+    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:  # noqa: ARG002
+        """All but the gradients of the embedding, which come last."""
+        whole = model_parameters(self.setup.model)
+        last = next(part.numel for part in whole if part.name == EMBEDDING)
+        return min(seconds * (1 - last / total(whole)), backward)
+
+    def calls(self, traffic: Traffic, rank: int) -> int:  # noqa: ARG002 - all ranks have the same
+        """A bucket each."""
+        return math.ceil(traffic.payload_bytes / (self.setup.recipe.dsgpt.ddp.bucket_cap_mb * MIB))
+
+    def copied_around_reductions(self) -> float:
+        """Into the bucket, 2w; divided by the ranks in fp32, 8."""
+        return 2 * self.setup.low + 2 * FULL
+
+
+class Fsdp(Planned):
+    """Every rank has a shard of each parameter; a block's weights are gathered for each of its passes."""
+
+    operations_per_tensor = 4
+
+    @property
+    def overlap_in_words(self) -> str:
+        """The gradients, or the weights too."""
+        return "weights and gradients overlap with the computation of blocks"
+
+    @property
+    def gathers_to_save(self) -> bool:
+        """Always."""
+        return True
+
+    def model_state(self, rank: int) -> ModelState:  # noqa: ARG002 - all ranks have the same
+        """4P/N of parameters, 4P/N of gradients, 4mP/N of moments.
+
+        Each parameter is padded to the same number of rows on every rank. The shards are fp32 in every precision: they
+        are parameters and master copy in one.
+        """
+        held = self.setup.held(0)
+        elements = fsdp_elements(held, self.setup.world_size)
+        sizes = {
+            "parameters": FULL * elements,
+            "gradients": FULL * elements,
+            "optimizer": self.optimizer_state(elements, tensors=len(held)),
+        }
+        return ModelState(**sizes, master=0, off_device=sizes if self.steps_on_host else {})
+
+    @property
+    def steps_on_host(self) -> bool:
+        """With its offload."""
+        return self.setup.recipe.dsgpt.fsdp.cpu_offload
+
+    def _sharded(self) -> tuple[int, int]:
+        """Elements of a rank's shards of all blocks, and of its shards of the root: embeddings and last LayerNorm."""
+        whole, ranks = model_parameters(self.setup.model), self.setup.world_size
+        blocks = [part for part in whole if part.name.startswith("blocks.")]
+        root = [part for part in whole if not part.name.startswith("blocks.")]
+        return fsdp_elements(blocks, ranks), fsdp_elements(root, ranks)
+
+    def moments(self, rank: int, device: str) -> list[Moment]:  # noqa: ARG002 - all ranks have the same
+        """The root's weights whole, those of a block and of the next one; whole gradients until the last micro batch.
+
+        A block's gradients are reduced from a buffer that is freed when those of the next block are reduced. On a CPU,
+        gloo copies what it gathers and scatters.
+        """
+        setup = self.setup
+        ranks, layers, recipe = setup.world_size, setup.model.n_layer, setup.recipe.dsgpt.fsdp
+        blocks, root = (ranks * elements for elements in self._sharded())
+        block = blocks // layers
+        several, copies = setup.gradient_accumulation_steps > 1, 1 if device == "cpu" else 0
+        width = FULL if recipe.reduce_dtype == "fp32" else setup.low
+        embedding = embedding_bytes(setup)
+        away = recipe.cpu_offload and device == "cuda"
+        shards, root_shard = (0, 0) if away else (FULL * blocks // ranks, FULL * root // ranks)
+        kept = layers if not recipe.reshard_after_forward else 1
+        flight = 0 if not recipe.reshard_after_forward else (1 + copies) * block
+        gathered = setup.low * (root + kept * block)
+        backward = {
+            "gradients": (width * (blocks - block + root) if several else 0) + FULL * block // ranks,
+            "gathered": gathered + setup.low * flight,
+            "buckets": width * block,
+            "new_gradients": embedding,
+        }
+        reduction = {
+            "gradients": shards + (width * root if several else 0),
+            "gathered": setup.low * root,
+            "buckets": width * block,
+            "new_gradients": 2 * embedding,
+        }
+        stepped = {"gradients": shards + root_shard, "buckets": (1 + copies) * width * root}
+        earlier = {"gradients": width * (blocks + root) if several else 0, "gathered": gathered}
+        return [
+            Moment(name="loss", blocks=layers, parts=earlier),
+            Moment(name="backward", blocks=layers - 1, parts=backward),
+            Moment(name="reduction", parts=reduction),
+            Moment(name="step", parts=stepped),
+            Moment(name="evaluation", parts={"gathered": gathered}),
+        ]
+
+    def traffic(self, rank: int) -> list[Traffic]:  # noqa: ARG002 - all ranks have the same
+        """A block's weights in every micro batch, for the forward and again for the backward pass; gradients once.
+
+        Weights are sent in the precision of the computation. The root stays gathered for the step, and so do the blocks
+        if ``reshard_after_forward`` is off. Activation checkpointing adds no third gather, because a block is
+        recomputed while its weights are gathered for its backward pass.
+        """
+        setup, ranks = self.setup, self.setup.world_size
+        width = FULL if setup.recipe.dsgpt.fsdp.reduce_dtype == "fp32" else setup.low
+        weights, gradients = setup.low * sum(self._gathers().values()), width * sum(self._sharded())
+        return [
+            Traffic(what="weights", operation="all_gather", group_size=ranks, payload_bytes=weights * ranks),
+            Traffic(
+                what="gradients",
+                operation="reduce_scatter",
+                group_size=ranks,
+                payload_bytes=gradients * ranks,
+                summed_width=width,
+            ),
+        ]
+
+    def gathers(self, rank: int) -> list[Traffic]:
+        """Of weights."""
+        return self.traffic(rank)[:1]
+
+    def places(self, traffic: Traffic, rank: int) -> dict[Place, int]:
+        """Weights wherever they are gathered."""
+        return self._gathers() if traffic.what == "weights" else super().places(traffic, rank)
+
+    def _gathers(self) -> dict[Place, int]:
+        """Blocks in every pass if they are resharded after the forward pass, else once; the rest in the first pass."""
+        blocks, root = self._sharded()
+        first: dict[Place, int] = {(FORWARD, 0): blocks + root}
+        return self.each_pass(blocks, blocks) | first if self.setup.recipe.dsgpt.fsdp.reshard_after_forward else first
+
+    def copied(self, rank: int) -> Iterator[Copied]:
+        """The rank's shards to the device whenever weights are gathered, in fp32; gradients to the host once."""
+        if not self.steps_on_host:
+            return
+        for (moment, number), elements in self._gathers().items():
+            size = FULL * elements
+            yield Copied(moment=moment, micro_batch=number, what="weights", link="host", to_device=True, size=size)
+        size, last = FULL * self.stepped_elements(rank), self.setup.gradient_accumulation_steps - 1
+        yield Copied(moment=BACKWARD, micro_batch=last, what="gradients", link="host", to_device=False, size=size)
+
+    def hidden(self, traffic: Traffic, seconds: float, *, forward: float, backward: float) -> float:
+        """The weights of the next block and the gradients of the previous one, behind the computation of a block."""
+        layers, passes = self.setup.model.n_layer, self.setup.gradient_accumulation_steps
+        computing = (forward + backward) * passes / 2 if traffic.what == "weights" else backward
+        return min(seconds * (layers / (layers + 1)), computing)  # one of the pieces is the embedding's
+
+    def calls(self, traffic: Traffic, rank: int) -> int:
+        """One for each block at a time, and one for the root."""
+        reshards = self.setup.recipe.dsgpt.fsdp.reshard_after_forward and traffic.what == "weights"
+        return (2 * self.setup.gradient_accumulation_steps if reshards else 1) * self.setup.blocks(rank) + 1
+
+    def stepped_elements(self, rank: int) -> int:
+        """Its shards."""
+        return fsdp_elements(self.setup.held(rank), self.setup.world_size)
+
+    def copied_around_reductions(self) -> float:
+        """Into the buffer of the reduce-scatter, w + 4; the own part divided, 8/n."""
+        return self.setup.low + FULL + 2 * FULL / self.setup.world_size
