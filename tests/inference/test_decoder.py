@@ -7,10 +7,9 @@ import torch
 from random_models import VOCABULARY, random_model, random_prompts, save_published
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference import linear
-from dsgpt.inference.decoder import Decoder
+from dsgpt.inference import decoder as linear
+from dsgpt.inference.decoder import Decoder, Packed, Plain, Transposed
 from dsgpt.inference.generation import Sampling, generate, generate_batch, random_stream
-from dsgpt.inference.linear import Packed, Plain, Transposed
 from dsgpt.machine.device import HugePages, packs
 from dsgpt.model.gpt2 import GPT2
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from random_models import random_model, random_prompts
 
-from dsgpt.inference.decoder import Decoder, _Step
+from dsgpt.inference.decoder import Decoder, _Step, round_to_int8, to_int8
 from dsgpt.inference.generation import generate_batch
-from dsgpt.inference.linear import round_to_int8, to_int8
 from dsgpt.model.gpt2 import GPT2, Block
 
 

@@ -9,7 +9,7 @@ from dsgpt.checkpoints.manifest import Manifest
 from dsgpt.checkpoints.store import VALIDATED_ON
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_json_atomic
-from dsgpt.inference.linear import round_to_int8
+from dsgpt.inference.decoder import round_to_int8
 from dsgpt.inference.loading import device_for, load
 from dsgpt.inference.perplexity import Evaluated, evaluate_tasks, predict, read_data, read_text, windows_of
 from dsgpt.inference.requests import EvaluateRequest as Request
