@@ -1,6 +1,5 @@
 """Try it: the text of the page is the text of ``src/generate.py``, and nobody's request disturbs another's."""
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -11,15 +10,16 @@ from threading import Event
 import pytest
 import torch
 from opened_pages import open_page
-from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.model_session import Answer, answer, checkpoints_of, in_page, path_of
 from dsgpt.dashboard.runs import Kept
-from dsgpt.inference.generation import Sampling, likeliest
+from dsgpt.inference import commands
+from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import Sampling
+from dsgpt.inference.generation import likeliest
 from dsgpt.inference.loading import load
-from dsgpt.inference.requests import GenerateRequest as Request
-from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
+from dsgpt.inference.sample import Opened, Text, Writer, open_model
 
 PROMPT = "def ma"
 
@@ -67,15 +67,10 @@ def test_text_and_ids_are_those_of_the_script(runs, model, changes):
 
 
 def test_the_script_prints_the_same(runs, model, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("generate_script", REPOSITORY / "src" / "generate.py")
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(script)
     words = f"--checkpoint {runs}/one/step-00000001 --max_new_tokens 8 --seed 1 --device cpu --prompt".split()
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, PROMPT])
-    script.main()
-    assert capsys.readouterr().out == f"{told(runs, model).text}\n{script.LINE}\n"
+    commands.generate()
+    assert capsys.readouterr().out == f"{told(runs, model).text}\n{commands.LINE}\n"
 
 
 def test_two_texts_at_once_are_what_each_is_alone(runs, model):
@@ -122,7 +117,7 @@ def test_the_likeliest_ids_are_those_of_the_model(runs, model):
     drawn = likeliest(opened.decoder, ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
     assert sum(each.drawn for each in drawn) == pytest.approx(1)
     assert [each.drawn > 0 for each in drawn] == [True, True] + [False] * 8
-    assert sampling_of(request_of(runs)).top_k == 50
+    assert request_of(runs).top_k == 50
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs, model):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dsgpt.inference.perplexity import Prediction, predict, windows_of
+from dsgpt.inference.evaluate import Prediction, predict, windows_of
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize
 

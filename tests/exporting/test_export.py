@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from small_run import command_line, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.sample import Writer
 from dsgpt.training.command import train
 

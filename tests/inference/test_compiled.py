@@ -7,8 +7,8 @@ from test_generate import script
 
 from dsgpt.common.errors import UserError
 from dsgpt.inference import decoder as decoder_module
+from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.decoder import Decoder, _Step
-from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.sample import Writer, open_model
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, initialize

@@ -6,7 +6,7 @@ import pytest
 from small_run import END_OF_TEXT, write_tokenizer
 
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.text import Continuation
+from dsgpt.inference.sample import Continuation
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 def pieces_of(tokenizer, ids: list[int], **settings) -> tuple[list[str], Continuation]:
     """What is shown after each id and at the end."""
-    continuation = Continuation(tokenizer, **settings)
+    continuation = Continuation(tokenizer, ends={END_OF_TEXT}, **settings)
     pieces = []
     for following in ids:
         continuation.add(following)

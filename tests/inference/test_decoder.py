@@ -8,8 +8,9 @@ from random_models import VOCABULARY, random_model, random_prompts, save_publish
 
 from dsgpt.common.errors import UserError
 from dsgpt.inference import decoder as linear
+from dsgpt.inference.commands import Sampling
 from dsgpt.inference.decoder import Decoder, Packed, Plain, Transposed
-from dsgpt.inference.generation import Sampling, generate, generate_batch, random_stream
+from dsgpt.inference.generation import generate, generate_batch, random_stream
 from dsgpt.machine.device import HugePages, packs
 from dsgpt.model.gpt2 import GPT2
 

@@ -7,7 +7,8 @@ import pytest
 from small_run import END_OF_TEXT, write_tokenizer
 
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.server.completions import Answer, Choice, TextStream, add_logprobs
+from dsgpt.inference.sample import Continuation
+from dsgpt.inference.server.completions import Answer, Choice, add_logprobs
 from dsgpt.inference.server.engine import Sequence
 from dsgpt.inference.server.requests import Prompt
 
@@ -27,7 +28,7 @@ def answered(
     sequence = Sequence("0", asyncio.Event(), 0.0)
     prompt = Prompt(ids=tokenizer.encode("ab"), text="ab")
     choice = Choice(
-        index=0, prompt=prompt, sequence=sequence, text=TextStream(tokenizer, stops), ends=frozenset({END_OF_TEXT})
+        index=0, prompt=prompt, sequence=sequence, text=Continuation(tokenizer, stop=stops, ends={END_OF_TEXT})
     )
     pieces = []
     for end in range(at_a_time, len(ids) + at_a_time, at_a_time):
@@ -58,7 +59,7 @@ def test_text_reason_and_usage_are_those_of_the_ids(tokenizer, at_a_time, text, 
     """End-of-text counts as a token and is no text; what arrives behind a stop sequence does not count."""
     ids = [*tokenizer.encode(text), *([END_OF_TEXT] if end else [])]
     choice, pieces, counted = answered(tokenizer, ids, at_a_time=at_a_time, stops=stops)
-    assert (choice.whole, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
+    assert (choice.text.text, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
     assert all(whole.startswith("".join(pieces[:end])) for end in range(len(pieces)))
 
 

@@ -11,9 +11,7 @@ import torch
 from running_server import BATCH, MODEL, POSITIONS, Server, within
 from small_run import REPOSITORY
 
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files
-from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.loading import load_model
+from dsgpt.inference.loading import load
 
 PROMPTS = ["def ", "x", "import os\n", "  return é", "a" * 60, "日本", "\n\n", "if True:"]
 NEW = 40
@@ -22,8 +20,8 @@ NEW = 40
 @pytest.fixture(scope="module")
 def own(run_dir):
     """Our own model and tokenizer."""
-    files = open_model_files(find_checkpoint(run_dir, flag="--checkpoint"))
-    return load_model(files, torch.device("cpu")), open_tokenizer(files.tokenizer, what="tokenizer")
+    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="fp32")
+    return loaded.model, loaded.tokenizer
 
 
 def greedy(own, prompt: str, new: int = NEW) -> list[int]:

@@ -23,8 +23,9 @@ from dsgpt.benchmarks.serving import (
     serving_page,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.inference.server.http import ApiError, Gate, Metrics
+from dsgpt.inference.server.completions import Gate, Metrics
 from dsgpt.inference.server.options import Limits
+from dsgpt.inference.server.requests import ApiError
 
 
 def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server):

@@ -12,11 +12,10 @@ import pytest
 import torch
 from running_server import MODEL, Server
 
-from dsgpt.inference.server.completions import Completions
-from dsgpt.inference.server.engine import Engine, Scorer, open_served
-from dsgpt.inference.server.http import ApiError, Gate, Metrics
+from dsgpt.inference.server.completions import Completions, Gate, Metrics
+from dsgpt.inference.server.engine import Engine, Sampler, Scorer, open_served
 from dsgpt.inference.server.options import Limits
-from dsgpt.inference.server.requests import Sampler, Sampling, read_request
+from dsgpt.inference.server.requests import ApiError, Sampling, read_request
 from dsgpt.inference.server.server import make_app
 
 LIMITS = Limits(batch=2, queue=2, new_tokens=None, body_bytes=1000, request_sec=60, stall_sec=60)

@@ -11,7 +11,7 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.runs import Kept, inside
-from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest as Request
 
 if TYPE_CHECKING:
     from dsgpt.inference.generation import Candidate
@@ -126,11 +126,11 @@ def _identity(checkpoint: Path) -> tuple[object, ...]:
 
 def _likeliest(opened: "Opened", request: Request, prompt: str) -> list[tuple[str, "Candidate"]]:
     from dsgpt.inference.generation import likeliest  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.inference.sample import encode_prompt, sampling_of  # noqa: PLC0415
+    from dsgpt.inference.sample import encode_prompt  # noqa: PLC0415
 
     tokenizer = opened.tokenizer
     ids = encode_prompt(prompt, tokenizer, opened.config)
-    found = likeliest(opened.decoder, ids, count=CANDIDATES, sampling=sampling_of(request))
+    found = likeliest(opened.decoder, ids, count=CANDIDATES, sampling=request)
     return [(_token_text(tokenizer.decode([each.id])), each) for each in found]
 
 

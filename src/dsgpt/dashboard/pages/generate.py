@@ -12,7 +12,7 @@ from dsgpt.dashboard.formats import plain
 from dsgpt.dashboard.model_session import MODELS, STOPPED, Answer, answer, checkpoints_of, path_of
 from dsgpt.dashboard.runs import Kept, current_folder
 from dsgpt.dashboard.summaries import contents_of
-from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest as Request
 
 if TYPE_CHECKING:
     from dsgpt.inference.sample import Opened
