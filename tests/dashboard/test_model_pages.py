@@ -10,7 +10,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -21,10 +20,10 @@ from small_run import REPOSITORY
 from dsgpt.charts.options import DARK, LIGHT
 from dsgpt.charts.plan import draw_plan
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.formats import memory
-from dsgpt.dashboard.model_session import Answer, answer, checkpoints_of, in_page, path_of
+from dsgpt.dashboard.figures import memory
+from dsgpt.dashboard.generate import Answer, _opened, checkpoints_of, generate, in_page
 from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
-from dsgpt.dashboard.plans import (
+from dsgpt.dashboard.plan import (
     command_line,
     gpus_table,
     machines,
@@ -33,11 +32,10 @@ from dsgpt.dashboard.plans import (
     on_other_gpus,
     parts_table,
     planned,
-    recommended_files,
     ways_table,
 )
-from dsgpt.dashboard.runs import Kept
-from dsgpt.dashboard.split import CHOICES, Split, copied_rows, held_rows, lessons, sent_rows, split_of
+from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
+from dsgpt.dashboard.summaries import inside
 from dsgpt.inference.generation import Sampling, likeliest
 from dsgpt.inference.loading import load
 from dsgpt.inference.requests import GenerateRequest as Request
@@ -46,8 +44,9 @@ from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.model_state import model_state
-from dsgpt.planner.options import PlanOptions, read_options, words_of
+from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
+from dsgpt.planner.search import recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
 from dsgpt.planner.traffic import step_traffic
 
@@ -68,7 +67,7 @@ BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=T
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
-    options, problems = read_options([*words, "--json"])
+    options, problems = read_plan_options([*words, "--json"])
     assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
     found: dict = json.loads(capsys.readouterr().out)
     return found
@@ -86,7 +85,7 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     ],
 )
 def test_the_command_says_what_the_page_asked_for(options):
-    found, problems = read_options(words_of(options))
+    found, problems = read_plan_options(words_of(options))
     assert not problems
     assert found == options
     assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]
@@ -118,10 +117,10 @@ def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeyp
     done = planned(words_of(BEST), repository=REPOSITORY)
     told = printed(words_of(BEST), capsys)
     assert told["recommended"] == {"name": done.best.name, "plan": with_assumptions(done.plan)}
-    files = recommended_files(done)
+    files = recommendation_files(done.best, done.request)
     assert [path.as_posix() for path in files] == told["written"]
     assert {path: path.read_bytes() for path in files} == files
-    ways = ways_table(done.found)
+    ways = ways_table(done.searched)
     assert ways["way"] == [each["name"] for each in (*told["ranked"], *told["refused"])]
     assert told["ranked"]
     assert told["refused"]
@@ -323,13 +322,15 @@ def test_the_drawn_pipeline_has_the_planned_bubble():
     ends = [[bar.end for bar in line.bars if bar.label.startswith(("forward", "backward"))] for line in lines]
     busy, whole = 3.0 * batches, max(map(max, ends))
     assert 1 - busy / whole == pytest.approx(bubble_fraction(2, batches))
-    told = dict(lessons(setup))["Pipeline parallel (1F1B)"]
+    told = dict(explanations(setup))["Pipeline parallel (1F1B)"]
     assert f"{bubble_fraction(2, batches):.0%}" in told
 
 
 def test_zero_without_data_ranks_is_not_said_to_divide():
-    assert "ZeRO-1 has nothing to divide" in dict(lessons(split("3D: pipeline and tensor").setup))
-    assert "ZeRO-1: the optimizer state is a shard" in dict(lessons(split("3D: pipeline and tensor", gpus=8).setup))
+    assert "ZeRO-1 has nothing to divide" in dict(explanations(split("3D: pipeline and tensor").setup))
+    assert "ZeRO-1: the optimizer state is a shard" in dict(
+        explanations(split("3D: pipeline and tensor", gpus=8).setup)
+    )
 
 
 def test_the_table_names_shares_and_places():
@@ -371,20 +372,14 @@ def runs(checkpoint_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.fixture(scope="module")
-def model(runs: Path) -> Kept[Opened]:
-    """The kept models of a server."""
-    return Kept(2)
-
-
 def request_of(runs: Path, **changes) -> Request:
     given = {"max_new_tokens": 8, "seed": 1, "device": "cpu"} | changes
     return Request(checkpoint=runs / "one" / "step-00000001", **given)
 
 
-def told(runs: Path, model: Kept[Opened], *, prompt: str = PROMPT, **changes) -> Answer:
+def told(runs: Path, *, prompt: str = PROMPT, **changes) -> Answer:
     found = Answer(name="one/step-00000001", prompt=prompt)
-    answer(found, request_of(runs, **changes), model)
+    generate(found, request_of(runs, **changes))
     return found
 
 
@@ -397,15 +392,15 @@ def written(runs: Path, *, prompt: str = PROMPT, **changes) -> Text:
 @pytest.mark.parametrize(
     "changes", [{}, {"seed": 2}, {"temperature": 0.0}, {"top_k": 5, "repetition_penalty": 1.3}, {"stop": ("e",)}]
 )
-def test_text_and_ids_are_those_of_the_script(runs, model, changes):
-    expected, found = written(runs, **changes), told(runs, model, **changes)
+def test_text_and_ids_are_those_of_the_script(runs, changes):
+    expected, found = written(runs, **changes), told(runs, **changes)
     assert found.text == str(expected)
     assert found.ids == expected.ids
     assert found.ended == expected.ended
     assert found.tokens == len(expected.ids)
 
 
-def test_the_script_prints_the_same(runs, model, monkeypatch, capsys):
+def test_the_script_prints_the_same(runs, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("generate_script", REPOSITORY / "src" / "generate.py")
     assert spec is not None
     script = importlib.util.module_from_spec(spec)
@@ -414,18 +409,31 @@ def test_the_script_prints_the_same(runs, model, monkeypatch, capsys):
     words = f"--checkpoint {runs}/one/step-00000001 --max_new_tokens 8 --seed 1 --device cpu --prompt".split()
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, PROMPT])
     script.main()
-    assert capsys.readouterr().out == f"{told(runs, model).text}\n{script.LINE}\n"
+    assert capsys.readouterr().out == f"{told(runs).text}\n{script.LINE}\n"
 
 
-def test_two_texts_at_once_are_what_each_is_alone(runs, model):
-    alone = [told(runs, model, seed=seed).text for seed in range(6)]
+@pytest.fixture
+def loaded(monkeypatch) -> list[Path]:
+    """The checkpoints of the models that are opened during a test, which begins without one in memory."""
+    opened: list[Path] = []
+
+    def note(request: Request) -> Opened:
+        opened.append(request.checkpoint)
+        return open_model(request)
+
+    _opened.clear()
+    monkeypatch.setattr("dsgpt.inference.sample.open_model", note)
+    return opened
+
+
+def test_two_texts_at_once_are_what_each_is_alone_and_share_a_model(runs, loaded):
     with ThreadPoolExecutor(3) as pool:
-        together = list(pool.map(lambda seed: told(runs, model, seed=seed).text, range(6)))
-    assert together == alone
-    assert len(model) == 1
+        together = list(pool.map(lambda seed: told(runs, seed=seed).text, range(6)))
+    assert together == [told(runs, seed=seed).text for seed in range(6)]
+    assert len(loaded) == 1
 
 
-def test_a_stop_keeps_the_text_so_far(runs, model):
+def test_a_stop_keeps_the_text_so_far(runs):
     class Pressed(Exception):
         pass
 
@@ -437,24 +445,24 @@ def test_a_stop_keeps_the_text_so_far(runs, model):
             raise Pressed
 
     with pytest.raises(Pressed):
-        answer(found, request_of(runs), model, show=stop)
+        generate(found, request_of(runs), show=stop)
     assert shown[0] == PROMPT
     assert found.text == shown[-1]
     assert found.text.startswith(PROMPT)
     assert found.tokens == 3
     assert found.ended == "stopped"
-    assert told(runs, model).text == str(written(runs))
+    assert told(runs).text == str(written(runs))
 
 
-def test_the_likeliest_ids_are_those_of_the_model(runs, model):
-    opened = model.get("own", lambda: open_model(request_of(runs)))
+def test_the_likeliest_ids_are_those_of_the_model(runs):
+    opened = open_model(request_of(runs))
     device = torch.device("cpu")
     plain = load(runs / "one", which="latest", device=device, precision="fp32").model
     tokenizer = opened.tokenizer
     ids = tokenizer.encode(PROMPT, add_special_tokens=False)
     with torch.inference_mode():
         expected = plain(torch.tensor([ids]))[0, -1, : plain.config.vocab_size].float().softmax(dim=0).topk(10)
-    found = told(runs, model, temperature=0.0).likeliest
+    found = told(runs, temperature=0.0).likeliest
     assert [each.id for _, each in found] == expected.indices.tolist()
     assert [each.probability for _, each in found] == pytest.approx(expected.values.tolist(), rel=1e-4)
     assert [each.drawn for _, each in found] == [1.0] + [0.0] * 9
@@ -464,43 +472,42 @@ def test_the_likeliest_ids_are_those_of_the_model(runs, model):
     assert sampling_of(request_of(runs)).top_k == 50
 
 
-def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs, model):
-    refused = told(runs, model, prompt="x " * 500).refused
+def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
+    refused = told(runs, prompt="x " * 500).refused
     assert refused.startswith("Prompt has ")
     assert "shorten it" in refused
     assert in_page("--checkpoint a/b: holds no checkpoint") == "a/b: holds no checkpoint"
 
 
-def test_a_damaged_checkpoint_is_named(runs, model, tmp_path):
+def test_a_damaged_checkpoint_is_named(runs, tmp_path):
     copy = shutil.copytree(runs / "one" / "step-00000001", tmp_path / "one" / "step-00000001")
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-3] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
-    refused = told(tmp_path, model).refused
+    refused = told(tmp_path).refused
     assert "model.safetensors" in refused
     assert "\n" not in refused
-    assert told(runs, model).refused == ""
+    assert told(runs).refused == ""
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(runs, model, tmp_path):
+def test_a_checkpoint_without_a_tokenizer_is_refused(runs, tmp_path):
     copy = shutil.copytree(runs / "one" / "step-00000001", tmp_path / "one" / "step-00000001")
     shutil.rmtree(copy / "tokenizer")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("tokenizer/")}
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert "has no tokenizer, because its training data had none: cannot read text" in told(tmp_path, model).refused
+    assert "has no tokenizer, because its training data had none: cannot read text" in told(tmp_path).refused
 
 
-def test_another_version_of_a_checkpoint_is_loaded_anew(runs, tmp_path):
-    copied, models = tmp_path / "one", Kept[Opened](2)
-    shutil.copytree(runs / "one", copied)
-    told(tmp_path, models)
-    assert len(models) == 1
-    manifest = copied / "step-00000001" / "manifest.json"
-    again = shutil.copy2(manifest, tmp_path / "another")  # of the same size and time
-    again.replace(manifest)
-    told(tmp_path, models)
-    assert len(models) == 2
+def test_another_version_of_a_checkpoint_is_loaded_anew(runs, tmp_path, loaded):
+    copy = shutil.copytree(runs / "one", tmp_path / "one") / "step-00000001"
+    told(tmp_path)
+    told(tmp_path, seed=2)
+    assert loaded == [copy]
+    again = shutil.copy2(copy / "manifest.json", tmp_path / "another")  # of the same size and time
+    again.replace(copy / "manifest.json")
+    told(tmp_path)
+    assert loaded == [copy, copy]
 
 
 def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
@@ -508,54 +515,10 @@ def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
     shutil.copytree(runs / "one", folder / "one")
     (folder / "one" / "step-00000009").symlink_to(runs / "one" / "step-00000001")
     assert checkpoints_of(folder, ["one"]) == ["one/step-00000001"]
-    assert path_of(folder, "one/step-00000001") == folder / "one" / "step-00000001"
+    assert inside(folder, "one/step-00000001") == folder / "one" / "step-00000001"
     for name in ("../one", "one/step-00000009", "/etc", "one/step-00000007"):
         with pytest.raises(UserError):
-            path_of(folder, name)
-
-
-def test_few_are_kept_and_each_is_made_once():
-    kept, made = Kept[str](2), []
-
-    def make(name: str) -> str:
-        made.append(name)
-        return name
-
-    for name in ("a", "b", "a", "c", "a", "b"):
-        assert kept.get(name, lambda name=name: make(name)) == name
-    assert made == ["a", "b", "c", "b"]
-    assert len(kept) == 2
-
-
-def test_one_that_cannot_be_made_is_not_kept():
-    kept = Kept[str](1)
-
-    def fail() -> str:
-        raise UserError("damaged")
-
-    with pytest.raises(UserError):
-        kept.get("a", fail)
-    assert len(kept) == 0
-    assert kept.get("a", lambda: "repaired") == "repaired"
-
-
-def test_two_that_ask_at_once_wait_for_one():
-    kept, began, go, made = Kept[str](2), Event(), Event(), []
-
-    def slow() -> str:
-        made.append(1)
-        began.set()
-        assert go.wait(10)
-        return "model"
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(kept.get, "a", slow)
-        assert began.wait(10)
-        second = pool.submit(kept.get, "a", slow)
-        other = kept.get("b", lambda: "another")
-        go.set()
-        assert (first.result(), second.result(), other) == ("model", "model", "another")
-    assert len(made) == 1
+            inside(folder, name)
 
 
 def test_the_page_generates_beside_each_other(runs, monkeypatch):

@@ -20,13 +20,14 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     record_head,
     run_suite,
     table,
 )
+from dsgpt.common.command_line import choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words
@@ -155,7 +156,7 @@ The field's published settings are for models of 100 million parameters and more
 tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
 higher rate. Every training here sees the same number of tokens of the demo's text, whatever its batch. The choice is
 made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate is no worse, so that it is not the
-last rate before training becomes unstable; then single changes of it, if any. Three other
+last rate before training becomes unstable. Single changes of that one follow, if any. Three other
 seeds, which change the initial weights and the order of the text, show what the choice is worth.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""
@@ -214,11 +215,12 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RecipesOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    size: Sequence[str]
-    """Model sizes; empty for all."""
-    device: str
+    size: tuple[str, ...] = flag(
+        choice(tuple(SEARCHES)), "SIZE", "only these model sizes (default: all)", default=(), nargs="+"
+    )
+    device: str = device_flag("cpu, one training per core, or cuda, one at a time")
 
 
 def run_recipes(options: RecipesOptions, *, repository: Path) -> int:
@@ -348,18 +350,4 @@ examples:
 sizes: {", ".join(SEARCHES)}"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.parser.add_argument(
-        "--size",
-        type=flags.reader.choice("--size", tuple(SEARCHES), None),
-        nargs="+",
-        default=(),
-        metavar="SIZE",
-        help="only these model sizes (default: all)",
-    )
-    flags.device("cpu, one training per core, or cuda, one at a time")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=RecipesOptions, run=run_recipes, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=RecipesOptions, run=run_recipes, page=PAGE)

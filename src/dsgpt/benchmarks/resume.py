@@ -15,7 +15,6 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
     record_head,
@@ -23,6 +22,7 @@ from dsgpt.benchmarks.frame import (
     table,
     work_facts,
 )
+from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import machine_words
 from dsgpt.machine.console import Console
 
@@ -150,8 +150,8 @@ Generated from `{source}` by
 
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
   {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
-  other ranks and with other accumulation. Every loss is compared with that of an undisturbed baseline; allowed are
-  {record["bound"]:g}, at every step and {_validations(work)}.
+  other ranks and with other accumulation. Every loss may differ by at most {record["bound"]:g} from that of an
+  undisturbed baseline, at every step and {_validations(work)}.
 * **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
   again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
@@ -171,7 +171,8 @@ def _validations(work: dict[str, Any]) -> str:
         return "in the last validation"
     return (
         f"in the validations after steps {work['saved']} (before the target's first step) to {work['steps']}, every "
-        f"{work['validated_every']},\n  of {work['validation_windows']} sequences, which leave the last batch padded"
+        f"{work['validated_every']}.\n"
+        f"  They are of {work['validation_windows']} sequences, which leave the last batch padded"
     )
 
 
@@ -236,13 +237,11 @@ SCHEMA_VERSION = "1.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    pairs: int
-    seed: int
-    """Decides the choice of pairs."""
-    core: bool
-    """Only what ``make test`` runs."""
+    pairs: int = flag(COUNT, "N", "how many pairs of strategies (default: %(default)s)", default=PAIRS)
+    seed: int = flag(COUNT, "N", "seed that draws the pairs (default: %(default)s, as in docs/resume.md)", default=SEED)
+    core: bool = switch("only what `make test` runs")
 
 
 def run_resume(options: ResumeOptions, *, repository: Path) -> int:
@@ -355,12 +354,4 @@ examples:
   .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
-    flags.number("--seed", default=SEED, text=f"seed that draws the pairs (default: {SEED}, as in docs/resume.md)")
-    flags.core("only what `make test` runs")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=ResumeOptions, run=run_resume, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ResumeOptions, run=run_resume, page=PAGE)

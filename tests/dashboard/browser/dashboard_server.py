@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +67,15 @@ class Server:
 
 
 @contextmanager
-def serving(runs: Path, *, log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+def serving(
+    runs: Path, *, log: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A dashboard of ``runs`` on a free port, which may still be starting; ``log`` gets what it prints."""
     port = free_port()
     command = [sys.executable, "-m", "streamlit", "run", REPOSITORY / "charts" / "dashboard.py"]
     command += ["--server.headless", "true", "--server.port", port, "--", "--runs", runs, *flags]
     with log.open("wb") as file:
-        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
         yield Server(process, port, log)
     finally:

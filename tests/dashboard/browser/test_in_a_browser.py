@@ -5,7 +5,6 @@ import http.client
 import json
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from urllib.parse import urlencode
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from dashboard_server import HOSTILE, PAGES, REPOSITORY, SECOND, Server, paused, serving, settle
+from dashboard_server import HOSTILE, PAGES, REPOSITORY, SECOND, Server, paused, settle
 from measure import PAGE, costs, page_with
 from playwright.sync_api import FloatRect, Locator, Page, TimeoutError, expect
 
@@ -207,33 +206,12 @@ def flags(words, run_dir: Path) -> list[str]:
 # Which requests the dashboard's server answers, over HTTP and as websockets, and that it asks no other machine.
 
 
-LISTENING = """\
-import sys
-def note(event, about):
-    if event in {"socket.connect", "socket.sendto", "socket.getaddrinfo"}:
-        with open(FILE, "a") as file:
-            print(repr(about[1] if event == "socket.connect" else about[:2]), file=file)
-open(FILE, "w").close()
-sys.addaudithook(note)
-"""
 WEBSOCKET = {
     "Upgrade": "websocket",
     "Connection": "Upgrade",
     "Sec-WebSocket-Version": "13",
     "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A dashboard of no runs, of which ``connections.txt`` beside its log lists where it connects to."""
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "sitecustomize.py").write_text(f"FILE = {str(folder / 'connections.txt')!r}\n{LISTENING}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
-        with serving(folder, log=folder / "log.txt", flags=["--allowed_host", "Lab.example"]) as started:
-            started.wait()
-            yield started
 
 
 def status(server: Server, path: str, headers: dict[str, str], *fields: tuple[str, str]) -> int:
