@@ -60,17 +60,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     reader = Reader()
     arguments = read_words(build_parser(reader), reader, argv)
     if arguments.runs is None:
-        arguments.runs = _default_runs()
+        here = Path("checkpoint")
+        arguments.runs = here if here.is_dir() else REPOSITORY / "checkpoint"
     elif not arguments.runs.expanduser().is_dir():
         reader.problems.add(f"--runs {arguments.runs}: no such folder: name the folder that holds your runs")
     reader.problems.raise_if_any()
     arguments.runs = arguments.runs.expanduser()
     return arguments
-
-
-def _default_runs() -> Path:
-    here = Path("checkpoint")
-    return here if here.is_dir() else REPOSITORY / "checkpoint"
 
 
 def is_served() -> bool:
