@@ -9,17 +9,15 @@ settings and writes what each costs. Every measurement is a command with its own
 page of it. ``compare`` says whether one run or sweep is slower than another.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks import sweep
 from dsgpt.benchmarks.decoding import SUITE as DECODING
 from dsgpt.benchmarks.faults import SUITE as FAULTS
-from dsgpt.benchmarks.frame import Suite, SuiteFlags, make_page
+from dsgpt.benchmarks.frame import Suite, SuiteOptions, make_page, only_flag, peers_flag
 from dsgpt.benchmarks.inference import PEERS
 from dsgpt.benchmarks.inference import SUITE as INFERENCE
 from dsgpt.benchmarks.parity import SUITE as PARITY
@@ -31,10 +29,10 @@ from dsgpt.benchmarks.saving import SUITE as SAVING
 from dsgpt.benchmarks.serving import SUITE as SERVING
 from dsgpt.benchmarks.speed import SUITE as SPEED
 from dsgpt.benchmarks.speed import read_peers
-from dsgpt.common.command_line import Parser, Reader, read_words, run_script
+from dsgpt.common.command_line import Parser, run_script, switch
 from dsgpt.common.errors import EXIT_DONE
 
-SUITES: dict[str, Suite[Any]] = {
+SUITES: dict[str, Suite] = {
     "parity": PARITY,
     "resume": RESUME,
     "faults": FAULTS,
@@ -46,11 +44,7 @@ SUITES: dict[str, Suite[Any]] = {
     "plan": PLAN,
     "recipes": RECIPES,
 }
-SWEEPS: dict[str, tuple[Callable[[SuiteFlags], None], Callable[..., int]]] = {
-    "run": (sweep.add_run_flags, sweep.run),
-    "compare": (sweep.add_compare_flags, sweep.compare),
-}
-COMMANDS = (*SUITES, *SWEEPS, "records")
+COMMANDS = (*SUITES, "run", "compare", "records")
 REPOSITORY = Path(__file__).resolve().parent.parent
 DESCRIPTIONS = {
     **{name: suite.description for name, suite in SUITES.items()},
@@ -76,17 +70,67 @@ names: {", ".join(RECORDS)}""",
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordsOptions:
+    """The command line of ``records``."""
+
+    check: bool = switch("remake nothing; list which records are old")
+    only: tuple[str, ...] = only_flag("NAME", "records")
+    peer: tuple[str, ...] = peers_flag("checkouts that speed and decoding compare with")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Without a command there are no flags."""
+
+
+OPTIONS: dict[str, type[Any]] = {
+    **{name: suite.options for name, suite in SUITES.items()},
+    "run": sweep.SweepOptions,
+    "compare": sweep.CompareOptions,
+    "records": RecordsOptions,
+}
+
+
+def parser_of(what: str) -> Parser:
+    """The parser of the command ``what``; if that is empty, of the first word only."""
+    parser = Parser(
+        description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
+        epilog=EXAMPLES[what] if what else "flags: .venv/bin/python src/benchmark.py parity --help, and so on",
+    )
+    parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
+    kind = OPTIONS.get(what, NoOptions)
+    shared = {field.name for field in fields(SuiteOptions)}  # these flags come last; ``run`` has its own folder
+    names = [field.name for field in fields(kind) if (what, field.name) != ("run", "keep")]
+    parser.add_flags(kind, names=sorted(names, key=shared.__contains__))
+    if what in SUITES:
+        parser.set_defaults(output=Path("checkpoint") / what / f"{what}.json")
+    return parser
+
+
 def main() -> int:
     """Read the flags, run the command, and return its exit code."""
     words = _without_peers(sys.argv[1:])
     what = words[0] if words and words[0] in COMMANDS else ""
-    reader = Reader()
-    flags = read_words(_parser(what, reader), reader, words, elsewhere={})
-    reader.problems.raise_if_any()
-    if what in SWEEPS:
-        _, act = SWEEPS[what]
-        return act(flags, repository=REPOSITORY)
-    return _remake(flags) if what == "records" else _measure(SUITES[what], flags)
+    parser = parser_of(what)
+    options = parser.read(OPTIONS.get(what, NoOptions), words)
+    parser.problems.raise_if_any()
+    if isinstance(options, SuiteOptions) and options.table_from:
+        suite = SUITES[what].page if what in SUITES else sweep.PAGE
+        page = options.page or options.table_from.with_suffix(".md")
+        make_page(suite, options.table_from, page, repository=REPOSITORY)
+        print(page)
+        return EXIT_DONE
+    if isinstance(options, SuiteOptions) and what in SUITES:
+        page = options.page or options.output.with_suffix(".md")
+        return SUITES[what].run(replace(options, page=page), repository=REPOSITORY)
+    if isinstance(options, RecordsOptions):
+        return _remake(options)
+    if isinstance(options, sweep.SweepOptions):
+        return sweep.run(options, repository=REPOSITORY)
+    from dsgpt.benchmarks.compare import compare  # noqa: PLC0415 - reads what --help needs not
+
+    return compare(options.a, options.b, allow_unequal=options.allow_unequal)
 
 
 def _without_peers(words: list[str]) -> list[str]:
@@ -96,52 +140,13 @@ def _without_peers(words: list[str]) -> list[str]:
     return ["decoding", *(word for word in words[1:] if word != PEERS)]
 
 
-def _measure(suite: Suite[Any], flags: argparse.Namespace) -> int:
-    page: Path = flags.page or (flags.table_from or flags.output).with_suffix(".md")
-    if flags.table_from:
-        make_page(suite.page, flags.table_from, page, repository=REPOSITORY)
-        print(page)
-        return EXIT_DONE
-    values = {field.name: getattr(flags, field.name) for field in fields(suite.options)}
-    return suite.run(suite.options(**values | {"page": page}), repository=REPOSITORY)
-
-
-def _remake(flags: argparse.Namespace) -> int:
-    if flags.check:
-        for line in check_lines(REPOSITORY, only=flags.only):
+def _remake(options: RecordsOptions) -> int:
+    if options.check:
+        for line in check_lines(REPOSITORY, only=options.only):
             print(line)
         return EXIT_DONE
-    peers = [f"{name}={folder}" for name, folder in read_peers(flags.peer).items()]
-    return remake_records(REPOSITORY, only=flags.only, peers=peers)
-
-
-def _parser(what: str, reader: Reader) -> Parser:
-    """The parser of the command ``what``; if that is empty, a parser of the first word only."""
-    parser = Parser(
-        description=DESCRIPTIONS[what] if what else "\n\n".join(DESCRIPTIONS.values()),
-        epilog=EXAMPLES[what] if what else "flags: .venv/bin/python src/benchmark.py parity --help, and so on",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
-    if what:
-        _add_flags(SuiteFlags(parser, reader), what)
-    return parser
-
-
-def _add_flags(flags: SuiteFlags, what: str) -> None:
-    if what in SWEEPS:
-        add_flags, _ = SWEEPS[what]
-        add_flags(flags)
-    elif what in SUITES:
-        SUITES[what].add_flags(flags)
-        record = Path("checkpoint") / what / f"{what}.json"
-        flags.output(record, shown=record.as_posix())
-        flags.keep()
-    else:
-        flags.parser.add_argument("--check", action="store_true", help="remake nothing; list which records are old")
-        flags.only("NAME", "records")
-        flags.peers("checkouts that speed and decoding compare with")
+    found = [f"{name}={folder}" for name, folder in read_peers(options.peer).items()]
+    return remake_records(REPOSITORY, only=options.only, peers=found)
 
 
 if __name__ == "__main__":

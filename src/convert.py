@@ -1,9 +1,10 @@
 """Write weights for other programs: ``.venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf OUT``."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words, run_script
+from dsgpt.common.command_line import choice, flag, read_options, require_flags, run_script
 from dsgpt.config.options import EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
 
 DESCRIPTION = """\
@@ -38,18 +39,58 @@ In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, s
 KEPT = "nothing was written"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """The command line."""
+
+    source: Path = flag(
+        Path,
+        "DIR",
+        "run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2",
+        name="--from",
+        needs="a run folder such as checkpoint/demo-zero1",
+    )
+    form: str = flag(
+        choice(EXPORT_FORMS),
+        "FORM",
+        "hf, portable or deepspeed, see above",
+        name="--to",
+        needs=f"one of {', '.join(EXPORT_FORMS)}",
+    )
+    dtype: str = flag(
+        choice(EXPORT_DTYPES),
+        "DTYPE",
+        "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32",
+        default="fp32",
+    )
+    which: str = flag(
+        choice(WHICH_CHECKPOINT),
+        "WHICH",
+        "checkpoint of a run: latest, or best by validation loss (default: latest)",
+        default="latest",
+    )
+    out: Path = flag(
+        Path,
+        "OUT",
+        "the folder to make; must not exist, or be empty",
+        name="out",
+        needs="the folder to make",
+        nargs="?",
+    )
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Read the flags, convert, and print what was done."""
-    reader = Reader()
-    options = read_words(_build_parser(reader), reader, words, elsewhere={"--checkpoint": "give --from"})
-    for flag, value, what in (
-        ("--from", options.source, "a run folder such as checkpoint/demo-zero1"),
-        ("--to", options.form, f"one of {', '.join(EXPORT_FORMS)}"),
-        ("OUT", options.out, "the folder to make"),
-    ):
-        if value is None and not reader.problems.mention(flag):
-            reader.problems.add(f"{flag} is missing: give {what}")
-    reader.problems.raise_if_any()
+    options, problems = read_options(
+        ConvertOptions,
+        words,
+        elsewhere={"--checkpoint": "give --from"},
+        prog="convert.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    require_flags(options, problems)
+    problems.raise_if_any()
     from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
     from dsgpt.machine.console import Console  # noqa: PLC0415
 
@@ -61,46 +102,6 @@ def main(words: Sequence[str] | None = None) -> None:
         which=options.which,
         console=Console(speaks=True),
     )
-
-
-def _build_parser(reader: Reader) -> Parser:
-    parser = Parser(prog="convert.py", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument(
-        "out", nargs="?", type=Path, metavar="OUT", help="the folder to make; must not exist, or be empty"
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="DIR",
-        help="run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2",
-    )
-    for flag, name, allowed, default, text in (
-        ("--to", "form", EXPORT_FORMS, None, "hf, portable or deepspeed, see above"),
-        (
-            "--dtype",
-            "dtype",
-            EXPORT_DTYPES,
-            "fp32",
-            "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32",
-        ),
-        (
-            "--which",
-            "which",
-            WHICH_CHECKPOINT,
-            "latest",
-            "checkpoint of a run: latest, or best by validation loss (default: latest)",
-        ),
-    ):
-        parser.add_argument(
-            flag,
-            dest=name,
-            default=default,
-            metavar=name.upper(),
-            type=reader.choice(flag, allowed, default),
-            help=text,
-        )
-    return parser
 
 
 if __name__ == "__main__":

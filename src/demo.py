@@ -3,7 +3,6 @@
 With ``--strategies`` it trains the same with each of them, too.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -14,13 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.sweep_cells import LAUNCHERS, STRATEGIES
-from dsgpt.common.command_line import Parser, Reader, Terminated, complain, read_words, run_script
+from dsgpt.common.command_line import POSITIVE, Terminated, complain, flag, read_options, run_script
 from dsgpt.common.errors import DifferentRunError, Problems, UserError, did_you_mean
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import IN_CHECKOUT, REPOSITORY, next_line
@@ -51,13 +50,16 @@ WORK = [
 class Demo:
     """What the demo trains, and its folders."""
 
-    into: Path
-    """The folder for data/, checkpoint/ and charts/."""
-    steps: int
-    """Optimizer steps of each training."""
-    gpus: int
-    strategies: tuple[str, ...] = ()
-    """Names of ``benchmarks.sweep.suites.STRATEGIES`` to train with besides, on as many devices as ``zero1``."""
+    steps: int = flag(POSITIVE, "N", "optimizer steps of each training (default: %(default)s)", default=STEPS)
+    into: Path = flag(Path, "DIR", "receives data/, checkpoint/ and charts/ (default: the repository)", default=Path())
+    strategies: tuple[str, ...] = flag(
+        lambda text: tuple(name for name in dict.fromkeys(text.replace(",", " ").split()) if name not in TRAINED),
+        "NAMES",
+        'further strategies to train with, such as "ddp fsdp zero3"',
+        default=(),
+    )
+    """Names of ``sweep_cells.STRATEGIES``, on as many devices as ``zero1``."""
+    gpus: int = 0
 
     @property
     def data(self) -> Path:
@@ -83,12 +85,13 @@ class Demo:
 
 def main() -> int:
     """Run the steps, each of which skips what is already done; returns the exit code of the first that fails."""
-    flags = _read_flags()
+    demo, problems = read_options(Demo, description="Train the demo's models, and compare them.")
+    problems.raise_if_any()
     from dsgpt.machine.device import cuda_devices  # noqa: PLC0415 - torch takes seconds
 
     if IN_CHECKOUT:
         os.chdir(REPOSITORY)
-    demo = Demo(into=flags.into, steps=flags.steps, gpus=cuda_devices(), strategies=flags.strategies)
+    demo = replace(demo, gpus=cuda_devices())
     require_strategies(demo.strategies, devices=demo.devices)
     if not demo.gpus:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed's launcher looks for a GPU and warns
@@ -101,35 +104,6 @@ def main() -> int:
     print(f"\nthe demo took {time.perf_counter() - started:.0f} s")
     print(next_line([sys.executable, *_sample_words(demo)]))
     return 0
-
-
-def _read_flags() -> argparse.Namespace:
-    parser = Parser(description="Train the demo's models, and compare them.")
-    reader = Reader()
-    parser.add_argument(
-        "--steps",
-        type=reader.whole("--steps", low=1),
-        default=STEPS,
-        metavar="N",
-        help=f"optimizer steps of each training (default: {STEPS})",
-    )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="receives data/, checkpoint/ and charts/ (default: the repository)",
-    )
-    parser.add_argument(
-        "--strategies",
-        type=lambda text: tuple(name for name in dict.fromkeys(text.replace(",", " ").split()) if name not in TRAINED),
-        default=(),
-        metavar="NAMES",
-        help='further strategies to train with, such as "ddp fsdp zero3"',
-    )
-    flags = read_words(parser, reader)
-    reader.problems.raise_if_any()
-    return flags
 
 
 def require_strategies(names: Sequence[str], *, devices: int) -> None:

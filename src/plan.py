@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsgpt.common.command_line import run_script
-from dsgpt.planner.options import read_options
+from dsgpt.planner.options import read_plan_options
 
 if TYPE_CHECKING:
     from dsgpt.planner.plan import Plan
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     """Read the flags, and calibrate, plan or recommend."""
-    options, problems = read_options(sys.argv[1:])
+    options, problems = read_plan_options(sys.argv[1:])
     from dsgpt.planner.command import act  # noqa: PLC0415 - --help needs none of it
 
     return act(options, problems, repository=REPOSITORY, draw=_draw)

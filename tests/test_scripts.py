@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from small_run import REPOSITORY, VOCABULARY, command_line, write_inputs
 
-from dsgpt.common.command_line import Reader, exit_code_of, read_words
+from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import printable
-from dsgpt.config.options import build_parser
+from dsgpt.config.options import Options, parse_arguments
 from dsgpt.training.command import train
 
 FOLDERS = ("src", "charts", "data_prep")
@@ -160,13 +161,11 @@ def test_training_continues_and_its_log_is_complete(run_folder, tmp_path, sink):
 
 
 def test_every_path_of_training_must_be_utf8():
-    reader = Reader()
-    parser = build_parser(reader)
-    paths = {action.option_strings[0]: action for action in parser._actions if action.type is Path}
-    assert paths.keys() >= {"--train_data_path", "--val_data_path", "--checkpoint_path", "--deepspeed_config"}
-    read_words(parser, reader, [word for flag in paths for word in (flag, f"{LATIN}/x")], elsewhere={})
+    paths = [f"--{each.name}" for each in fields(Options) if each.metadata["argparse"].get("type") is Path]
+    assert {*paths} >= {"--train_data_path", "--val_data_path", "--checkpoint_path", "--deepspeed_config"}
+    _, problems = parse_arguments([word for flag in paths for word in (flag, f"{LATIN}/x")])
     with pytest.raises(UserError) as caught:
-        reader.problems.raise_if_any()
+        problems.raise_if_any()
     named = [line.split(": is not valid UTF-8")[0] for line in caught.value.problems]
     assert named == [f"{flag} {SHOWN}/x" for flag in paths]
 

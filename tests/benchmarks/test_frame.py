@@ -132,7 +132,7 @@ def test_inference_with_peers_is_decoding_with_its_flags(monkeypatch):
     suite = replace(BENCHMARK.SUITES["decoding"], run=lambda options, **_: made.append(options) or 0)
     monkeypatch.setitem(BENCHMARK.SUITES, "decoding", suite)
     assert BENCHMARK.main() == 0
-    assert (made[0].rounds, made[0].only) == (7, ["fp32"])
+    assert (made[0].rounds, made[0].only) == (7, ("fp32",))
 
 
 # What a rank of a suite does once for all its forked cells.

@@ -5,13 +5,14 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
-from dsgpt.common.command_line import Parser, Reader, read_words
-from dsgpt.common.errors import UserError
+from dsgpt.common.command_line import POSITIVE, choice, flag, part, read_options, require_flags, value
+from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import Lock, NoLocksError, write_atomic, write_json_atomic
 from dsgpt.common.json_files import (
     MAX_DEPTH,
@@ -216,38 +217,60 @@ def test_neighbours_in_words():
 # The command line of every script: all mistakes are noted, and words are read as argparse reads them.
 
 
-def read(*words: str) -> tuple[dict[str, object], list[str]]:
-    """The values, and the mistakes."""
-    reader = Reader()
-    parser = Parser(description="For a test.")
-    parser.add_argument("place", nargs="?")
-    parser.add_argument("--text")
-    parser.add_argument("--share", type=reader.share("--share"))
-    parser.add_argument("--many", nargs="+")
-    parser.add_argument("--kind", type=reader.choice("--kind", ("one", "two"), None))
-    values = vars(read_words(parser, reader, words, elsewhere={"--size": "give --share"}))
-    try:
-        reader.problems.raise_if_any()
-    except UserError as error:
-        return values, list(error.problems)
-    return values, []
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    place: str | None = flag(str, "PLACE", "where", name="place", nargs="?")
+    text: str | None = flag(str, "TEXT", "what")
+    share: float | None = flag(value(float, accepts=lambda share: share < 1, must_be="a share"), "X", "how much")
+    many: tuple[str, ...] = flag(str, "X", "several", default=(), nargs="+")
+    kind: str = flag(choice(("one", "two")), "KIND", "which", default="one", name="--sort", needs="a kind")
 
 
-@pytest.mark.parametrize("value", ["-", "-1", "-0.5", "- a text", "--a text", "x"])
-def test_words_that_argparse_reads_as_values(value):
-    assert read("--text", value) == ({"place": None, "text": value, "share": None, "many": None, "kind": None}, [])
+def read(*words: str) -> tuple[Asked, Problems]:
+    return read_options(Asked, words, elsewhere={"--size": "give --share"}, description="For a test.")
 
 
-def test_all_mistakes_are_noted(snapshot):
-    values, mistakes = read(
-        "here", "--text", "-x", "--many", "--kind", "tow", "--share", "1", "--texts=a", "--size", "3", "--zzz", "--text"
+@pytest.mark.parametrize("word", ["-", "-1", "-0.5", "- a text", "--a text", "x"])
+def test_words_that_argparse_reads_as_values(word):
+    options, problems = read("--text", word)
+    assert (options, bool(problems)) == (Asked(text=word), False)
+
+
+def test_all_mistakes_are_noted_and_a_wrong_value_is_the_default(snapshot):
+    words = ["here", "--text", "-x", "--many", "--sort", "tow", "--share", "1", "--texts=a", "--size", "3", "--zzz"]
+    options, problems = read(*words, "--text")
+    assert options == Asked(place="here")
+    with pytest.raises(UserError) as caught:
+        problems.raise_if_any()
+    assert list(caught.value.problems) == snapshot
+
+
+def test_values_are_those_of_the_fields():
+    assert read("--many", "a", "b", "--sort", "two", "--share", "0.5") == (
+        Asked(many=("a", "b"), kind="two", share=0.5),
+        ANY,
     )
-    assert values["place"] == "here"
-    assert mistakes == snapshot
 
 
-def test_a_missing_argument_is_an_error():
-    with pytest.raises(UserError, match="the following arguments are required: --text; see --help"):
-        parser = Parser(description="For a test.")
-        parser.add_argument("--text", required=True)
-        read_words(parser, Reader(), [])
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [((), "--sort is missing: give a kind"), (("--sort", "tow"), "--sort must be one of one, two, not tow")],
+)
+def test_a_missing_flag_is_noted_unless_it_was_wrong(words, mistake):
+    _, problems = read(*words)
+    require_flags(replace(Asked(), kind=None), problems)
+    with pytest.raises(UserError) as caught:
+        problems.raise_if_any()
+    assert [line.partition(" (did")[0] for line in caught.value.problems] == [mistake]
+
+
+def test_a_part_of_the_options_has_its_flags_and_a_required_flag_must_be_there():
+    @dataclass(frozen=True, kw_only=True)
+    class Whole:
+        must: int = flag(POSITIVE, "N", "needed", required=True)
+        asked: Asked = part(Asked)
+
+    with pytest.raises(UserError, match="the following arguments are required: --must; see --help"):
+        read_options(Whole, [], description="For a test.")
+    options, _ = read_options(Whole, ["--must", "1_000", "--text", "a"], description="For a test.")
+    assert options == Whole(must=1000, asked=Asked(text="a"))

@@ -44,7 +44,7 @@ from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
 from dsgpt.planner.model_state import model_state
-from dsgpt.planner.options import PlanOptions, read_options, words_of
+from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import dollars, duration, size, with_assumptions
 from dsgpt.planner.search import recommendation_files
 from dsgpt.planner.step_time import bubble_fraction
@@ -67,7 +67,7 @@ BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=T
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     """What ``src/plan.py`` prints with ``--json``."""
-    options, problems = read_options([*words, "--json"])
+    options, problems = read_plan_options([*words, "--json"])
     assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
     found: dict = json.loads(capsys.readouterr().out)
     return found
@@ -85,7 +85,7 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     ],
 )
 def test_the_command_says_what_the_page_asked_for(options):
-    found, problems = read_options(words_of(options))
+    found, problems = read_plan_options(words_of(options))
     assert not problems
     assert found == options
     assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]

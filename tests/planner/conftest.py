@@ -13,7 +13,7 @@ from dsgpt.common.errors import Problems
 from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.command import act
-from dsgpt.planner.options import read_options
+from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.setup import Setup
 
 # Setups of a tiny model, for tests of formulas.
@@ -56,7 +56,7 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
 
     def run(line: str, *, code: int = 0) -> str:
-        options, problems = read_options(line.split())
+        options, problems = read_plan_options(line.split())
         assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == code
         return capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def refused(
 
     def run(line: str) -> list[str]:
         def main() -> int:
-            return act(*read_options(line.split()), repository=REPOSITORY, draw=draw_plan)
+            return act(*read_plan_options(line.split()), repository=REPOSITORY, draw=draw_plan)
 
         assert exit_code_of(main) == 2
         assert not list(tmp_path.iterdir()), "a refused request wrote something"

@@ -17,7 +17,7 @@ from dsgpt.planner.command import act
 from dsgpt.planner.fitting import MeasuredStep, fit
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import costs, find_gpu, gpus, own_cost, read_prices, recognise
-from dsgpt.planner.options import read_options
+from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.rates import ALLOWANCE, Calibration, Machine, calibrated_machine, read_calibration, utilisation
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import START_SEC, Length, predict_step, run_time
@@ -345,12 +345,13 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys)
     """Only that figures are there: how fast the machine is, is not a test's business."""
     monkeypatch.chdir(tmp_path)
     assert (
-        act(*read_options(["--calibrate", "--seconds", "1", "--gpus", "2"]), repository=REPOSITORY, draw=draw_plan) == 0
+        act(*read_plan_options(["--calibrate", "--seconds", "1", "--gpus", "2"]), repository=REPOSITORY, draw=draw_plan)
+        == 0
     )
     written, following = capsys.readouterr().out.splitlines()
     assert written == "checkpoint/calibration.json"
     words = shlex.split(following.removeprefix("next: "))
-    assert act(*read_options(words[2:]), repository=REPOSITORY, draw=draw_plan) == 0
+    assert act(*read_plan_options(words[2:]), repository=REPOSITORY, draw=draw_plan) == 0
     assert "13M parameters" in capsys.readouterr().out
     assert [each.name for each in (tmp_path / "checkpoint").iterdir()] == ["calibration.json"]
     calibration: Calibration = read_calibration(tmp_path / "checkpoint" / "calibration.json")
@@ -362,7 +363,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys)
     assert calibration.disk_bytes_per_sec > 0
     assert "2 devices of 1 core" in calibration.machine
     words = "--model_size tiny --seq_length 256 --gpus 2 --tokens 1e6 --json"
-    assert act(*read_options(words.split()), repository=REPOSITORY, draw=draw_plan) == 0
+    assert act(*read_plan_options(words.split()), repository=REPOSITORY, draw=draw_plan) == 0
     step = json.loads(capsys.readouterr().out)["step"]
     assert not step["assumed"]
     assert step["parts"]["communication"] > 0

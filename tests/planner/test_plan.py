@@ -10,7 +10,7 @@ from dsgpt.charts.plan import held_in_words
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.planner.fitting import fit
 from dsgpt.planner.hardware import gpus
-from dsgpt.planner.options import read_options
+from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.published import Published, predict, published_page, read_published
 from dsgpt.planner.rates import Calibration, Ceilings, calibrated_machine
 from dsgpt.planner.request import fixed_batch, read_measured, read_request
@@ -181,7 +181,7 @@ def test_the_picture_has_the_same_bytes_twice(plan, tmp_path, ending):
 def test_who_holds_what():
     """As ``Topology`` deals ranks: stages outermost, then data, then tensor."""
     words = f"--model_size large --gpu t4 --gpus 8 --tokens 1e9 {THREE_D}".split()
-    request = read_request(*read_options(words), repository=REPOSITORY)
+    request = read_request(*read_plan_options(words), repository=REPOSITORY)
     batch = fixed_batch(request, Problems())
     setup = request.setup(request.recipe, "optimized", batch, activation_checkpointing=False)
     assert held_in_words(setup, 0) == "embedding, blocks 0-17, matrices 1/2, data 1/2"

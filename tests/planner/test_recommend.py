@@ -22,7 +22,7 @@ from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import read_prices
-from dsgpt.planner.options import read_options
+from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.plan import Plan, plan_of
 from dsgpt.planner.request import PlanRequest, read_request, ways
 from dsgpt.planner.search import Judged, command_text, search, write_recommendation
@@ -32,7 +32,7 @@ SHAPE = f"--num_layers 4 --num_heads 4 --embedding_size 32 --max_position_embedd
 
 
 def request_of(line: str) -> PlanRequest:
-    return read_request(*read_options(line.split()), repository=REPOSITORY)
+    return read_request(*read_plan_options(line.split()), repository=REPOSITORY)
 
 
 def everything(request: PlanRequest) -> dict[tuple[str, bool], list[Plan]]:

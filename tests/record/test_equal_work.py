@@ -17,22 +17,13 @@ from dsgpt.config.recipe import Recipe
 from dsgpt.config.recipe_blocks import (
     ActivationCheckpointing,
     AioRecipe,
-    Bf16,
     Block,
-    DdpRecipe,
-    Fp16,
-    FsdpRecipe,
     OffloadOptimizer,
     OffloadParam,
-    OptimizerRecipe,
-    PipelineRecipe,
-    SchedulerRecipe,
-    TensorParallelRecipe,
-    TorchStrategies,
     ZeroRecipe,
 )
 from dsgpt.config.run_config import RunConfig
-from dsgpt.config.same_work import BLOCKS, COUNTED, HARMLESS, LATER_FACTS, TRAINING_FACTS, WORK_FACTS
+from dsgpt.config.same_work import LATER_FACTS, TRAINING_FACTS, WORK_FACTS, ChangesTraining, ExecutionOnly
 from dsgpt.model.config import GPT2Config
 from dsgpt.record.equal_work import (
     equal_loss_line,
@@ -519,51 +510,42 @@ CHANGED: dict[str, Pair] = {
 # Everything that changes the training counts: tested on two records for each option, recipe key and model field.
 
 
-def _names(record: type) -> set[str]:
-    return {each.name for each in fields(record)}
+def _declared() -> dict[str, ChangesTraining | ExecutionOnly | None]:
+    """What every flag, every key of a recipe and every field of the model declares; names as in ``CHANGED``."""
+    found = {f"--{each.name}": each.metadata["work"] for each in fields(Options)}
+    found |= {f"model.{each.name}": ChangesTraining(f"model {each.name}") for each in fields(GPT2Config)}
+    return found | _keys(Recipe, "recipe")
 
 
-GROUPS: dict[str, set[str]] = {
-    "model": _names(GPT2Config),
-    "recipe": _names(Recipe),
-    "optimizer": _names(OptimizerRecipe),
-    "scheduler": _names(SchedulerRecipe),
-    "fp16": _names(Fp16),
-    "bf16": _names(Bf16),
-    "tensor_parallel": _names(TensorParallelRecipe),
-    "pipeline": _names(PipelineRecipe),
-    "dsgpt": _names(TorchStrategies),
-    "ddp": _names(DdpRecipe),
-    "fsdp": _names(FsdpRecipe),
-    "zero_optimization": _names(ZeroRecipe),
-    "offload_optimizer": _names(OffloadOptimizer),
-    "offload_param": _names(OffloadParam),
-    "aio": _names(AioRecipe),
-    "activation_checkpointing": _names(ActivationCheckpointing),
-}
+def _keys(block: type[Block], name: str) -> dict[str, ChangesTraining | ExecutionOnly | None]:
+    found: dict[str, ChangesTraining | ExecutionOnly | None] = {}
+    hints = get_type_hints(block, include_extras=True)
+    for key, hint in ((each.name, hints[each.name]) for each in fields(block)):
+        kinds = [kind for kind in (hint, *_parts(hint)) if isinstance(kind, type) and issubclass(kind, Block)]
+        if kinds:
+            found |= _keys(kinds[0], key)
+        else:
+            own = [each for each in _parts(hint) if isinstance(each, ChangesTraining | ExecutionOnly)]
+            found[f"{name}.{key}"] = own[0] if own else block.WORK
+    return found
 
 
-def test_every_option_and_field_is_counted_or_harmless():
-    """Fails for a new option, recipe field or key until it is in one of the two, and for a stale name."""
-    there = {f"--{each.name}" for each in fields(Options)}
-    there |= {f"{group}.{name}" for group, names in GROUPS.items() for name in names}
-    assert there == COUNTED.keys() | HARMLESS.keys() | BLOCKS.keys()
-    assert len(COUNTED) + len(HARMLESS) + len(BLOCKS) == len(there)
-    assert set(BLOCKS.values()) <= GROUPS.keys()
-    assert {fact for named in COUNTED.values() for fact in named} <= {*WORK_FACTS, *TRAINING_FACTS}
+def _parts(hint: Any) -> list[Any]:
+    """Everything that a hint is made of."""
+    parts = [*get_args(hint), *getattr(hint, "__metadata__", ())]
+    return [each for one in parts for each in (one, *_parts(one))]
 
 
-@pytest.mark.parametrize(
-    ("place", "record"), [("recipe", Recipe), ("zero_optimization", ZeroRecipe), ("dsgpt", TorchStrategies)]
-)
-def test_the_keys_of_every_block_are_judged(place, record):
-    blocks = {name for name, hint in get_type_hints(record).items() if _is_block(hint)}
-    assert blocks
-    assert {f"{place}.{name}" for name in blocks} <= BLOCKS.keys()
+DECLARED = _declared()
+CHANGES = {name: work.facts for name, work in DECLARED.items() if isinstance(work, ChangesTraining)}
+EXECUTION_ONLY = [name for name, work in DECLARED.items() if isinstance(work, ExecutionOnly)]
 
 
-def _is_block(hint: Any) -> bool:
-    return any(isinstance(kind, type) and issubclass(kind, Block) for kind in (hint, *get_args(hint)))
+def test_every_flag_and_key_declares_what_it_means_for_equal_work():
+    assert DECLARED.keys() == CHANGES.keys() | {*EXECUTION_ONLY}
+    assert {fact for facts in CHANGES.values() for fact in facts} <= {*WORK_FACTS, *TRAINING_FACTS}
+    assert len(DECLARED) > 150
+    assert {"--dropout", "fsdp.reduce_dtype", "offload_param.buffer_size", "aio.block_size"} < DECLARED.keys()
 
 
 @pytest.fixture(autouse=True)
@@ -578,14 +560,14 @@ def pair(folder: Path, name: str) -> list[Run]:
     return [run_of(folder / "a", one, name="a"), run_of(folder / "b", other, name="b")]
 
 
-@pytest.mark.parametrize("name", sorted(COUNTED.keys() - {"--train_data_path", "--val_data_path"}))
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"--train_data_path", "--val_data_path"}))
 def test_a_difference_that_counts_is_other_work(tmp_path, name):
     verdict = judge(pair(tmp_path, name))
     assert verdict.answer == "no"
-    assert any(difference.fact.startswith(COUNTED[name]) for difference in verdict.differences), verdict.line()
+    assert any(difference.fact.startswith(CHANGES[name]) for difference in verdict.differences), verdict.line()
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", sorted(EXECUTION_ONLY))
 def test_a_harmless_difference_is_the_same_work(tmp_path, name):
     assert judge(pair(tmp_path, name)).line() == "same work: yes"
 
@@ -596,7 +578,7 @@ def test_other_data_counts(tmp_path, name):
     asked = Asked(), Asked(flags={f"{name}_data_path": other})
     verdict = judge([run_of(tmp_path / side, each, name=side) for side, each in zip("ab", asked, strict=True)])
     assert verdict.answer == "no"
-    assert {difference.fact for difference in verdict.differences} >= {COUNTED[f"--{name}_data_path"][0]}
+    assert {difference.fact for difference in verdict.differences} >= {CHANGES[f"--{name}_data_path"][0]}
 
 
 def test_ids_of_another_width_are_other_data(tmp_path):

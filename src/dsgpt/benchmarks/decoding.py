@@ -10,14 +10,17 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     judged,
+    only_flag,
+    peers_flag,
     record_head,
     run_suite,
     table,
 )
+from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words
 from dsgpt.machine.console import Console
@@ -233,20 +236,17 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    model_size: str
-    rounds: int
-    """Turns of every contender."""
-    peer: Sequence[str]
-    """``nanogpt=FOLDER``."""
-    only: Sequence[str]
-    """Beginnings of the keys of rows; empty for all."""
-    checkpoint: Path | None
-    """A trained model, to measure what rounded weights lose; None to measure times only."""
-    data: Path | None
-    """The token file that it predicts."""
-    device: str
+    model_size: str = flag(choice(SIZES), "SIZE", f"{', '.join(SIZES)} (default: %(default)s)", default="small")
+    rounds: int = flag(POSITIVE, "N", "turns of every contender in a row (default: %(default)s)", default=5)
+    checkpoint: Path | None = flag(
+        Path, "DIR", "a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"
+    )
+    data: Path | None = flag(Path, "FILE", "the token file that it predicts, such as the val.bin of its run")
+    peer: tuple[str, ...] = peers_flag("a checkout to compare with")
+    only: tuple[str, ...] = only_flag("KEY", "rows, by the beginnings of their keys")
+    device: str = device_flag("cpu or cuda")
 
 
 def run_decoding(options: DecodingOptions, *, repository: Path) -> int:
@@ -349,29 +349,9 @@ examples:
   .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.parser.add_argument(
-        "--model_size",
-        type=flags.reader.choice("--model_size", SIZES, "small"),
-        default="small",
-        metavar="SIZE",
-        help=f"{', '.join(SIZES)} (default: small)",
-    )
-    flags.number("--rounds", default=5, low=1, text="turns of every contender in a row (default: 5)")
-    for flag, metavar, text in (
-        ("--checkpoint", "DIR", "a trained model: measures what weights in bf16 and in 8 bits lose (needs --data)"),
-        ("--data", "FILE", "the token file that it predicts, such as the val.bin of its run"),
-    ):
-        flags.parser.add_argument(flag, type=Path, default=None, metavar=metavar, help=text)
-    flags.peers("a checkout to compare with")
-    flags.only("KEY", "rows, by the beginnings of their keys")
-    flags.device("cpu or cuda")
-
-
 SUITE = Suite(
     description=DESCRIPTION,
     examples=EXAMPLES,
-    add_flags=_add_flags,
     options=DecodingOptions,
     run=run_decoding,
     page=PAGE,

@@ -11,7 +11,6 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
     record_head,
@@ -19,6 +18,7 @@ from dsgpt.benchmarks.frame import (
     table,
     work_facts,
 )
+from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import machine_words
 from dsgpt.config.options import SAVE_MODES
 from dsgpt.machine.console import Console
@@ -308,13 +308,13 @@ SCHEMA_VERSION = "1.0"
 
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    kills: int
-    seed: int
-    """Decides the instants and victims of the kills."""
-    core: bool
-    """Only what ``make test`` runs."""
+    kills: int = flag(COUNT, "N", "how many kills (default: %(default)s)", default=KILLS)
+    seed: int = flag(
+        COUNT, "N", "seed that draws victims and instants (default: %(default)s, as in docs/faults.md)", default=SEED
+    )
+    core: bool = switch("only what `make test` runs")
 
 
 def run_faults(options: FaultOptions, *, repository: Path) -> int:
@@ -389,13 +389,4 @@ examples:
   .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.number("--kills", default=KILLS, text=f"how many kills (default: {KILLS})")
-    drawn = f"seed that draws victims and instants (default: {SEED}, as in docs/faults.md)"
-    flags.number("--seed", default=SEED, text=drawn)
-    flags.core("only what `make test` runs")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=FaultOptions, run=run_faults, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=FaultOptions, run=run_faults, page=PAGE)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from dsgpt.common.command_line import Parser, Reader
+from dsgpt.common.command_line import choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
@@ -162,14 +162,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions:
-    """The options of every suite's command line; each suite adds its own."""
+    """The flags of every suite, after its own."""
 
-    output: Path
-    """The record to write."""
-    page: Path
-    """The page to write."""
-    keep: Path | None
-    """Where to leave the suite's work; None to remove it."""
+    output: Path = flag(Path, "RECORD", "the record to write (default: %(default)s)")
+    page: Path = flag(Path, "MD", "the page to write (default: beside the record)")
+    table_from: Path | None = flag(
+        Path, "RECORD", "run nothing; make the page from an earlier record", name="--table-from"
+    )
+    keep: Path | None = flag(Path, "DIR", "leave recipes, logs and measurements of every training there")
 
 
 class SuiteCommand(ABC, Generic[R]):
@@ -303,94 +303,43 @@ def work_facts(device: str) -> Record:
     return {"global_batch_size": GLOBAL_BATCH, "seq_len": SEQUENCE, "model": shape(device)}
 
 
-# Adds the flags of suites to a parser: those that several suites have.
+# The flags that several suites have.
 
 
-class SuiteFlags:
-    """Adds flags to the parser of a command.
+def only_flag(metavar: str, what: str) -> Any:
+    """``--only``, which selects a part of the suite: empty for all."""
+    return flag(str, metavar, f"only these {what} (default: all)", default=(), nargs="+")
 
-    Args:
-        parser: of the command.
-        reader: collects the mistakes.
-    """
 
-    def __init__(self, parser: Parser, reader: Reader) -> None:
-        self.parser, self.reader = parser, reader
+def peers_flag(text: str) -> Any:
+    """``--peer``, the checkouts of other trainers: ``NAME=FOLDER``."""
+    return flag(
+        str,
+        "NAME=FOLDER",
+        f"{text}: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
+        default=(),
+        nargs="+",
+    )
 
-    def number(self, flag: str, *, default: int, text: str, low: int = 0) -> None:
-        """A whole number of at least ``low``."""
-        read = self.reader.whole(flag, low=low)
-        self.parser.add_argument(flag, type=read, default=default, metavar="N", help=text)
 
-    def only(self, metavar: str, what: str) -> None:
-        """``--only``, which selects a part of the suite."""
-        self.parser.add_argument(
-            "--only", nargs="+", default=(), metavar=metavar, help=f"only these {what} (default: all)"
-        )
-
-    def peers(self, text: str) -> None:
-        """``--peer``, the checkouts of other trainers."""
-        self.parser.add_argument(
-            "--peer",
-            nargs="+",
-            default=(),
-            metavar="NAME=FOLDER",
-            help=f"{text}: nanogpt=FOLDER, whose model.py is executed (default: Hugging Face only)",
-        )
-
-    def core(self, text: str) -> None:
-        """``--core``, which selects what the tests run."""
-        self.parser.add_argument("--core", action="store_true", help=text)
-
-    def device(self, text: str) -> None:
-        """``--device``."""
-        read = self.reader.choice("--device", ("cpu", "cuda"), "cpu")
-        self.parser.add_argument("--device", type=read, default="cpu", metavar="KIND", help=f"{text} (default: cpu)")
-
-    def output(self, record: Path | None, *, shown: str) -> None:
-        """``--output``, ``--page`` and ``--table-from``; ``shown`` is the default record in the help."""
-        for flag, default, metavar, text in (
-            ("--output", record, "RECORD", f"the record to write (default: {shown})"),
-            ("--page", None, "MD", "the page to write (default: beside the record)"),
-            ("--table-from", None, "RECORD", "run nothing; make the page from an earlier record"),
-        ):
-            self.parser.add_argument(flag, type=Path, default=default, metavar=metavar, help=text)
-
-    def keep(self) -> None:
-        """``--keep``."""
-        self.parser.add_argument(
-            "--keep",
-            type=Path,
-            default=None,
-            metavar="DIR",
-            help="leave recipes, logs and measurements of every training there",
-        )
+def device_flag(text: str) -> Any:
+    """``--device``."""
+    return flag(choice(("cpu", "cuda")), "KIND", f"{text} (default: cpu)", default="cpu")
 
 
 # What a suite is to the command line: its help, its flags, and what they start.
 
-Options = TypeVar("Options", bound=SuiteOptions)
-Options_contra = TypeVar("Options_contra", bound=SuiteOptions, contravariant=True)
-
-
-class RunSuite(Protocol[Options_contra]):
-    """Runs a suite and returns its exit code."""
-
-    def __call__(self, options: Options_contra, *, repository: Path) -> int:
-        """Run it as ``options`` say, with the scripts and recipes of ``repository``."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Suite(Generic[Options]):
+class Suite:
     """A measurement that ``src/benchmark.py`` offers."""
 
     description: str
     """What it does, what it costs and what its exit codes mean."""
     examples: str
     """The end of its help."""
-    add_flags: Callable[[SuiteFlags], None]
-    """Adds the flags that it does not share with every suite."""
-    options: type[Options]
+    options: type[SuiteOptions]
     """The fields are the flags."""
-    run: RunSuite[Options]
+    run: Callable[..., int]
+    """Runs it as its options say, with the scripts and recipes of ``repository``; returns the exit code."""
     page: SuitePage

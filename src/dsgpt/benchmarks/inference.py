@@ -12,9 +12,9 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     read_record,
     record_head,
     run_suite,
@@ -35,6 +35,7 @@ from dsgpt.benchmarks.inference_turns import (
     turn_order,
 )
 from dsgpt.benchmarks.inference_worker import CONTINUOUS, ENGINES, ONE, STATIC, VLLM
+from dsgpt.common.command_line import COUNT, POSITIVE, choices, flag, switch, value
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_object
@@ -254,21 +255,42 @@ VLLM_ENVIRONMENT = Path(".venv-vllm")
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    checkpoint: Path
-    """A run folder, a checkpoint or a portable folder."""
-    concurrency: Sequence[int]
-    """Requests that an engine works on at once, at most."""
-    engines: Sequence[str]
-    repeats: int
-    """Turns of every engine at every concurrency."""
-    requests: int
-    """Of the trace, from its beginning; 0 for all."""
-    trace: Path
-    vllm: Path
-    """The environment with vLLM."""
-    device: str
+    checkpoint: Path = flag(
+        Path, "DIR", "run folder, checkpoint or portable folder (default: %(default)s)", default=CHECKPOINT
+    )
+    concurrency: tuple[int, ...] = flag(
+        value(
+            lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
+            accepts=lambda slots: min(slots) >= 1,
+            must_be="a whole number of at least 1, or several with commas between them",
+        ),
+        "LIST",
+        f"requests that an engine works on at once, at most (default: {','.join(map(str, CONCURRENCY))})",
+        default=CONCURRENCY,
+    )
+    engines: tuple[str, ...] = flag(
+        choices(ENGINES),
+        "LIST",
+        f"some of {', '.join(ENGINES)} (default: {','.join(DEFAULT_ENGINES)})",
+        default=DEFAULT_ENGINES,
+    )
+    repeats: int = flag(POSITIVE, "N", "turns of each engine and concurrency (default: %(default)s)", default=REPEATS)
+    requests: int = flag(COUNT, "N", "only the first N requests of the trace; 0 for all (default)", default=0)
+    trace: Path = flag(Path, "FILE", "the requests (default: the committed ones)", default=COMMITTED)
+    vllm: Path = flag(
+        Path,
+        "DIR",
+        "the environment with vLLM, which `make vllm` makes (default: %(default)s)",
+        default=VLLM_ENVIRONMENT,
+    )
+    device: str = device_flag("cpu or cuda")
+    peers: bool = switch(
+        "compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags it "
+        "takes"
+    )
+    """src/benchmark.py starts ``decoding`` if it is given."""
 
 
 def run_inference(options: InferenceOptions, *, repository: Path) -> int:
@@ -447,54 +469,9 @@ examples:
 `make vllm` installs vLLM into .venv-vllm."""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    add, read = flags.parser.add_argument, flags.reader
-    slots, engines = ",".join(map(str, CONCURRENCY)), ",".join(DEFAULT_ENGINES)
-    add(
-        "--checkpoint",
-        type=Path,
-        default=CHECKPOINT,
-        metavar="DIR",
-        help=f"run folder, checkpoint or portable folder (default: {CHECKPOINT})",
-    )
-    add(
-        "--concurrency",
-        type=read.wholes("--concurrency", low=1),
-        default=CONCURRENCY,
-        metavar="LIST",
-        help=f"requests that an engine works on at once, at most (default: {slots})",
-    )
-    add(
-        "--engines",
-        type=read.choices("--engines", ENGINES),
-        default=DEFAULT_ENGINES,
-        metavar="LIST",
-        help=f"some of {', '.join(ENGINES)} (default: {engines})",
-    )
-    flags.number("--repeats", default=REPEATS, low=1, text=f"turns of each engine and concurrency (default: {REPEATS})")
-    flags.number("--requests", default=0, text="only the first N requests of the trace; 0 for all (default)")
-    add("--trace", type=Path, default=COMMITTED, metavar="FILE", help="the requests (default: the committed ones)")
-    environment = VLLM_ENVIRONMENT
-    add(
-        "--vllm",
-        type=Path,
-        default=environment,
-        metavar="DIR",
-        help=f"the environment with vLLM, which `make vllm` makes (default: {environment})",
-    )
-    flags.device("cpu or cuda")
-    add(
-        PEERS,
-        action="store_true",
-        help="compare one request at a time with transformers and nanoGPT instead: the same as `decoding`, whose flags "
-        "it takes",
-    )
-
-
 SUITE = Suite(
     description=DESCRIPTION,
     examples=EXAMPLES,
-    add_flags=_add_flags,
     options=InferenceOptions,
     run=run_inference,
     page=PAGE,

@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, TestedStrategy, counted
-from dsgpt.benchmarks.frame import Record, Suite, SuiteCommand, SuiteFlags, SuiteOptions, SuitePage, run_suite
+from dsgpt.benchmarks.frame import (
+    Record,
+    Suite,
+    SuiteCommand,
+    SuiteOptions,
+    SuitePage,
+    device_flag,
+    only_flag,
+    run_suite,
+)
 from dsgpt.benchmarks.parity_page import failure_words, parity_page, summary_lines
+from dsgpt.common.command_line import POSITIVE, flag, switch
 from dsgpt.common.errors import Problems, did_you_mean
 from dsgpt.machine.console import Console
 
@@ -120,16 +130,14 @@ PAGE = SuitePage(name="parity", of="the parity suite", text=parity_page, summary
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    ranks: Sequence[int]
-    """Numbers of processes; empty for all."""
-    only: Sequence[str]
-    """Strategies; empty for all."""
-    core: bool
-    """Only what ``make test`` runs."""
-    device: str
-    """``cpu`` or ``cuda``."""
+    ranks: tuple[int, ...] = flag(
+        POSITIVE, "N", "only these numbers of ranks (default: 1, 2, 4 and 8)", default=(), nargs="+"
+    )
+    only: tuple[str, ...] = only_flag("STRATEGY", "strategies")
+    core: bool = switch("only what `make test` runs: each strategy in a few trainings")
+    device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
 
 def run_parity(options: ParityOptions, *, repository: Path) -> int:
@@ -226,20 +234,4 @@ examples:
 strategies: {", ".join(STRATEGIES)}"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.parser.add_argument(
-        "--ranks",
-        type=flags.reader.whole("--ranks", low=1),
-        nargs="+",
-        default=(),
-        metavar="N",
-        help="only these numbers of ranks (default: 1, 2, 4 and 8)",
-    )
-    flags.only("STRATEGY", "strategies")
-    flags.core("only what `make test` runs: each strategy in a few trainings")
-    flags.device("cpu, where every machine can run everything, or cuda with a GPU for each rank")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=ParityOptions, run=run_parity, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ParityOptions, run=run_parity, page=PAGE)

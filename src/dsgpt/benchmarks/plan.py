@@ -11,13 +11,14 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    only_flag,
     record_head,
     run_suite,
 )
 from dsgpt.benchmarks.plan_page import failed, line_of, plan_page, summary_lines
+from dsgpt.common.command_line import COUNT, flag
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.recipe import Recipe, read_recipe
@@ -253,12 +254,10 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    rounds: int
-    """Of step times."""
-    only: Sequence[str]
-    """Beginnings of the keys of cells; empty for all."""
+    rounds: int = flag(COUNT, "N", "rounds of step times; 0 for memory only (default: %(default)s)", default=2)
+    only: tuple[str, ...] = only_flag("KEY", "cells, by the beginnings of their keys")
 
 
 def run_plan(options: PlanOptions, *, repository: Path) -> int:
@@ -336,11 +335,4 @@ examples:
   .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.number("--rounds", default=2, text="rounds of step times; 0 for memory only (default: 2)")
-    flags.only("KEY", "cells, by the beginnings of their keys")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=PlanOptions, run=run_plan, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=PlanOptions, run=run_plan, page=PAGE)

@@ -20,13 +20,14 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     record_head,
     run_suite,
     table,
 )
+from dsgpt.common.command_line import choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words
@@ -214,11 +215,12 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RecipesOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    size: Sequence[str]
-    """Model sizes; empty for all."""
-    device: str
+    size: tuple[str, ...] = flag(
+        choice(tuple(SEARCHES)), "SIZE", "only these model sizes (default: all)", default=(), nargs="+"
+    )
+    device: str = device_flag("cpu, one training per core, or cuda, one at a time")
 
 
 def run_recipes(options: RecipesOptions, *, repository: Path) -> int:
@@ -348,18 +350,4 @@ examples:
 sizes: {", ".join(SEARCHES)}"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.parser.add_argument(
-        "--size",
-        type=flags.reader.choice("--size", tuple(SEARCHES), None),
-        nargs="+",
-        default=(),
-        metavar="SIZE",
-        help="only these model sizes (default: all)",
-    )
-    flags.device("cpu, one training per core, or cuda, one at a time")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=RecipesOptions, run=run_recipes, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=RecipesOptions, run=run_recipes, page=PAGE)

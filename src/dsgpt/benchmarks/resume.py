@@ -15,7 +15,6 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
     record_head,
@@ -23,6 +22,7 @@ from dsgpt.benchmarks.frame import (
     table,
     work_facts,
 )
+from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import machine_words
 from dsgpt.machine.console import Console
 
@@ -237,13 +237,11 @@ SCHEMA_VERSION = "1.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    pairs: int
-    seed: int
-    """Decides the choice of pairs."""
-    core: bool
-    """Only what ``make test`` runs."""
+    pairs: int = flag(COUNT, "N", "how many pairs of strategies (default: %(default)s)", default=PAIRS)
+    seed: int = flag(COUNT, "N", "seed that draws the pairs (default: %(default)s, as in docs/resume.md)", default=SEED)
+    core: bool = switch("only what `make test` runs")
 
 
 def run_resume(options: ResumeOptions, *, repository: Path) -> int:
@@ -356,12 +354,4 @@ examples:
   .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.number("--pairs", default=PAIRS, text=f"how many pairs of strategies (default: {PAIRS})")
-    flags.number("--seed", default=SEED, text=f"seed that draws the pairs (default: {SEED}, as in docs/resume.md)")
-    flags.core("only what `make test` runs")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=ResumeOptions, run=run_resume, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ResumeOptions, run=run_resume, page=PAGE)

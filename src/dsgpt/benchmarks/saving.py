@@ -19,12 +19,13 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     record_head,
     run_suite,
 )
+from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words
@@ -100,11 +101,10 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SavingOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    rounds: int
-    """Runs of each mode."""
-    device: str
+    rounds: int = flag(POSITIVE, "N", "runs of each save mode (default: %(default)s)", default=5)
+    device: str = device_flag("cpu or cuda")
 
 
 def run_saving(options: SavingOptions, *, repository: Path) -> int:
@@ -209,11 +209,4 @@ examples:
   .venv/bin/python src/benchmark.py saving --rounds 10"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.number("--rounds", default=5, low=1, text="runs of each save mode (default: 5)")
-    flags.device("cpu or cuda")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=SavingOptions, run=run_saving, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=SavingOptions, run=run_saving, page=PAGE)

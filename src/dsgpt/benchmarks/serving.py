@@ -30,13 +30,14 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     record_head,
     run_suite,
     table,
 )
+from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words
@@ -337,15 +338,20 @@ Round = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    checkpoint: Path
-    requests: int
-    """Of a round."""
-    times: int
-    """Arrivals per second, in multiples of the capacity."""
-    rounds: int
-    device: str
+    checkpoint: Path = flag(
+        Path, "DIR", "what to serve, as for src/serve.py (default: %(default)s)", default=CHECKPOINT
+    )
+    requests: int = flag(POSITIVE, "N", "requests of a round (default: %(default)s)", default=REQUESTS)
+    times: int = flag(
+        POSITIVE,
+        "N",
+        "arrivals per second, in multiples of what the server can answer (default: %(default)s)",
+        default=TIMES,
+    )
+    rounds: int = flag(POSITIVE, "N", "rounds on the same server (default: %(default)s)", default=ROUNDS)
+    device: str = device_flag("cpu or cuda")
 
 
 def run_serving(options: ServingOptions, *, repository: Path) -> int:
@@ -493,23 +499,4 @@ examples:
   .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        default=CHECKPOINT,
-        metavar="DIR",
-        help=f"what to serve, as for src/serve.py (default: {CHECKPOINT})",
-    )
-    for flag, default, text in (
-        ("--requests", REQUESTS, "requests of a round"),
-        ("--times", TIMES, "arrivals per second, in multiples of what the server can answer"),
-        ("--rounds", ROUNDS, "rounds on the same server"),
-    ):
-        flags.number(flag, default=default, low=1, text=f"{text} (default: {default})")
-    flags.device("cpu or cuda")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=ServingOptions, run=run_serving, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ServingOptions, run=run_serving, page=PAGE)

@@ -12,16 +12,19 @@ from dsgpt.benchmarks.frame import (
     Record,
     Suite,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
+    device_flag,
     judged,
+    only_flag,
+    peers_flag,
     record_head,
     run_suite,
     table,
 )
 from dsgpt.benchmarks.speed_rounds import measure_around, measure_first_step, measure_help, measure_memory, measure_row
 from dsgpt.benchmarks.speed_work import HUGGING_FACE, NANOGPT, OURS, PEERS, Row, Work, published, rows
+from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words
 from dsgpt.machine.console import Console
@@ -219,15 +222,12 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedOptions(SuiteOptions):
-    """The options of the command line."""
+    """The command line."""
 
-    rounds: int
-    """Turns of every contender."""
-    peer: Sequence[str]
-    """``NAME=FOLDER``."""
-    only: Sequence[str]
-    """Beginnings of the keys of results; empty for all."""
-    device: str
+    rounds: int = flag(POSITIVE, "N", "turns of every trainer in a row (default: %(default)s)", default=5)
+    peer: tuple[str, ...] = peers_flag("checkouts to compare with")
+    only: tuple[str, ...] = only_flag("KEY", "rows, by the beginnings of their keys")
+    device: str = device_flag("cpu or cuda")
 
 
 def run_speed(options: SpeedOptions, *, repository: Path) -> int:
@@ -420,13 +420,4 @@ examples:
   .venv/bin/python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT"""
 
 
-def _add_flags(flags: SuiteFlags) -> None:
-    flags.number("--rounds", default=5, low=1, text="turns of every trainer in a row (default: 5)")
-    flags.peers("checkouts to compare with")
-    flags.only("KEY", "rows, by the beginnings of their keys")
-    flags.device("cpu or cuda")
-
-
-SUITE = Suite(
-    description=DESCRIPTION, examples=EXAMPLES, add_flags=_add_flags, options=SpeedOptions, run=run_speed, page=PAGE
-)
+SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=SpeedOptions, run=run_speed, page=PAGE)

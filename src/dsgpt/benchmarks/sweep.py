@@ -4,10 +4,9 @@ Every turn is a training of its own under the launcher that users use. Its resul
 starts, so the same command continues an interrupted sweep.
 """
 
-import argparse
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any, ClassVar
 from dsgpt.benchmarks.frame import (
     Record,
     SuiteCommand,
-    SuiteFlags,
     SuiteOptions,
     SuitePage,
-    make_page,
+    device_flag,
     record_head,
     run_suite,
 )
@@ -35,8 +33,8 @@ from dsgpt.benchmarks.sweep_cells import (
 )
 from dsgpt.benchmarks.sweep_page import summary_lines, sweep_page
 from dsgpt.benchmarks.sweep_turns import PlannedTurn, TurnStore, ordered_turns
-from dsgpt.common.command_line import Reader
-from dsgpt.common.errors import EXIT_DONE, UserError, did_you_mean
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
+from dsgpt.common.errors import UserError, did_you_mean
 from dsgpt.common.files import sha256_of
 from dsgpt.machine.console import Console
 from dsgpt.machine.launcher import launcher_command
@@ -53,33 +51,56 @@ RUN = "run"
 PACKAGE = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(SuiteOptions):
-    """The options of the command line."""
-
-    suite: str
-    """One of ``SUITES``, or the path of a description."""
-    devices: Sequence[int] | None
-    """None for ``DEVICES``, or for all cells of a description."""
-    repeats: int
-    limit: float
-    """Seconds of a turn."""
-    seed: int
-    """Draws the order of the turns."""
-    device: str
-    model_size: str
-    steps: int
-    seq_length: int
-    target_loss: float | None
-    price: float | None
-    """Of a device hour."""
-    profile_comm: int
-    """Steps of each training in which communication is measured."""
-
-
 def default_output(suite: str) -> Path:
     """The record of a suite, if no other is named."""
     return Path("checkpoint") / "sweep" / Path(suite).stem / SWEEP_FILE
+
+
+def _suite(word: str) -> str:
+    """Reads the name of a suite, or the path of a description."""
+    if word not in SUITES and not word.endswith(".json"):
+        raise Unfit(f"must be one of {', '.join(SUITES)}, or a .json file, not {word}{did_you_mean(word, SUITES)}")
+    return word
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(SuiteOptions):
+    """The command line of ``run``."""
+
+    output: Path = flag(Path, "RECORD", f"the record to write (default: {default_output('SUITE')})")
+    suite: str = flag(_suite, "SUITE", f"{', '.join(SUITES)}, or a description, a .json file")
+    devices: tuple[int, ...] | None = flag(
+        value(
+            lambda text: tuple(int(word) if word.isdecimal() else 0 for word in text.split(",")),
+            accepts=all,
+            must_be="whole numbers of at least 1 with commas between them",
+        ),
+        "N,N",
+        f"numbers of devices (default: {','.join(map(str, DEVICES))}; all of a description)",
+    )
+    repeats: int = flag(POSITIVE, "N", "turns of each cell (default: %(default)s)", default=REPEATS)
+    seed: int = flag(COUNT, "N", "seed that draws the order of the turns (default: %(default)s)", default=SEED)
+    limit: float = flag(POSITIVE, "N", "seconds of a turn (default: %(default)s)", default=LIMIT_SEC)
+    model_size: str = flag(
+        choice(tuple(PRESETS)), "SIZE", f"{', '.join(PRESETS)} (default: %(default)s)", default=MODEL_SIZE
+    )
+    steps: int = flag(whole(low=4), "N", "optimizer steps of a training (default: %(default)s)", default=STEPS)
+    seq_length: int = flag(POSITIVE, "N", "tokens per sequence (default: %(default)s)", default=SEQ_LENGTH)
+    profile_comm: int = flag(
+        COUNT, "N", "steps of each training that measure communication (default: %(default)s)", default=0
+    )
+    target_loss: float | None = flag(NUMBER, "X", "measure the time until a step has this training loss")
+    price: float | None = flag(NUMBER, "X", "price of a device hour, for the cost of a training")
+    device: str = device_flag("cpu or cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """The command line of ``compare``."""
+
+    a: str = flag(str, "A", "a run folder or its record, or a sweep's record, with #CELL or without", name="a")
+    b: str = flag(str, "B", "a run folder or its record, or a sweep's record, with #CELL or without", name="b")
+    allow_unequal: bool = switch("compare tokens per second although the work is not the same")
 
 
 def read_suite(suite: str, devices: Sequence[int] | None) -> Suite:
@@ -291,124 +312,14 @@ examples:
 }
 
 
-def add_run_flags(flags: SuiteFlags) -> None:
-    """Add the flags of ``run``."""
-    parser, reader = flags.parser, flags.reader
-    parser.add_argument(
-        "--suite",
-        type=_suite(reader),
-        default=None,
-        metavar="SUITE",
-        help=f"{', '.join(SUITES)}, or a description, a .json file",
-    )
-    parser.add_argument(
-        "--devices",
-        type=_whole_list(reader, "--devices"),
-        default=None,
-        metavar="N,N",
-        help=f"numbers of devices (default: {','.join(map(str, DEVICES))}; all of a description)",
-    )
-    flags.number("--repeats", default=REPEATS, low=1, text=f"turns of each cell (default: {REPEATS})")
-    flags.number("--seed", default=SEED, text=f"seed that draws the order of the turns (default: {SEED})")
-    flags.number("--limit", default=LIMIT_SEC, low=1, text=f"seconds of a turn (default: {LIMIT_SEC})")
-    parser.add_argument(
-        "--model_size",
-        type=reader.choice("--model_size", tuple(PRESETS), MODEL_SIZE),
-        default=MODEL_SIZE,
-        metavar="SIZE",
-        help=f"{', '.join(PRESETS)} (default: {MODEL_SIZE})",
-    )
-    flags.number("--steps", default=STEPS, low=4, text=f"optimizer steps of a training (default: {STEPS})")
-    flags.number("--seq_length", default=SEQ_LENGTH, low=1, text=f"tokens per sequence (default: {SEQ_LENGTH})")
-    flags.number("--profile_comm", default=0, text="steps of each training that measure communication (default: 0)")
-    for flag, text in (
-        ("--target_loss", "measure the time until a step has this training loss"),
-        ("--price", "price of a device hour, for the cost of a training"),
-    ):
-        parser.add_argument(flag, type=reader.number(flag), default=None, metavar="X", help=text)
-    flags.device("cpu or cuda")
-    flags.output(None, shown=default_output("SUITE").as_posix())
-
-
-def add_compare_flags(flags: SuiteFlags) -> None:
-    """Add the flags of ``compare``."""
-    for name in ("a", "b"):
-        flags.parser.add_argument(
-            name, metavar=name.upper(), help="a run folder or its record, or a sweep's record, with #CELL or without"
-        )
-    flags.parser.add_argument(
-        "--allow_unequal", action="store_true", help="compare tokens per second although the work is not the same"
-    )
-
-
-def run(flags: argparse.Namespace, *, repository: Path) -> int:
+def run(options: SweepOptions, *, repository: Path) -> int:
     """Do what ``run`` was asked for; return its exit code.
 
     Raises:
         UserError: as ``run_sweep``, or no suite was named.
     """
-    if flags.table_from:
-        page: Path = flags.page or flags.table_from.with_suffix(".md")
-        make_page(PAGE, flags.table_from, page, repository=repository)
-        print(page)
-        return EXIT_DONE
-    if flags.suite is None:
+    if options.suite is None:
         raise UserError(f"--suite is missing: name {', '.join(SUITES)} or a .json file")
-    output: Path = flags.output or default_output(flags.suite)
-    options = SweepOptions(
-        output=output,
-        page=flags.page or output.with_suffix(".md"),
-        keep=None,
-        suite=flags.suite,
-        devices=flags.devices,
-        repeats=flags.repeats,
-        limit=flags.limit,
-        seed=flags.seed,
-        device=flags.device,
-        model_size=flags.model_size,
-        steps=flags.steps,
-        seq_length=flags.seq_length,
-        target_loss=flags.target_loss,
-        price=flags.price,
-        profile_comm=flags.profile_comm,
-    )
-    return run_sweep(options, repository=repository)
-
-
-def compare(flags: argparse.Namespace, *, repository: Path) -> int:  # noqa: ARG001 - as ``run``
-    """Do what ``compare`` was asked for; return its exit code.
-
-    Raises:
-        UserError: as ``compare.compare``.
-    """
-    from dsgpt.benchmarks.compare import compare as compare_speeds  # noqa: PLC0415 - reads what --help needs not
-
-    return compare_speeds(flags.a, flags.b, allow_unequal=flags.allow_unequal)
-
-
-def _suite(reader: Reader) -> Callable[[str], str | None]:
-    """A reader of the name of a suite, or of the path of a description."""
-
-    def read(word: str) -> str | None:
-        """The word, or None after noting the mistake."""
-        if word in SUITES or word.endswith(".json"):
-            return word
-        known = ", ".join(SUITES)
-        reader.problems.add(f"--suite must be one of {known}, or a .json file, not {word}{did_you_mean(word, SUITES)}")
-        return None
-
-    return read
-
-
-def _whole_list(reader: Reader, flag: str) -> Callable[[str], tuple[int, ...] | None]:
-    """A reader of whole numbers of at least 1 with commas between them."""
-
-    def read(text: str) -> tuple[int, ...] | None:
-        """The numbers, or None after noting the mistake."""
-        words = text.split(",")
-        if not all(word.isdecimal() and int(word) for word in words):
-            reader.problems.add(f"{flag} must be whole numbers of at least 1 with commas between them, not {text}")
-            return None
-        return tuple(map(int, words))
-
-    return read
+    output = options.output or default_output(options.suite)
+    page = options.page or output.with_suffix(".md")
+    return run_sweep(replace(options, output=output, page=page), repository=repository)

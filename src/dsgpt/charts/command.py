@@ -1,6 +1,5 @@
 """The command line of ``charts/generate_charts.py``, and what it reads."""
 
-import argparse
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TypeVar
 
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.charts.options import BOTH, FORMATS, LIGHT, THEMES, Style, read_only, themes_of
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import NUMBER, choice, choices, flag, read_options
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import PRINTABLE, write_atomic
 from dsgpt.common.text import REPOSITORY, next_line, script_words
@@ -119,22 +118,46 @@ COMMITTED = REPOSITORY / "checkpoint" / "reference"
 IN_FILE_NAMES = re.compile(r"[\w.-]+")
 
 
-@dataclass(frozen=True)
-class ChartsRequest:
-    """The checked command line."""
+RECORD = "a training_metrics.json, or the run's folder"
 
-    paths: dict[str, Path]
-    """Of the runs, by name, in the order in which they are drawn."""
-    sweeps: list[tuple[str | None, Path]]
-    """Name and path; without a name, that of the suite."""
-    plan: Path | None
-    """The record of ``benchmark.py plan``."""
-    inference: Path | None
-    """The record of ``benchmark.py inference``."""
-    output: Path
-    style: Style
-    price: float | None
-    """Of a device hour."""
+
+@dataclass(frozen=True, kw_only=True)
+class ChartsOptions:
+    """The command line."""
+
+    baseline: tuple[str, ...] = flag(
+        str, "PATH", f"{RECORD}; drawn first as 'baseline'", default=(), name="--baseline-json", action="append"
+    )
+    optimized: tuple[str, ...] = flag(
+        str, "PATH", f"{RECORD}; drawn as 'optimized'", default=(), name="--optimized-json", action="append"
+    )
+    run: tuple[str, ...] = flag(
+        str, "NAME=PATH", f"one more run ({RECORD}); repeat for more", default=(), action="append"
+    )
+    sweep: tuple[str, ...] = flag(
+        str,
+        "[NAME=]PATH",
+        "a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more",
+        default=(),
+        action="append",
+    )
+    plan: Path | None = flag(
+        Path, "PATH", "the record of src/benchmark.py plan: draws its predicted memory beside the measured"
+    )
+    inference: Path | None = flag(
+        Path,
+        "PATH",
+        "the record of src/benchmark.py inference: draws the latency of its engines against their throughput",
+    )
+    output: str = flag(
+        str, "FOLDER", "where the charts go (default: %(default)s)", default="charts", name="--output-dir"
+    )
+    only: str | None = flag(str, "LIST", "names of the charts to draw, separated by commas (default: all)")
+    formats: tuple[str, ...] = flag(
+        choices(FORMATS), "LIST", "png, svg or png,svg (default: png,svg)", default=FORMATS, name="--format"
+    )
+    theme: str = flag(choice((*THEMES, BOTH)), "NAME", "light, dark or both (default: %(default)s)", default=LIGHT.name)
+    price: float | None = flag(NUMBER, "X", "of a device hour, in any currency: draws the losses of runs against money")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,85 +166,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         UserError: every mistake in the command line and in the files, one line each.
     """
-    request, problems = parse(argv)
-    inputs, unreadable = read_inputs(
-        request.paths, sweeps=request.sweeps, plan=request.plan, inference=request.inference
+    options, problems = read_options(
+        ChartsOptions, argv, prog="generate_charts.py", description=DESCRIPTION, epilog=EXAMPLES
     )
+    paths: dict[str, Path] = {}
+    for name, path in _named_runs(options, problems):
+        if name in paths:
+            problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
+        paths[name] = Path(path).expanduser()
+    sweeps = _named_sweeps(options.sweep, problems)
+    if not (paths or sweeps or options.plan or options.inference or problems):
+        problems.add(
+            "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
+        )
+    output = Path(options.output).expanduser()
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        problems.add(f"--output-dir {output}: {existing} is a file, not a folder")
+    style = Style(options.formats, themes_of(options.theme), read_only(options.only, problems))
+    inputs, unreadable = read_inputs(paths, sweeps=sweeps, plan=options.plan, inference=options.inference)
     problems.add(*unreadable)
     problems.raise_if_any()
-    absent = write_charts(inputs, request=request, sources=_sources_paragraph(inputs.runs, request.paths))
+    sources = _sources_paragraph(inputs.runs, paths)
+    absent = write_charts(inputs, paths, output=output, style=style, price=options.price or None, sources=sources)
     if inputs.runs:
         print(console_summary(inputs.runs))
     for chart, why in absent.items():
         print(f"not drawn: {chart}: {why}")
-    print(f"charts: {request.output}")
+    print(f"charts: {output}")
     print(next_line(script_words("charts/dashboard.py")))
 
 
-def build_parser(reader: Reader) -> Parser:
-    """The parser of the command line, whose values ``reader`` reads."""
-    parser = Parser(prog="generate_charts.py", description=DESCRIPTION, epilog=EXAMPLES)
-    add = parser.add_argument
-    record = "a training_metrics.json, or the run's folder"
-    add("--baseline-json", action="append", default=[], metavar="PATH", help=f"{record}; drawn first as 'baseline'")
-    add("--optimized-json", action="append", default=[], metavar="PATH", help=f"{record}; drawn as 'optimized'")
-    add("--run", action="append", default=[], metavar="NAME=PATH", help=f"one more run ({record}); repeat for more")
-    sweep = "a sweep.json or its folder; its charts begin with NAME (default: that of its suite); repeat for more"
-    add("--sweep", action="append", default=[], metavar="[NAME=]PATH", help=sweep)
-    plan = "the record of src/benchmark.py plan: draws its predicted memory beside the measured"
-    add("--plan", type=Path, metavar="PATH", help=plan)
-    inference = "the record of src/benchmark.py inference: draws the latency of its engines against their throughput"
-    add("--inference", type=Path, metavar="PATH", help=inference)
-    add("--output-dir", default="charts", metavar="FOLDER", help="where the charts go (default: %(default)s)")
-    add("--only", metavar="LIST", help="names of the charts to draw, separated by commas (default: all)")
-    form, theme = reader.choices("--format", FORMATS), reader.choice("--theme", (*THEMES, BOTH), BOTH)
-    add("--format", type=form, default=FORMATS, metavar="LIST", help="png, svg or png,svg (default: png,svg)")
-    add("--theme", type=theme, default=LIGHT.name, metavar="NAME", help="light, dark or both (default: %(default)s)")
-    price = "of a device hour, in any currency: draws the losses of runs against money"
-    add("--price", type=reader.number("--price"), metavar="X", help=price)
-    return parser
-
-
-def parse(argv: Sequence[str] | None = None) -> tuple[ChartsRequest, Problems]:
-    """The request, as far as it is valid, and every mistake in the command line."""
-    reader = Reader()
-    problems = reader.problems
-    arguments = read_words(build_parser(reader), reader, argv)
-    named = _named_runs(arguments, problems)
-    paths: dict[str, Path] = {}
-    for name, path in named:
-        if name in paths:
-            problems.add(f"two runs are called {name!r}; give each its own name in --run NAME=PATH")
-        paths[name] = Path(path).expanduser()
-    sweeps = _named_sweeps(arguments.sweep, problems)
-    if not (named or sweeps or arguments.plan or arguments.inference or problems):
-        problems.add(
-            "no run given; give --baseline-json and --optimized-json, --run NAME=PATH or --sweep PATH (see --help)"
-        )
-    output = Path(arguments.output_dir).expanduser()
-    problems.add(*_output_problems(output))
-    only = read_only(arguments.only, problems)
-    style = Style(arguments.format or FORMATS, themes_of(arguments.theme), only)
-    request = ChartsRequest(
-        paths=paths,
-        sweeps=sweeps,
-        plan=arguments.plan,
-        inference=arguments.inference,
-        output=output,
-        style=style,
-        price=arguments.price or None,
-    )
-    return request, problems
-
-
-def _named_runs(arguments: argparse.Namespace, problems: Problems) -> list[tuple[str, str]]:
+def _named_runs(options: ChartsOptions, problems: Problems) -> list[tuple[str, str]]:
     """Name and path of each run that is given correctly, in the order in which the runs are drawn."""
-    for flag, given in (("--baseline-json", arguments.baseline_json), ("--optimized-json", arguments.optimized_json)):
+    named = []
+    for name, given in (("baseline", options.baseline), ("optimized", options.optimized)):
+        named += [(name, path) for path in given[:1]]
         if len(given) > 1:
-            problems.add(f"{flag} is given {len(given)} times; give it once, and further runs as --run NAME=PATH")
-    named = [("baseline", path) for path in arguments.baseline_json[:1]]
-    named += [("optimized", path) for path in arguments.optimized_json[:1]]
-    for text in arguments.run:
+            problems.add(
+                f"--{name}-json is given {len(given)} times; give it once, and further runs as --run NAME=PATH"
+            )
+    for text in options.run:
         name, _, path = (part.strip() for part in text.partition("="))
         if name and path and name.isprintable():
             named.append((name, path))
@@ -244,14 +229,19 @@ def _named_sweeps(given: Sequence[str], problems: Problems) -> list[tuple[str | 
     return found
 
 
-def write_charts(inputs: Inputs, *, request: ChartsRequest, sources: str) -> dict[str, str]:
+def write_charts(
+    inputs: Inputs, paths: Mapping[str, Path], *, output: Path, style: Style, price: float | None, sources: str
+) -> dict[str, str]:
     """Write all charts, and comparison.md of runs; each file is written whole or not at all.
 
     Charts that are not drawn leave no files of earlier calls either.
 
     Args:
         inputs: what is drawn.
-        request: where the charts go, and how they look.
+        paths: of the runs, by name.
+        output: where the charts go.
+        style: how they look.
+        price: of a device hour.
         sources: what comparison.md says about the sources of the records.
 
     Returns:
@@ -263,9 +253,8 @@ def write_charts(inputs: Inputs, *, request: ChartsRequest, sources: str) -> dic
     from dsgpt.charts.plots import charts_of  # noqa: PLC0415 - matplotlib takes seconds to load
     from dsgpt.charts.style import draw, file_name  # noqa: PLC0415
 
-    style = request.style
-    folders = {name: path if path.is_dir() else path.parent for name, path in request.paths.items()}
-    charts = charts_of(inputs, folders=folders, price=request.price)
+    folders = {name: path if path.is_dir() else path.parent for name, path in paths.items()}
+    charts = charts_of(inputs, folders=folders, price=price)
     drawn = draw(style.chosen(charts), themes=style.themes, formats=style.formats)
     stale = [
         file_name(name, theme, form)
@@ -274,7 +263,7 @@ def write_charts(inputs: Inputs, *, request: ChartsRequest, sources: str) -> dic
     files = dict(drawn.files)
     if inputs.runs:
         files["comparison.md"] = comparison_markdown(inputs.runs, sources=sources).encode(errors=PRINTABLE)
-    _write(request.output, files, stale=stale)
+    _write(output, files, stale=stale)
     return drawn.absent | style.missing(charts)
 
 
@@ -296,9 +285,3 @@ def _sources_paragraph(runs: Sequence[Run], paths: Mapping[str, Path]) -> str:
     commits = dict.fromkeys(segment.setup.get("code") for run in committed for segment in run.segments)
     sources = [*training_sources(), "src/demo.py"]
     return "\n\n".join(changes_since(commit, sources, repository=REPOSITORY).paragraph() for commit in commits)
-
-
-def _output_problems(output: Path) -> list[str]:
-    """A mistake if the folder or one of its parents is a file."""
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    return [] if existing.is_dir() else [f"--output-dir {output}: {existing} is a file, not a folder"]

@@ -1,11 +1,15 @@
 r"""The command line of every script: how it is read, and how a script starts and ends.
 
+Each flag is a field of a dataclass of options, declared once by ``flag`` or ``switch``. The parser, the help, the
+checks, the default and the page docs/flags.md are derived from it. All mistakes of a line are reported together.
+
 How every script starts and ends: its exit code, its error lines, and its output streams. Bytes of a path that are not
 UTF-8, and characters that the output's encoding lacks, are printed as ``\xe9``.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import errno
 import importlib
 import io
@@ -13,7 +17,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -29,146 +33,36 @@ from dsgpt.common.errors import (
 )
 from dsgpt.common.files import PRINTABLE, is_utf8, printable, undecodable
 
-# The command line of every script: reads all of it and reports all of its mistakes together.
+# The words that a flag accepts. A reader turns a word into a value, or raises ``Unfit``.
 
 COMPLETING = "_ARGCOMPLETE"
 """The shell sets this variable when it asks for completions; its value is the place of the first word plus 1."""
-D = TypeVar("D")
-"""Type of a default."""
 V = TypeVar("V")
 """Type of a value."""
+O = TypeVar("O")  # noqa: E741
+"""Type of the options of a command."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ``UserError`` instead of printing the usage and exiting; ``--help`` keeps the line breaks of its texts."""
-
-    command: ClassVar[str | None] = None
-    """The command of ``dsgpt`` that runs the script, for the usage."""
-
-    def __init__(
-        self,
-        *,
-        description: str,
-        epilog: str = "",
-        prog: str | None = None,
-        formatter_class: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
-        allow_abbrev: bool = False,
-    ) -> None:
-        super().__init__(
-            prog=self.command or prog,
-            description=description,
-            epilog=epilog,
-            formatter_class=formatter_class,
-            allow_abbrev=allow_abbrev,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a ``UserError``."""
-        raise UserError(f"{message}; see --help")
+class Unfit(Exception):
+    """A word that a flag does not accept. The message, such as ``must be a port, not x``, follows the flag's name."""
 
 
-class Reader:
-    """Converts words to values. If it cannot, it adds a line to ``problems``, and the flag has no value."""
+def value(parse: Callable[[str], V], *, accepts: Callable[[V], bool], must_be: str) -> Callable[[str], V]:
+    """A reader of the values that ``parse`` makes of a word and that ``accepts`` allows.
 
-    def __init__(self) -> None:
-        self.problems = Problems()
+    Args:
+        parse: raises ``ValueError`` if the word is none.
+        accepts: whether the value may be used.
+        must_be: what is allowed, for the message.
+    """
 
-    def value(
-        self, flag: str, parse: Callable[[str], V], *, accepts: Callable[[V], bool], must_be: str
-    ) -> Callable[[str], V | None]:
-        """A reader of the values that ``parse`` makes of a word and that ``accepts`` allows.
+    def read(word: str) -> V:
+        with contextlib.suppress(ValueError):
+            if accepts(found := parse(word)):
+                return found
+        raise Unfit(f"must be {must_be}, not {word}")
 
-        Args:
-            flag: for the message.
-            parse: raises ``ValueError`` if the word is none.
-            accepts: whether the value may be used.
-            must_be: what is allowed, for the message.
-        """
-
-        def read(word: str) -> V | None:
-            """The value, or None after noting the mistake."""
-            try:
-                value = parse(word)
-            except ValueError:
-                value = None
-            if value is None or not accepts(value):
-                self.problems.add(f"{flag} must be {must_be}, not {word}")
-                return None
-            return value
-
-        return read
-
-    def whole(self, flag: str, *, low: int) -> Callable[[str], int | None]:
-        """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
-        must_be = f"a whole number of at least {low}"
-        return self.value(flag, lambda word: int(ungrouped(word)), accepts=lambda value: value >= low, must_be=must_be)
-
-    def wholes(self, flag: str, *, low: int) -> Callable[[str], tuple[int, ...] | None]:
-        """A reader of one or more whole numbers of at least ``low``, separated by commas; each counts once."""
-        return self.value(
-            flag,
-            lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
-            accepts=lambda values: min(values) >= low,
-            must_be=f"a whole number of at least {low}, or several with commas between them",
-        )
-
-    def number(self, flag: str) -> Callable[[str], float | None]:
-        """A reader of finite numbers of at least 0."""
-        return self.value(
-            flag, float, accepts=lambda value: 0 <= value < float("inf"), must_be="a number of at least 0"
-        )
-
-    def interval(self, flag: str, *, low: float) -> Callable[[str], float | None]:
-        """A reader of 0, or of finite numbers of at least ``low``."""
-        return self.value(
-            flag,
-            float,
-            accepts=lambda value: value == 0 or low <= value < float("inf"),
-            must_be=f"0, or a number of at least {low}",
-        )
-
-    def fraction(self, flag: str) -> Callable[[str], float | None]:
-        """A reader of numbers of at least 0 and below 1."""
-        return self.value(
-            flag, float, accepts=lambda value: 0 <= value < 1, must_be="a number of at least 0 and below 1"
-        )
-
-    def share(self, flag: str) -> Callable[[str], float | None]:
-        """A reader of numbers above 0 and below 1."""
-        return self.value(
-            flag, float, accepts=lambda value: 0 < value < 1, must_be="a number above 0 and below 1, such as 0.05"
-        )
-
-    def choice(self, flag: str, allowed: Sequence[str], default: D) -> Callable[[str], str | D]:
-        """A reader of the ``allowed`` words; any other word becomes ``default``."""
-
-        def read(word: str) -> str | D:
-            """The word, or ``default`` after noting the mistake."""
-            if word not in allowed:
-                self.problems.add(
-                    f"{flag} must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}"
-                )
-                return default
-            return word
-
-        return read
-
-    def choices(self, flag: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...] | None]:
-        """A reader of one or more of the ``allowed`` words, separated by commas."""
-
-        def read(text: str) -> tuple[str, ...] | None:
-            """The words, or None after noting the mistake."""
-            words = tuple(text.split(","))
-            for word in words:
-                if word not in allowed:
-                    self.problems.add(
-                        f"{flag} must be {' or '.join(allowed)}, or several with commas between them, not {word}"
-                        f"{did_you_mean(word, allowed)}"
-                    )
-                    return None
-            return words
-
-        return read
+    return read
 
 
 def ungrouped(word: str) -> str:
@@ -176,69 +70,241 @@ def ungrouped(word: str) -> str:
     return word.replace("_", "").replace(",", "")
 
 
-def read_words(
-    parser: argparse.ArgumentParser,
-    reader: Reader,
+def whole(*, low: int) -> Callable[[str], int]:
+    """A reader of whole numbers of at least ``low``; ``_`` and ``,`` may group the digits."""
+    return value(
+        lambda word: int(ungrouped(word)),
+        accepts=lambda found: found >= low,
+        must_be=f"a whole number of at least {low}",
+    )
+
+
+COUNT = whole(low=0)
+POSITIVE = whole(low=1)
+NUMBER = value(float, accepts=lambda found: 0 <= found < float("inf"), must_be="a number of at least 0")
+
+
+def choice(allowed: Sequence[str]) -> Callable[[str], str]:
+    """A reader of the ``allowed`` words."""
+
+    def read(word: str) -> str:
+        if word not in allowed:
+            raise Unfit(f"must be one of {', '.join(allowed)}, not {word}{did_you_mean(word, allowed)}")
+        return word
+
+    return read
+
+
+def choices(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A reader of one or more of the ``allowed`` words, separated by commas."""
+
+    def read(text: str) -> tuple[str, ...]:
+        for word in text.split(","):
+            if word not in allowed:
+                some = f"{' or '.join(allowed)}, or several with commas between them"
+                raise Unfit(f"must be {some}, not {word}{did_you_mean(word, allowed)}")
+        return tuple(text.split(","))
+
+    return read
+
+
+# Options: dataclasses whose fields are flags.
+
+
+def flag(
+    read: Callable[[str], Any],
+    metavar: str,
+    text: str,
+    *,
+    default: Any = None,
+    name: str | None = None,
+    group: str | None = None,
+    needs: str | None = None,
+    work: object = None,
+    **more: Any,
+) -> Any:
+    """The field of a flag that takes a value; its name is that of the flag.
+
+    Args:
+        read: ``str``, ``Path`` or a reader of the words that the flag accepts.
+        metavar: what the help calls the value.
+        text: of the help; ``%(default)s`` stands for the default.
+        default: of the field, if the flag is not given.
+        name: of the flag, if it is another than that of the field; without ``--`` it is a positional argument.
+        group: the title in the help above this flag and the next ones.
+        needs: what to give, for the message of ``require_flags`` if the flag is missing.
+        work: for ``src/gpt2.py``, what the flag means for equal work (``dsgpt.config.same_work``).
+        more: for ``argparse``: ``nargs``, ``action``, ``required``.
+    """
+    given_as = {"type": read, "metavar": metavar, "help": text, **more}
+    if not isinstance(default, tuple):  # argparse cannot append to a tuple
+        given_as["default"] = default
+    declared = {"name": name, "group": group, "needs": needs, "work": work, "argparse": given_as}
+    return dataclasses.field(default=dataclasses.MISSING if more.get("required") else default, metadata=declared)
+
+
+def switch(text: str, *, group: str | None = None, work: object = None) -> Any:
+    """The field of a flag without a value, which is false if it is not given; the arguments are those of ``flag``."""
+    given_as = {"action": "store_true", "help": text}
+    declared = {"name": None, "group": group, "needs": None, "work": work, "argparse": given_as}
+    return dataclasses.field(default=False, metadata=declared)
+
+
+def part(options: type) -> Any:
+    """The field of a group of options that have a dataclass of their own; their flags are added in its place."""
+    return dataclasses.field(default_factory=options, metadata={"part": options})
+
+
+def _name_of(field: "dataclasses.Field[Any]") -> str:
+    """Of a flag or a positional argument."""
+    return field.metadata["name"] or f"--{field.name}"
+
+
+class Parser(argparse.ArgumentParser):
+    """Collects mistakes in ``problems`` instead of exiting; ``--help`` keeps the line breaks of its texts."""
+
+    command: ClassVar[str | None] = None
+    """The command of ``dsgpt`` that runs the script, for the usage."""
+
+    def __init__(
+        self, *, description: str, epilog: str = "", prog: str | None = None, allow_abbrev: bool = False
+    ) -> None:
+        super().__init__(
+            prog=self.command or prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=allow_abbrev,
+        )
+        self.problems = Problems()
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message as a ``UserError``."""
+        raise UserError(f"{message}; see --help")
+
+    def add_flags(self, options: type, *, names: Iterable[str] | None = None) -> None:
+        """Add the flags that the fields of the dataclass ``options`` declare: all, or those of some fields."""
+        group: argparse._ActionsContainer = self
+        fields = {field.name: field for field in dataclasses.fields(options)}
+        for field in fields.values() if names is None else map(fields.__getitem__, names):
+            if "part" in field.metadata:
+                self.add_flags(field.metadata["part"])
+            elif field.metadata:
+                if title := field.metadata["group"]:
+                    group = self.add_argument_group(title)
+                dest: dict[str, Any] = {"dest": field.name} if _name_of(field).startswith("-") else {}
+                group.add_argument(_name_of(field), **dest, **field.metadata["argparse"])
+
+    def read(
+        self, options: type[O], words: Sequence[str] | None = None, *, elsewhere: Mapping[str, str] | None = None
+    ) -> O:
+        """Read a whole command line; ``problems`` then holds all of its mistakes.
+
+        Args:
+            options: a dataclass whose flags were added. A flag that is wrong or not given has its default.
+            words: the command line; by default that of this process.
+            elsewhere: for flags of other programs, how to set the same value here.
+
+        Raises:
+            UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
+        """
+        if COMPLETING in os.environ:
+            importlib.import_module("argcomplete").autocomplete(self)  # prints what fits the cursor, and exits
+        given = sys.argv[1:] if words is None else words
+        namespace, unknown = self.parse_known_args(self._with_values(given))
+        found = {name: each for name, each in vars(namespace).items() if each is not None}
+        for action in self._actions:
+            if isinstance(path := found.get(action.dest), Path) and not is_utf8(path):
+                # tokenizers and safetensors cannot open it
+                self.problems.add(f"{_shown(action)} {undecodable(path)}")
+        known = [each for action in self._actions for each in action.option_strings]
+        previous_unknown = False
+        for word in unknown:
+            name = word.partition("=")[0]
+            if self._is_flag(word):
+                hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
+                self.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
+            elif not previous_unknown:  # otherwise it is the value of the unknown flag
+                self.problems.add(f"{word!r} is neither a flag nor the value of one")
+            previous_unknown = self._is_flag(word)
+        return _filled(options, found)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """What argparse calls for each word: the value, or None after noting the mistake."""
+        try:
+            return super()._get_value(action, arg_string)
+        except Unfit as error:
+            self.problems.add(f"{_shown(action)} {error}")
+            return None
+
+    def _with_values(self, words: Sequence[str]) -> list[str]:
+        """``words`` without the flags that lack a value. Each is noted as a mistake; argparse would stop at one."""
+        takers = {each for action in self._actions if action.nargs in (None, "+") for each in action.option_strings}
+        kept = []
+        for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
+            if word in takers and self._is_flag(following):
+                self.problems.add(f"{word} needs a value")
+            else:
+                kept.append(word)
+        return kept
+
+    def _is_flag(self, word: str) -> bool:
+        """Whether argparse reads ``word`` as a flag; ``-``, negative numbers and words with spaces are values."""
+        if word.startswith("--"):
+            return " " not in word.partition("=")[0]
+        number = self._negative_number_matcher.match(word)
+        return word.startswith("-") and word != "-" and " " not in word and not number
+
+
+def _shown(action: argparse.Action) -> str:
+    """As the user writes it, or as the help calls a positional argument."""
+    return action.option_strings[0] if action.option_strings else str(action.metavar)
+
+
+def _filled(options: type[O], found: Mapping[str, Any]) -> O:
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        if "part" in field.metadata:
+            given[field.name] = _filled(field.metadata["part"], found)
+        elif field.name in found:
+            each = found[field.name]
+            given[field.name] = tuple(each) if isinstance(each, list) else each
+    return options(**given)
+
+
+def require_flags(options: Any, problems: Problems) -> None:
+    """Note each flag of ``options`` that a command needs and that is missing, unless a mistake in it was noted."""
+    for field in dataclasses.fields(options):
+        if (what := field.metadata.get("needs")) and getattr(options, field.name) is None:
+            name = _name_of(field) if _name_of(field).startswith("-") else field.metadata["argparse"]["metavar"]
+            if not problems.mention(name):
+                problems.add(f"{name} is missing: give {what}")
+
+
+def read_options(
+    options: type[O],
     words: Sequence[str] | None = None,
     *,
     elsewhere: Mapping[str, str] | None = None,
-) -> argparse.Namespace:
-    """Read a whole command line; ``reader.problems`` then holds all of its mistakes.
+    **parser: Any,
+) -> tuple[O, Problems]:
+    """Read the command line of a script with one set of flags; return the options, and the mistakes found.
 
     Args:
-        parser: defines the flags.
-        reader: its methods convert the values of ``parser``'s flags.
+        options: a dataclass whose fields declare the flags.
         words: the command line; by default that of this process.
-        elsewhere: for flags of other programs, how to set the same value here.
+        elsewhere: as in ``Parser.read``.
+        parser: the arguments of ``Parser``.
 
     Raises:
-        UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
+        UserError: as ``Parser.read``.
     """
-    if COMPLETING in os.environ:
-        importlib.import_module("argcomplete").autocomplete(parser)  # prints what fits the cursor, and exits
-    given = sys.argv[1:] if words is None else words
-    namespace, unknown = parser.parse_known_args(_with_values(given, parser, reader))
-    reader.problems.add(*path_problems(parser, namespace))
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    previous_unknown = False
-    for word in unknown:
-        name = word.partition("=")[0]
-        if _is_flag(word, parser):
-            hint = f": {elsewhere[name]}" if elsewhere and name in elsewhere else did_you_mean(name, known)
-            reader.problems.add(f"{name} is not a known flag{hint or '; see --help'}")
-        elif not previous_unknown:  # otherwise it is the value of the unknown flag
-            reader.problems.add(f"{word!r} is neither a flag nor the value of one")
-        previous_unknown = _is_flag(word, parser)
-    return namespace
+    reading = Parser(**parser)
+    reading.add_flags(options)
+    return reading.read(options, words, elsewhere=elsewhere), reading.problems
 
 
-def path_problems(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> list[str]:
-    """A line for each path whose name is not valid UTF-8: tokenizers and safetensors cannot open it."""
-    return [
-        f"{action.option_strings[0] if action.option_strings else action.metavar} {undecodable(value)}"
-        for action in parser._actions
-        if isinstance(value := getattr(namespace, action.dest, None), Path) and not is_utf8(value)
-    ]
-
-
-def _with_values(words: Sequence[str], parser: argparse.ArgumentParser, reader: Reader) -> list[str]:
-    """``words`` without the flags that lack a value. Each is noted as a mistake; argparse would stop at the first."""
-    takers = {flag for action in parser._actions if action.nargs in (None, "+") for flag in action.option_strings}
-    kept = []
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
-        if word in takers and _is_flag(following, parser):
-            reader.problems.add(f"{word} needs a value")
-        else:
-            kept.append(word)
-    return kept
-
-
-def _is_flag(word: str, parser: argparse.ArgumentParser) -> bool:
-    """Whether argparse reads ``word`` as a flag; it reads ``-``, negative numbers and words with spaces as values."""
-    if word.startswith("--"):
-        return " " not in word.partition("=")[0]
-    return word.startswith("-") and word != "-" and " " not in word and not parser._negative_number_matcher.match(word)
-
+# How every script starts and ends.
 
 _REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Errors of the file system that the user can correct."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_utf8, undecodable
-from dsgpt.config.options import RUN_TYPES, Options
+from dsgpt.config.options import Options
 from dsgpt.config.recipe import Recipe, read_recipe
 from dsgpt.data.token_file import TokenFile, TokenFileError, open_token_file
 from dsgpt.machine.topology import Topology
@@ -175,24 +175,6 @@ def read_inputs(options: Options, topology: Topology, problems: Problems) -> Inp
         device=device,
         precision=precision,
     )
-
-
-def check_required(options: Options, problems: Problems) -> None:
-    """Refuse a command line without a required flag, or with flags that contradict each other."""
-    required = {
-        "--run_type": (options.run_type, f"one of {', '.join(RUN_TYPES)}"),
-        "--train_data_path": (
-            options.train_data_path,
-            "a .bin file made by `.venv/bin/python data_prep/preprocess.py`",
-        ),
-        "--val_data_path": (options.val_data_path, "a .bin file made by `.venv/bin/python data_prep/preprocess.py`"),
-        "--deepspeed_config": (options.deepspeed_config, "a recipe, for example ds_configs/zero1.json"),
-    }
-    for flag, (value, what) in required.items():
-        if value is None and not problems.mention(flag):
-            problems.add(f"{flag} is missing: give {what}")
-    if options.resume and options.overwrite:
-        problems.add("--resume continues the run in the folder, --overwrite deletes it: give one of them")
 
 
 def _open(path: Path | None, problems: Problems) -> TokenFile | None:

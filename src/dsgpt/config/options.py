@@ -1,18 +1,19 @@
-"""The flags of ``src/gpt2.py`` and their values."""
+"""The options of ``src/gpt2.py``: each field is a flag, with its help and its meaning for equal work."""
 
-import argparse
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, choices, flag, read_options, switch, value, whole
 from dsgpt.common.errors import Problems
-from dsgpt.model.config import PRESETS, GPT2Config
-
-# The values of the command line, and the words that its flags accept.
+from dsgpt.config.same_work import EXECUTES, NAMES, PRINTS, PROFILES, RESUMES, SAVES, SPLITS
+from dsgpt.config.same_work import ChangesTraining as Changes
+from dsgpt.config.same_work import ExecutionOnly as Only
+from dsgpt.model.config import PRESETS, SHAPE_FLAGS
 
 RUN_TYPES = ("baseline", "ddp", "fsdp", "optimized")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -25,74 +26,333 @@ WHICH_CHECKPOINT = ("latest", "best")
 """The newest checkpoint of a run, or the one with the lowest validation loss."""
 EXPORT_FORMS = ("hf", "portable", "deepspeed")
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
+TOKEN_FILE = "a .bin file made by `.venv/bin/python data_prep/preprocess.py`"
+_SIZES = "; ".join(
+    f"{name}: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}" for name, shape in PRESETS.items()
+)
+_AFTER_WARM_UP = "in this many steps after the warm-up, which figures of speed leave out (default: 0)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One field per flag of ``src/gpt2.py``, with its default; None if it was not given and has no constant default."""
+    """The command line; None for a flag that was not given and has no constant default."""
 
-    run_type: str | None = None
-    train_data_path: Path | None = None
-    val_data_path: Path | None = None
-    checkpoint_path: Path | None = None
-    deepspeed_config: Path | None = None
-    model_size: str | None = None
-    init_from: str | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    embedding_size: int | None = None
-    max_position_embeddings: int | None = None
-    vocab_size: int | None = None
-    dropout: float | None = None
-    seq_length: int | None = None
-    epochs: int | None = None
-    max_train_steps: int | None = None
-    max_val_steps: int | None = None
-    global_batch_size: int | None = None
-    micro_batch_size_per_gpu: int | None = None
-    grad_accum_steps: int | None = None
-    enforce_global_batch_size: bool = False
-    precision: str = "auto"
-    device: str = "auto"
-    threads_per_device: int | None = None
-    num_workers: int = 0
-    compile: bool = False
-    activation_checkpointing: bool = False
-    steps_per_print: int | None = None
-    monitor_every: float = 1.0
-    profile_comm: int = 0
-    profile: int = 0
-    eval_every: int = 0
-    save_every: int = 500
-    keep_checkpoints: int = 2
-    max_hours: float | None = None
-    max_cost: float | None = None
-    price_per_gpu_hour: float | None = None
-    plan: Path | None = None
-    on_event: tuple[str, ...] = ()
-    save_mode: str = "sync"
-    on_save_failure: str = "stop"
-    track: tuple[str, ...] = ()
-    seed: int = 1337
-    resume: bool = False
-    allow_changed: tuple[str, ...] = ()
-    overwrite: bool = False
-    verify_data: bool = False
-    no_inference: bool = False
-    dry_run: bool = False
-    local_rank: int | None = None
+    run_type: str | None = flag(
+        choice(RUN_TYPES),
+        "TYPE",
+        "baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism with "
+        "whole or sharded weights; optimized, DeepSpeed as the JSON says",
+        group="what to run",
+        needs=f"one of {', '.join(RUN_TYPES)}",
+        work=EXECUTES,
+    )
+    train_data_path: Path | None = flag(
+        Path,
+        "BIN",
+        "token file to train on; data_prep/ makes it",
+        needs=TOKEN_FILE,
+        work=Changes("train data", "tokens in the train file"),
+    )
+    val_data_path: Path | None = flag(
+        Path,
+        "BIN",
+        "token file to validate on",
+        needs=TOKEN_FILE,
+        work=Changes("validation data", "tokens in the validation file"),
+    )
+    checkpoint_path: Path | None = flag(
+        Path, "DIR", "run folder for records and checkpoints (default: checkpoint/ and the run type)", work=NAMES
+    )
+    deepspeed_config: Path | None = flag(
+        Path,
+        "JSON",
+        "the recipe, one of ds_configs/ or your own; it also sets the baseline's optimizer, schedule and batch",
+        needs="a recipe, for example ds_configs/zero1.json",
+        work=NAMES,
+    )
+    seed: int = flag(
+        COUNT,
+        "N",
+        "sets initial weights, data order and dropout (default: %(default)s)",
+        default=1337,
+        work=Changes("seed"),
+    )
+    dry_run: bool = switch("check everything, print the plan, and stop", work=Only("trains nothing"))
+
+    model_size: str | None = flag(
+        choice(tuple(PRESETS)),
+        "SIZE",
+        f"{_SIZES} (default: small, the 124M of the paper)",
+        group="model (a preset, and what to change in it)",
+        work=Changes("model n_layer", "model n_head", "model n_embd", "model block_size"),
+    )
+    init_from: str | None = flag(
+        str,
+        "MODEL",
+        "start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a name "
+        "on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
+        "vocabulary",
+        work=Changes("initial weights"),
+    )
+    num_layers: int | None = flag(POSITIVE, "N", "transformer blocks", work=Changes("model n_layer"))
+    num_heads: int | None = flag(POSITIVE, "N", "attention heads; must divide the width", work=Changes("model n_head"))
+    embedding_size: int | None = flag(POSITIVE, "N", "width of the residual stream", work=Changes("model n_embd"))
+    max_position_embeddings: int | None = flag(
+        POSITIVE,
+        "N",
+        "longest sequence the model can read (default: the preset's)",
+        work=Changes("model block_size"),
+    )
+    vocab_size: int | None = flag(
+        POSITIVE,
+        "N",
+        "ids it can read and predict (default: the tokenizer's, from the data's sidecar)",
+        work=Changes("model vocab_size"),
+    )
+    dropout: float | None = flag(
+        value(float, accepts=lambda share: 0 <= share < 1, must_be="a number of at least 0 and below 1"),
+        "P",
+        "dropout probability; GPT-2 used 0.1 (default: 0)",
+        work=Changes("model dropout"),
+    )
+
+    global_batch_size: int | None = flag(
+        POSITIVE,
+        "N",
+        "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)",
+        group="batch (global = micro x accumulation x ranks; two fix the third)",
+        work=Changes("global batch"),
+    )
+    micro_batch_size_per_gpu: int | None = flag(
+        POSITIVE, "N", "sequences per rank and forward pass; lower it when memory runs out", work=SPLITS
+    )
+    grad_accum_steps: int | None = flag(
+        POSITIVE,
+        "N",
+        "passes per optimizer step; alone it changes the micro batch, never the global one",
+        work=SPLITS,
+    )
+    enforce_global_batch_size: bool = switch(
+        "if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch to one "
+        "that does instead of failing",
+        work=SPLITS,
+    )
+
+    seq_length: int | None = flag(
+        POSITIVE,
+        "N",
+        "tokens per sequence (default: all positions of the model)",
+        group="length and intervals (in optimizer steps)",
+        work=Changes("sequence length"),
+    )
+    epochs: int | None = flag(
+        POSITIVE,
+        "N",
+        "passes over the training data (default: 1, or as many as --max_train_steps needs)",
+        work=Changes("optimizer steps", "scheduler"),
+    )
+    max_train_steps: int | None = flag(
+        POSITIVE,
+        "N",
+        "optimizer steps in the whole run; ends it earlier than --epochs would",
+        work=Changes("optimizer steps", "scheduler"),
+    )
+    eval_every: int = flag(
+        COUNT,
+        "N",
+        "validate every N steps besides every epoch's end (default: %(default)s, epochs only)",
+        default=0,
+        work=Only("changes how often a run validates, which changes no weight"),
+    )
+    max_val_steps: int | None = flag(
+        POSITIVE,
+        "N",
+        "validate on the first N global batches only (default: all of the file)",
+        work=Changes("validation windows"),
+    )
+    steps_per_print: int | None = flag(
+        POSITIVE, "N", "print a line every N steps (default: the JSON's, else 10)", work=PRINTS
+    )
+    no_inference: bool = switch(
+        "do not time generation after the last step, for up to 10 s",
+        work=Only("leaves out a measurement after the last step"),
+    )
+
+    device: str = flag(
+        choice(DEVICES),
+        "KIND",
+        "auto, cpu or cuda (default: %(default)s, a GPU where there is one)",
+        default="auto",
+        group="machine",
+        work=EXECUTES,
+    )
+    precision: str = flag(
+        choice(PRECISIONS),
+        "KIND",
+        "fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, fp16 "
+        "on others (default: %(default)s)",
+        default="auto",
+        work=Changes("precision"),
+    )
+    threads_per_device: int | None = flag(
+        POSITIVE, "N", "CPU threads of each process; on CPU they are the device (default: 1 on CPU)", work=EXECUTES
+    )
+    num_workers: int = flag(
+        COUNT,
+        "N",
+        "processes that read training data beside each rank (default: %(default)s, the rank reads itself)",
+        default=0,
+        work=Only("reads the same windows in the same order with other processes"),
+    )
+    local_rank: int | None = flag(
+        whole(low=-1), "N", "set by some launchers; the index of this process's GPU", work=EXECUTES
+    )
+    monitor_every: float = flag(
+        value(
+            float,
+            accepts=lambda seconds: seconds == 0 or 0.1 <= seconds < float("inf"),
+            must_be="0, or a number of at least 0.1",
+        ),
+        "SECONDS",
+        "sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: %(default)g)",
+        default=1.0,
+        work=PRINTS,
+    )
+    profile_comm: int = flag(
+        COUNT,
+        "STEPS",
+        "measure time, bytes and waiting of collectives: a table, and communication.json; " + _AFTER_WARM_UP,
+        default=0,
+        work=PROFILES,
+    )
+    profile: int = flag(
+        COUNT,
+        "STEPS",
+        "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile; " + _AFTER_WARM_UP,
+        default=0,
+        work=PROFILES,
+    )
+    compile: bool = switch(
+        "compile the model with torch.compile (needs a C++ compiler)",
+        work=Only("fuses kernels of the same formulas; the parity suite bounds the effect of rounding"),
+    )
+    activation_checkpointing: bool = switch(
+        "recompute activations in the backward pass: less memory for about a third more computing",
+        work=Only("computes the same activations, with the same dropout masks, a second time"),
+    )
+
+    save_every: int = flag(
+        COUNT,
+        "N",
+        "save every N steps besides the end; 0 for the end only (default: %(default)s)",
+        default=500,
+        group="checkpoints",
+        work=SAVES,
+    )
+    keep_checkpoints: int = flag(
+        POSITIVE,
+        "N",
+        "keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after a "
+        "validation (default: %(default)s)",
+        default=2,
+        work=SAVES,
+    )
+    save_mode: str = flag(
+        choice(SAVE_MODES),
+        "HOW",
+        "sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory of "
+        "its host (12 bytes per parameter with Adam, from the first save to the end), and continues while the copy is "
+        "written; the last checkpoint of a run or before a stop is written as with sync (default: %(default)s)",
+        default="sync",
+        work=SAVES,
+    )
+    on_save_failure: str = flag(
+        choice(ON_SAVE_FAILURE),
+        "WHAT",
+        "stop or continue when a checkpoint cannot be written: a full disk, for example (default: %(default)s)",
+        default="stop",
+        work=SAVES,
+    )
+
+    track: tuple[str, ...] = flag(
+        choices(TRACKERS),
+        "NAMES",
+        "send settings, the metrics of every step and the summary to trackers too: tensorboard, wandb, mlflow, "
+        "trackio, csv, or several with commas between them. They write to the folder trackers of the run folder "
+        "and use no network, unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, "
+        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)",
+        default=(),
+        group="experiment trackers",
+        work=Only(
+            "copies figures that the run measures anyway to other programs; the training reads nothing from them"
+        ),
+    )
+
+    max_hours: float | None = flag(
+        NUMBER,
+        "HOURS",
+        "save and stop with exit code 75 before this process has run so long",
+        group="time, money and events",
+        work=RESUMES,
+    )
+    max_cost: float | None = flag(
+        NUMBER,
+        "DOLLARS",
+        "the same before the whole run has cost so much, its earlier processes included",
+        work=RESUMES,
+    )
+    price_per_gpu_hour: float | None = flag(
+        NUMBER, "DOLLARS", "price of one device (default: that of the plan's cheapest offer)", work=PRINTS
+    )
+    plan: Path | None = flag(
+        Path, "JSON", "plan.json of src/plan.py --recommend, to compare this run with", work=PRINTS
+    )
+    on_event: tuple[str, ...] = flag(
+        value(
+            lambda text: tuple(shlex.split(text)),
+            accepts=lambda words: bool(words) and shutil.which(words[0]) is not None,
+            must_be="a command that exists",
+        ),
+        "COMMAND",
+        "call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a "
+        "signal) or at a limit; RECORD is the path of training_metrics.json",
+        default=(),
+        work=Only("calls another program, from which the training reads nothing"),
+    )
+
+    resume: bool = switch(
+        "continue from the newest complete checkpoint, made by any strategy on any number of ranks; start from the "
+        "beginning if there is none yet",
+        group="existing runs",
+        work=RESUMES,
+    )
+    allow_changed: tuple[str, ...] = flag(
+        choices(ALLOW_CHANGED),
+        "WHAT",
+        "resume with other data (data: training or validation file), with another optimizer setting, schedule, "
+        "clipping or length (recipe), or both (data,recipe)",
+        default=(),
+        work=Changes("changed at resume"),
+    )
+    overwrite: bool = switch(
+        "delete the run that is in the folder and start again",
+        work=Only("decides what happens to an earlier run in the folder"),
+    )
+    verify_data: bool = switch(
+        "read the data files whole, also where size and time say that they are unchanged, and compare hash and largest "
+        "id with their sidecars before training",
+        work=Only("reads the data once more to check its hash; the hash itself counts"),
+    )
 
     def model_overrides(self) -> dict[str, int | float]:
-        """The given shape flags under the names of ``GPT2Config``."""
-        given = {
-            "n_layer": self.num_layers,
-            "n_head": self.num_heads,
-            "n_embd": self.embedding_size,
-            "block_size": self.max_position_embeddings,
-            "vocab_size": self.vocab_size,
-            "dropout": self.dropout,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        """The given shape flags, and the dropout, under the names of ``GPT2Config``."""
+        return shape_overrides(self) | ({} if self.dropout is None else {"dropout": self.dropout})
+
+
+def shape_overrides(options: object) -> dict[str, Any]:
+    """The given flags of a model's shape under the names of ``GPT2Config``, of any options that have them."""
+    given = {field: getattr(options, name.removeprefix("--")) for field, name in SHAPE_FLAGS.items()}
+    return {field: size for field, size in given.items() if size is not None}
 
 
 DESCRIPTION = """\
@@ -114,7 +374,6 @@ examples:
 
 A flag overrides the JSON, the JSON overrides the default. Results go to the folder of --checkpoint_path."""
 
-
 _RECIPE = "set {} in the recipe, the JSON of --deepspeed_config"
 _ELSEWHERE = {
     "--lr": _RECIPE.format("optimizer.params.lr"),
@@ -127,272 +386,14 @@ _ELSEWHERE = {
 """Flags of other trainers, and where to set the same value here."""
 
 
-def _size(shape: GPT2Config) -> str:
-    return f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}"
-
-
-def build_parser(reader: Reader) -> argparse.ArgumentParser:
-    """The parser; ``reader`` collects the mistakes."""
-    parser = Parser(
-        prog="gpt2.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_run_flags(parser, reader)
-    _add_model_flags(parser, reader)
-    _add_batch_flags(parser, reader)
-    _add_length_flags(parser, reader)
-    _add_machine_flags(parser, reader)
-    _add_saving_flags(parser, reader)
-    _add_tracking_flags(parser, reader)
-    _add_budget_flags(parser, reader)
-    _add_resume_flags(parser, reader)
-    return parser
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[Options, Problems]:
     """Read a command line; return the options and the mistakes found.
 
     Raises:
         UserError: argparse cannot read the line at all, for example a value for a flag that takes none.
     """
-    reader = Reader()
-    namespace = read_words(build_parser(reader), reader, arguments, elsewhere=_ELSEWHERE)
-    names = {field.name for field in fields(Options)}
-    given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
-    return Options(**given), reader.problems
-
-
-def _add_run_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("what to run")
-    group.add_argument(
-        "--run_type",
-        metavar="TYPE",
-        type=reader.choice("--run_type", RUN_TYPES, None),
-        help="baseline: one process, plain PyTorch. On any number of ranks: ddp and fsdp, PyTorch's data parallelism "
-        "with whole or sharded weights; optimized, DeepSpeed as the JSON says",
-    )
-    group.add_argument(
-        "--train_data_path", metavar="BIN", type=Path, help="token file to train on; data_prep/ makes it"
-    )
-    group.add_argument("--val_data_path", metavar="BIN", type=Path, help="token file to validate on")
-    group.add_argument(
-        "--checkpoint_path",
-        metavar="DIR",
-        type=Path,
-        help="run folder for records and checkpoints (default: checkpoint/ and the run type)",
-    )
-    group.add_argument(
-        "--deepspeed_config",
-        metavar="JSON",
-        type=Path,
-        help="the recipe, one of ds_configs/ or your own; it also sets the baseline's optimizer, schedule and batch",
-    )
-    group.add_argument(
-        "--seed",
-        metavar="N",
-        type=reader.whole("--seed", low=0),
-        help="sets initial weights, data order and dropout (default: 1337)",
-    )
-    group.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
-
-
-def _add_model_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("model (a preset, and what to change in it)")
-    sizes = "; ".join(f"{name}: {_size(shape)}" for name, shape in PRESETS.items())
-    group.add_argument(
-        "--model_size",
-        metavar="SIZE",
-        type=reader.choice("--model_size", tuple(PRESETS), None),
-        help=f"{sizes} (default: small, the 124M of the paper)",
-    )
-    group.add_argument(
-        "--init_from",
-        metavar="MODEL",
-        help="start from published GPT-2 weights: a Hugging Face folder (src/convert.py converts a run to one), or a "
-        "name on the hub, such as gpt2, gpt2-medium or distilgpt2; they set the shape, and the data must use their "
-        "vocabulary",
-    )
-    for flag, text in (
-        ("--num_layers", "transformer blocks"),
-        ("--num_heads", "attention heads; must divide the width"),
-        ("--embedding_size", "width of the residual stream"),
-        ("--max_position_embeddings", "longest sequence the model can read (default: the preset's)"),
-        ("--vocab_size", "ids it can read and predict (default: the tokenizer's, from the data's sidecar)"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=1), help=text)
-    group.add_argument(
-        "--dropout",
-        metavar="P",
-        type=reader.fraction("--dropout"),
-        help="dropout probability; GPT-2 used 0.1 (default: 0)",
-    )
-
-
-def _add_batch_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("batch (global = micro x accumulation x ranks; two fix the third)")
-    for flag, text in (
-        ("--global_batch_size", "sequences per optimizer step over all ranks (default: the JSON's train_batch_size)"),
-        ("--micro_batch_size_per_gpu", "sequences per rank and forward pass; lower it when memory runs out"),
-        ("--grad_accum_steps", "passes per optimizer step; alone it changes the micro batch, never the global one"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=1), help=text)
-    group.add_argument(
-        "--enforce_global_batch_size",
-        action="store_true",
-        help="if micro batch and accumulation do not give the global batch on this many ranks, lower the micro batch "
-        "to one that does instead of failing",
-    )
-
-
-def _add_length_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("length and intervals (in optimizer steps)")
-    for flag, low, text in (
-        ("--seq_length", 1, "tokens per sequence (default: all positions of the model)"),
-        ("--epochs", 1, "passes over the training data (default: 1, or as many as --max_train_steps needs)"),
-        ("--max_train_steps", 1, "optimizer steps in the whole run; ends it earlier than --epochs would"),
-        ("--eval_every", 0, "validate every N steps besides every epoch's end (default: 0, epochs only)"),
-        ("--max_val_steps", 1, "validate on the first N global batches only (default: all of the file)"),
-        ("--steps_per_print", 1, "print a line every N steps (default: the JSON's, else 10)"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
-    group.add_argument(
-        "--no_inference", action="store_true", help="do not time generation after the last step, for up to 10 s"
-    )
-
-
-def _add_machine_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--device",
-        metavar="KIND",
-        type=reader.choice("--device", DEVICES, "auto"),
-        help="auto, cpu or cuda (default: auto, a GPU where there is one)",
-    )
-    group.add_argument(
-        "--precision",
-        metavar="KIND",
-        type=reader.choice("--precision", PRECISIONS, "auto"),
-        help="fp32, bf16, fp16 or auto: the JSON's block if it has one, else fp32 on CPU, bf16 on GPUs that have it, "
-        "fp16 on others (default: auto)",
-    )
-    for flag, low, text in (
-        ("--threads_per_device", 1, "CPU threads of each process; on CPU they are the device (default: 1 on CPU)"),
-        ("--num_workers", 0, "processes that read training data beside each rank (default: 0, the rank reads itself)"),
-        ("--local_rank", -1, "set by some launchers; the index of this process's GPU"),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
-    group.add_argument(
-        "--monitor_every",
-        metavar="SECONDS",
-        type=reader.interval("--monitor_every", low=0.1),
-        help="sample power, clocks, memory and temperature of the GPUs this often; 0 for never (default: 1)",
-    )
-    for flag, text in (
-        ("--profile_comm", "measure time, bytes and waiting of collectives: a table, and communication.json"),
-        ("--profile", "trace with PyTorch's profiler: a table, and for each rank a file in the folder profile"),
-    ):
-        help_ = f"{text}; in this many steps after the warm-up, which figures of speed leave out (default: 0)"
-        group.add_argument(flag, metavar="STEPS", type=reader.whole(flag, low=0), help=help_)
-    group.add_argument(
-        "--compile", action="store_true", help="compile the model with torch.compile (needs a C++ compiler)"
-    )
-    group.add_argument(
-        "--activation_checkpointing",
-        action="store_true",
-        help="recompute activations in the backward pass: less memory for about a third more computing",
-    )
-
-
-def _add_saving_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("checkpoints")
-    for flag, low, text in (
-        ("--save_every", 0, "save every N steps besides the end; 0 for the end only (default: 500)"),
-        (
-            "--keep_checkpoints",
-            1,
-            "keep the newest N checkpoints, and the one with the lowest validation loss among those saved right after "
-            "a validation (default: 2)",
-        ),
-    ):
-        group.add_argument(flag, metavar="N", type=reader.whole(flag, low=low), help=text)
-    group.add_argument(
-        "--save_mode",
-        metavar="HOW",
-        type=reader.choice("--save_mode", SAVE_MODES, "sync"),
-        help="sync: training waits for each checkpoint; async: it waits only while rank 0 copies the state into memory "
-        "of its host (12 bytes per parameter with Adam, from the first save to the end), and continues while the copy "
-        "is written; the last checkpoint of a run or before a stop is written as with sync (default: sync)",
-    )
-    group.add_argument(
-        "--on_save_failure",
-        metavar="WHAT",
-        type=reader.choice("--on_save_failure", ON_SAVE_FAILURE, "stop"),
-        help="stop or continue when a checkpoint cannot be written: a full disk, for example (default: stop)",
-    )
-
-
-def _add_tracking_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("experiment trackers")
-    group.add_argument(
-        "--track",
-        metavar="NAMES",
-        type=reader.choices("--track", TRACKERS),
-        help="send settings, the metrics of every step and the summary to trackers too: tensorboard, wandb, mlflow, "
-        "trackio, csv, or several with commas between them. They write to the folder trackers of the run folder and "
-        "use no network, unless the tracker's own variables name a server (WANDB_MODE, MLFLOW_TRACKING_URI, "
-        "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL). A tracker that fails does not stop the run (default: none)",
-    )
-
-
-def _add_budget_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("time, money and events")
-    for flag, metavar, text in (
-        ("--max_hours", "HOURS", "save and stop with exit code 75 before this process has run so long"),
-        ("--max_cost", "DOLLARS", "the same before the whole run has cost so much, its earlier processes included"),
-        ("--price_per_gpu_hour", "DOLLARS", "price of one device (default: that of the plan's cheapest offer)"),
-    ):
-        group.add_argument(flag, metavar=metavar, type=reader.number(flag), help=text)
-    group.add_argument(
-        "--plan", metavar="JSON", type=Path, help="plan.json of src/plan.py --recommend, to compare this run with"
-    )
-    group.add_argument(
-        "--on_event",
-        metavar="COMMAND",
-        type=reader.value(
-            "--on_event",
-            lambda text: tuple(shlex.split(text)),
-            accepts=lambda words: bool(words) and shutil.which(words[0]) is not None,
-            must_be="a command that exists",
-        ),
-        help="call COMMAND EVENT RECORD, without a shell, when the run is done, failed, nan, stalled, preempted (by a "
-        "signal) or at a limit; RECORD is the path of training_metrics.json",
-    )
-
-
-def _add_resume_flags(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    group = parser.add_argument_group("existing runs")
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest complete checkpoint, made by any strategy on any number of ranks; start from "
-        "the beginning if there is none yet",
-    )
-    group.add_argument(
-        "--allow_changed",
-        metavar="WHAT",
-        type=reader.choices("--allow_changed", ALLOW_CHANGED),
-        help="resume with other data (data: training or validation file), with another optimizer setting, schedule, "
-        "clipping or length (recipe), or both (data,recipe)",
-    )
-    group.add_argument("--overwrite", action="store_true", help="delete the run that is in the folder and start again")
-    group.add_argument(
-        "--verify_data",
-        action="store_true",
-        help="read the data files whole, also where size and time say that they are unchanged, and compare hash and "
-        "largest id with their sidecars before training",
+    return read_options(
+        Options, arguments, elsewhere=_ELSEWHERE, prog="gpt2.py", description=DESCRIPTION, epilog=EXAMPLES
     )
 
 

@@ -38,6 +38,9 @@ from dsgpt.config.recipe_blocks import (
     mistakes_of,
     no_null,
 )
+from dsgpt.config.same_work import EXECUTES, NAMES, PRINTS, SPLITS
+from dsgpt.config.same_work import ChangesTraining as Changes
+from dsgpt.config.same_work import ExecutionOnly as Only
 from dsgpt.machine.topology import ParallelSizes
 
 _MAX_BYTES = 1 << 20
@@ -91,28 +94,28 @@ class RecipeSettings(Block):
     """Keys that would let strategies do different work, or that are not implemented here."""
     MISSING: ClassVar = {"optimizer": '; for example {"type": "AdamW", "params": {"lr": 0.0006}}'}
 
-    train_batch_size: Positive | None = None
-    train_micro_batch_size_per_gpu: Positive | None = None
-    gradient_accumulation_steps: Positive | None = None
-    steps_per_print: Positive | None = None
+    train_batch_size: Annotated[Positive | None, Changes("global batch")] = None
+    train_micro_batch_size_per_gpu: Annotated[Positive | None, SPLITS] = None
+    gradient_accumulation_steps: Annotated[Positive | None, SPLITS] = None
+    steps_per_print: Annotated[Positive | None, PRINTS] = None
     optimizer: OptimizerRecipe
     scheduler: Annotated[SchedulerRecipe | None, no_null] = None
-    gradient_clipping: Number = 1.0
+    gradient_clipping: Annotated[Number, Changes("gradient clipping")] = 1.0
     """Largest global gradient norm; 0 for no clipping. The default is that of DeepSpeed since 0.19.3."""
     bf16: Annotated[Bf16 | None, no_null] = None
     fp16: Annotated[Fp16 | None, no_null] = None
     activation_checkpointing: Annotated[ActivationCheckpointing | None, no_null] = None
     dsgpt: TorchStrategies = TorchStrategies()
     zero_optimization: ZeroRecipe = ZeroRecipe()
-    zero_allow_untested_optimizer: Flag = False
-    zero_force_ds_cpu_optimizer: Flag = True
-    wall_clock_breakdown: Flag = False
-    memory_breakdown: Flag = False
-    dump_state: Flag = False
+    zero_allow_untested_optimizer: Annotated[Flag, Only("true in every run, whatever the recipe says")] = False
+    zero_force_ds_cpu_optimizer: Annotated[Flag, Only("chooses whose code computes the same optimizer")] = True
+    wall_clock_breakdown: Annotated[Flag, PRINTS] = False
+    memory_breakdown: Annotated[Flag, PRINTS] = False
+    dump_state: Annotated[Flag, PRINTS] = False
     aio: Annotated[AioRecipe | None, no_null] = None
     tensor_parallel: TensorParallelRecipe = TensorParallelRecipe()
     pipeline: PipelineRecipe = PipelineRecipe()
-    sequence_parallel_size: Positive = 1
+    sequence_parallel_size: Annotated[Positive, EXECUTES] = 1
 
     @field_validator("fp16")
     @classmethod
@@ -200,9 +203,9 @@ _SETTINGS = TypeAdapter(RecipeSettings)
 class Recipe(RecipeSettings):
     """A checked recipe file."""
 
-    path: Path
-    sha256: str
-    raw: dict[str, Any] = field(repr=False)
+    path: Annotated[Path, NAMES]
+    sha256: Annotated[str, NAMES]
+    raw: Annotated[dict[str, Any], Only("the JSON as given; its keys are judged one by one")] = field(repr=False)
     """The JSON as given."""
 
     @property

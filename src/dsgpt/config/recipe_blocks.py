@@ -31,6 +31,9 @@ from pydantic.dataclasses import dataclass
 
 from dsgpt.common.errors import MOST_KEYS, did_you_mean
 from dsgpt.common.json_files import clipped, clipped_text
+from dsgpt.config.same_work import EXECUTES, PLACES, PRINTS, SWAPS
+from dsgpt.config.same_work import ChangesTraining as Changes
+from dsgpt.config.same_work import ExecutionOnly as Only
 
 # Types of the values in a recipe, and the messages about wrong values. pydantic finds all mistakes at once.
 
@@ -119,6 +122,8 @@ class Block:
     """Keys that DeepSpeed knows and that are refused here, with the reason and what to do."""
     MISSING: ClassVar[Mapping[str, str]] = {}
     """Text that is added to the message about a missing required key."""
+    WORK: ClassVar[Changes | Only | None] = None
+    """What its keys mean for equal work, unless a key says otherwise."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -220,20 +225,21 @@ Betas = Annotated[tuple[Beta, Beta], must_be("two numbers of at least 0 and belo
 class OptimizerRecipe(NamedBlock):
     """The ``optimizer`` block. Weight decay applies to matrices and embeddings only."""
 
+    WORK: ClassVar = Changes("optimizer settings")
     PARAMS: ClassVar = {
         "AdamW": ("lr", "betas", "eps", "weight_decay", "torch_adam"),
         "SGD": ("lr", "momentum", "nesterov", "weight_decay"),
     }
     MISSING: ClassVar = {"type": f"; one of {', '.join(PARAMS)}"}
 
-    type: Annotated[Literal["AdamW", "SGD"], one_of(*PARAMS)]
-    lr: Number
+    type: Annotated[Literal["AdamW", "SGD"], one_of(*PARAMS), Changes("optimizer type")]
+    lr: Annotated[Number, Changes("learning rate")]
     betas: Betas = (0.9, 0.999)
     eps: Number = 1e-8
     weight_decay: Number = 0.0
     momentum: Fraction = 0.0
     nesterov: Flag = False
-    torch_adam: Flag = False
+    torch_adam: Annotated[Flag, Only("chooses whose code computes the same AdamW")] = False
     """With optimizer offload: use torch's AdamW, which needs no compiler, instead of DeepSpeed's faster one."""
 
     @field_validator("nesterov")
@@ -251,6 +257,7 @@ _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
 class SchedulerRecipe(NamedBlock):
     """The ``scheduler`` block."""
 
+    WORK: ClassVar = Changes("scheduler")
     PARAMS: ClassVar = {
         "WarmupLR": _WARMUP,
         "WarmupDecayLR": ("total_num_steps", *_WARMUP),
@@ -273,6 +280,7 @@ class SchedulerRecipe(NamedBlock):
 class LossScaling(Block):
     """How the loss is scaled so that fp16 gradients do not vanish."""
 
+    WORK: ClassVar = Changes("loss scaling")
     loss_scale: Number = 0.0
     """A fixed scale; 0 for a dynamic one."""
     initial_scale_power: Annotated[int, Strict(), Field(ge=0, le=32), must_be("a whole number from 0 to 32")] = 16
@@ -287,16 +295,18 @@ class LossScaling(Block):
 class Fp16(LossScaling):
     """The ``fp16`` block."""
 
-    enabled: Flag = False
+    enabled: Annotated[Flag, Changes("precision")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16(Block):
     """The ``bf16`` block."""
 
-    enabled: Flag = False
-    check_grad_overflow: Flag = True
-    immediate_grad_update: Flag = False
+    enabled: Annotated[Flag, Changes("precision")] = False
+    check_grad_overflow: Annotated[
+        Flag, Only("a step whose gradients are not finite ends the run with or without it")
+    ] = True
+    immediate_grad_update: Annotated[Flag, Only("adds the same gradients to the same fp32 sums, earlier")] = False
     """Add each gradient to the fp32 sum, and free it, as soon as it is computed."""
 
 
@@ -312,7 +322,7 @@ class TensorParallelRecipe(Block):
         "this program knows how to split GPT-2's layers; give only autotp_size",
     )
 
-    autotp_size: Positive = 1
+    autotp_size: Annotated[Positive, EXECUTES] = 1
 
 
 PIPELINE_LAYERS = ("Embedding", "PositionEmbedding", "StageBlock", "LayerNorm")
@@ -328,8 +338,8 @@ class PipelineRecipe(Block):
         "give only stages and partition",
     )
 
-    stages: Positive = 1
-    partition: str = "parameters"
+    stages: Annotated[Positive, EXECUTES] = 1
+    partition: Annotated[str, EXECUTES] = "parameters"
     """How layers are distributed over stages: ``parameters``, ``uniform``, or ``type:`` and a pattern."""
 
     @field_validator("partition", mode="before")
@@ -362,6 +372,7 @@ _Off = Annotated[bool, BeforeValidator(_only_false)]
 class ActivationCheckpointing(Block):
     """The ``activation_checkpointing`` block. Its presence turns recomputation on, for whole blocks of the model."""
 
+    WORK: ClassVar = Only("must be false")
     partition_activations: _Off = False
     cpu_checkpointing: _Off = False
     contiguous_memory_optimization: _Off = False
@@ -374,6 +385,7 @@ class ActivationCheckpointing(Block):
 class DdpRecipe(Block):
     """The block ``dsgpt.ddp``: how PyTorch's DistributedDataParallel reduces gradients."""
 
+    WORK: ClassVar = PLACES
     bucket_cap_mb: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), must_be("a number above 0")] = 25.0
     """Gradients are reduced in buckets of up to this many MiB, each as soon as it is full."""
     gradient_as_bucket_view: Flag = True
@@ -384,12 +396,18 @@ class DdpRecipe(Block):
 class FsdpRecipe(Block):
     """The block ``dsgpt.fsdp``: how PyTorch's FSDP2 (``fully_shard``) shards and gathers parameters."""
 
-    reshard_after_forward: Flag = True
+    reshard_after_forward: Annotated[Flag, PLACES] = True
     """Free a block's gathered weights after its forward pass and gather them again for the backward pass, as in
     ZeRO-3. If false, they stay until the backward pass, as in ZeRO-2: less communication and more memory."""
-    reduce_dtype: Annotated[Literal["fp32", "low"], one_of("fp32", "low")] = "fp32"
+    reduce_dtype: Annotated[
+        Literal["fp32", "low"],
+        one_of("fp32", "low"),
+        Only(
+            "rounds gradients between ranks no further than to the run's precision, which counts; ZeRO does so always"
+        ),
+    ] = "fp32"
     """Precision in which gradients are summed over ranks; ``low`` is that of the activations."""
-    cpu_offload: Flag = False
+    cpu_offload: Annotated[Flag, PLACES] = False
     """Keep the shards of weights, gradients and optimizer state in host memory."""
 
 
@@ -403,6 +421,8 @@ class TorchStrategies(Block):
 
 # The blocks ``zero_optimization`` and ``aio`` of a recipe: the ZeRO stage, offload, and Zero++ (DeepSpeed 0.19.8).
 
+_QUANTIZES = Changes("quantized communication")
+_REDUCES = Only("sends the same sums by another collective")
 _Place = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")]
 
 
@@ -410,12 +430,13 @@ _Place = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")
 class OffloadOptimizer(Block):
     """The block ``zero_optimization.offload_optimizer``."""
 
-    device: _Place = "none"
+    WORK: ClassVar = SWAPS
+    device: Annotated[_Place, PLACES] = "none"
     nvme_path: Annotated[Text | None, no_null] = None
     """The folder under which DeepSpeed swaps; None for the run folder."""
     buffer_count: Annotated[Limit | None, no_null] = None
     """Buffers for swapping, each as large as a sub-group; None for as many as are needed."""
-    pin_memory: Flag = True
+    pin_memory: Annotated[Flag, PLACES] = True
     pipeline_read: Flag = False
     pipeline_write: Flag = False
     fast_init: Flag = False
@@ -437,11 +458,12 @@ class OffloadOptimizer(Block):
 class OffloadParam(Block):
     """The block ``zero_optimization.offload_param``."""
 
+    WORK: ClassVar = PLACES
     device: _Place = "none"
-    nvme_path: Annotated[Text | None, no_null] = None
+    nvme_path: Annotated[Text | None, no_null, SWAPS] = None
     """As in ``OffloadOptimizer``."""
-    buffer_count: Limit = 5
-    buffer_size: Annotated[Limit | None, no_null] = None
+    buffer_count: Annotated[Limit, SWAPS] = 5
+    buffer_size: Annotated[Limit | None, no_null, SWAPS] = None
     """Elements of a buffer; None for the size of a rank's part of the largest parameter."""
     max_in_cpu: Limit = 10**9
     pin_memory: Flag = True
@@ -451,21 +473,24 @@ class OffloadParam(Block):
 class ZeroRecipe(Block):
     """The ``zero_optimization`` block. Sizes are in elements."""
 
+    WORK: ClassVar = PLACES
     REFUSED: ClassVar = {  # ``_link_all_hp_params`` of stages 1 and 2 expects the parameters in their original order
         "round_robin_gradients": "DeepSpeed then loses track of where each parameter is and would save wrong "
         "weights; leave it out",
     }
 
-    stage: Annotated[int, Strict(), Field(ge=0, le=3), must_be("a whole number from 0 to 3")] = 0
+    stage: Annotated[int, Strict(), Field(ge=0, le=3), must_be("a whole number from 0 to 3"), EXECUTES] = 0
     contiguous_gradients: Flag = True
-    reduce_scatter: Flag = True
+    reduce_scatter: Annotated[Flag, _REDUCES] = True
     reduce_bucket_size: Elements = 500_000_000
-    use_multi_rank_bucket_allreduce: Flag = True
-    allgather_partitions: Flag = True
+    use_multi_rank_bucket_allreduce: Annotated[Flag, _REDUCES] = True
+    allgather_partitions: Annotated[Flag, Only("sends the same weights by another collective")] = True
     allgather_bucket_size: Elements = 500_000_000
-    overlap_comm: Flag = False
+    overlap_comm: Annotated[
+        Flag, Only("sends while computing; a run prints a note where no parity run has covered it")
+    ] = False
     """DeepSpeed's own default is true at stage 3. Strategies always pass this value."""
-    load_from_fp32_weights: Flag = True
+    load_from_fp32_weights: Annotated[Flag, Only("concerns DeepSpeed's own checkpoints, which are not used")] = True
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     sub_group_size: Limit = 10**9
@@ -474,16 +499,18 @@ class ZeroRecipe(Block):
     stage3_model_persistence_threshold: Limit = 2**63 - 1
     stage3_max_live_parameters: Limit = 10**9
     stage3_max_reuse_distance: Limit = 10**9
-    stage3_gather_16bit_weights_on_model_save: Flag = False
-    stage3_allgather_sequential: Flag = False
-    ignore_unused_parameters: Flag = True
-    memory_efficient_linear: Flag = True
-    log_trace_cache_warnings: Flag = False
+    stage3_gather_16bit_weights_on_model_save: Annotated[Flag, Only("concerns DeepSpeed's own checkpoints")] = False
+    stage3_allgather_sequential: Annotated[Flag, Only("sends the same weights in another order")] = False
+    ignore_unused_parameters: Annotated[Flag, Only("GPT-2 uses every parameter in every step")] = True
+    memory_efficient_linear: Annotated[Flag, Only("computes the same product and keeps less for the backward pass")] = (
+        True
+    )
+    log_trace_cache_warnings: Annotated[Flag, PRINTS] = False
     zero_hpz_partition_size: Positive = 1
     """Zero++: ranks that together hold a secondary copy of the parameters; 1 for no such copy."""
-    zero_quantized_weights: Flag = False
+    zero_quantized_weights: Annotated[Flag, _QUANTIZES] = False
     """Zero++: send parameters in 8 bits, which changes the training."""
-    zero_quantized_gradients: Flag = False
+    zero_quantized_gradients: Annotated[Flag, _QUANTIZES] = False
     """Zero++: send gradients in 8 and 4 bits, which changes the training."""
 
     def bucket_elements(self, parameters: int) -> int:
@@ -529,6 +556,7 @@ AIO_BLOCK_MULTIPLE = 4096
 class AioRecipe(Block):
     """The ``aio`` block: how files are read and written while state is swapped."""
 
+    WORK: ClassVar = SWAPS
     REFUSED: ClassVar = {
         "use_gds": "GPUDirect Storage needs a driver, which this program does not look for; leave it out"
     }

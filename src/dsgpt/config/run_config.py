@@ -6,11 +6,12 @@ Flags override the JSON; the JSON overrides the defaults.
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
 from dsgpt.config.batch import BatchPlan, BatchRequest, LengthPlan, plan_batch, plan_length
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_compatibility, check_version, compatibility_notices
-from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, InitFrom, check_required, check_vocabulary, read_inputs
+from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, InitFrom, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
 from dsgpt.data.order import SampleOrder
@@ -108,7 +109,9 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         UserError: with every mistake, a line each.
     """
     notices: list[str] = []
-    check_required(options, problems)
+    require_flags(options, problems)
+    if options.resume and options.overwrite:
+        problems.add("--resume continues the run in the folder, --overwrite deletes it: give one of them")
     if topology.is_main:
         check_trackers(options, problems)
     inputs = read_inputs(options, topology, problems)

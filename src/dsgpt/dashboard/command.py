@@ -1,14 +1,14 @@
 """The command line of ``charts/dashboard.py``, and the server that it starts. Imports no Streamlit."""
 
-import argparse
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import flag, read_options, value
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import REPOSITORY
 
@@ -30,43 +30,49 @@ examples:
 Exit code 0: stopped; 2: a mistake in the command line, or Streamlit is not installed; 130: interrupted.
 """
 SCRIPT = REPOSITORY / "charts" / "dashboard.py"
-PORT = 8501
-"""Streamlit's own default."""
 HOST_NAME = "[A-Za-z0-9._-]+"
 """Of a machine, as browsers write it."""
 
 
-def build_parser(reader: Reader) -> Parser:
-    """The parser of the command line, whose values ``reader`` reads."""
-    parser = Parser(prog="dashboard.py", description=DESCRIPTION, epilog=EXAMPLES)
-    add = parser.add_argument
-    runs = "the folder whose runs are shown (default: checkpoint, here or else beside charts/)"
-    add("--runs", type=Path, metavar="FOLDER", help=runs)
-    port = reader.value("--port", int, accepts=lambda value: 1 <= value < 1 << 16, must_be="a port from 1 to 65,535")
-    add("--port", type=port, default=PORT, metavar="N", help="on 127.0.0.1 (default: %(default)s)")
-    named = re.compile(HOST_NAME).fullmatch
-    name = reader.value("--allowed_host", str.lower, accepts=lambda word: bool(named(word)), must_be="a bare host name")
-    host = "a name, beside those of loopback, under which browsers reach the dashboard; may be repeated"
-    add("--allowed_host", type=name, action="append", default=[], metavar="NAME", help=host)
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class DashboardOptions:
+    """The command line; ``parse`` fills ``runs``."""
+
+    runs: Path = flag(
+        Path, "FOLDER", "the folder whose runs are shown (default: checkpoint, here or else beside charts/)"
+    )
+    port: int = flag(
+        value(int, accepts=lambda port: 1 <= port < 1 << 16, must_be="a port from 1 to 65,535"),
+        "N",
+        "on 127.0.0.1 (default: %(default)s)",
+        default=8501,  # Streamlit's own
+    )
+    allowed_host: tuple[str, ...] = flag(
+        value(str.lower, accepts=lambda name: re.fullmatch(HOST_NAME, name) is not None, must_be="a bare host name"),
+        "NAME",
+        "a name, beside those of loopback, under which browsers reach the dashboard; may be repeated",
+        default=(),
+        action="append",
+    )
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked command line; ``runs`` is a folder that exists, or None if there is no ``checkpoint`` yet.
+def parse(argv: Sequence[str] | None = None) -> DashboardOptions:
+    """The checked command line; ``runs`` is a folder that exists, or ``checkpoint`` if there is none yet.
 
     Raises:
         UserError: every mistake in it, one line each.
     """
-    reader = Reader()
-    arguments = read_words(build_parser(reader), reader, argv)
-    if arguments.runs is None:
-        here = Path("checkpoint")
-        arguments.runs = here if here.is_dir() else REPOSITORY / "checkpoint"
-    elif not arguments.runs.expanduser().is_dir():
-        reader.problems.add(f"--runs {arguments.runs}: no such folder: name the folder that holds your runs")
-    reader.problems.raise_if_any()
-    arguments.runs = arguments.runs.expanduser()
-    return arguments
+    options, problems = read_options(
+        DashboardOptions, argv, prog="dashboard.py", description=DESCRIPTION, epilog=EXAMPLES
+    )
+    runs = options.runs
+    if runs is None:
+        runs = Path("checkpoint")
+        runs = runs if runs.is_dir() else REPOSITORY / "checkpoint"
+    elif not runs.expanduser().is_dir():
+        problems.add(f"--runs {runs}: no such folder: name the folder that holds your runs")
+    problems.raise_if_any()
+    return replace(options, runs=runs.expanduser())
 
 
 def is_served() -> bool:

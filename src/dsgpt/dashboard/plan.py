@@ -21,7 +21,7 @@ from dsgpt.dashboard.summaries import current_folder
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import Cost, gpus, read_prices
-from dsgpt.planner.options import HEADROOM, PlanOptions, read_options, words_of
+from dsgpt.planner.options import HEADROOM, PlanOptions, read_plan_options, words_of
 from dsgpt.planner.plan import (
     Plan,
     assumption_in_words,
@@ -255,7 +255,7 @@ def planned(words: Sequence[str], *, repository: Path) -> Planned:
     Raises:
         UserError: it would refuse them, or nothing fits; every mistake, a line each.
     """
-    given, problems = read_options(words)
+    given, problems = read_plan_options(words)
     recipe = given.deepspeed_config
     options = replace(given, deepspeed_config=recipe and repository / recipe)
     request = read_request(options, problems, repository=repository)

@@ -57,8 +57,7 @@ def current_folder() -> Path:
     Raises:
         UserError: the command line has mistakes.
     """
-    folder: Path = parse().runs
-    return folder
+    return parse().runs
 
 
 @st.cache_resource(ttl=1.0, max_entries=8, show_spinner=False)

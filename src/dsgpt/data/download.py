@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import POSITIVE, choice, flag, read_options, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
@@ -46,16 +46,22 @@ Rows: TypeAlias = Generator[dict[str, str], None, None]
 """The rows of one JSON lines file."""
 
 
+SETS = {STDLIB_NAME: _STDLIB_ABOUT} | {name: hub_set.about for name, hub_set in HUB_SETS.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions:
-    """One checked command line."""
+    """The command line."""
 
-    name: str
-    folder: Path
-    """The ``raw`` folder."""
-    max_documents: int | None
-    """Largest number of documents of each split; None for all."""
-    overwrite: bool
+    name: str = flag(choice(tuple(SETS)), "NAME", "one of the sets above", default=STDLIB_NAME, name="name", nargs="?")
+    output_dir: Path | None = flag(folder_if_named, "DIR", "receives raw/ (default data/NAME)")
+    max_documents: int | None = flag(POSITIVE, "N", "keep only the first N documents of each split")
+    overwrite: bool = switch("fetch again what is already there")
+
+    @property
+    def folder(self) -> Path:
+        """The ``raw`` folder."""
+        return (self.output_dir or Path("data") / self.name) / RAW_FOLDER
 
 
 def parse_options(argv: Sequence[str] | None) -> DownloadOptions:
@@ -64,38 +70,12 @@ def parse_options(argv: Sequence[str] | None) -> DownloadOptions:
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    reader = Reader()
-    flags = read_words(_parser(reader), reader, argv)
-    reader.problems.raise_if_any()
-    return DownloadOptions(
-        name=flags.name,
-        folder=(flags.output_dir or Path("data") / flags.name) / RAW_FOLDER,
-        max_documents=flags.max_documents,
-        overwrite=flags.overwrite,
+    about = "\n".join(f"  {name:14} {text}" for name, text in SETS.items())
+    options, problems = read_options(
+        DownloadOptions, argv, description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}"
     )
-
-
-def _parser(reader: Reader) -> Parser:
-    sets = {STDLIB_NAME: _STDLIB_ABOUT} | {name: hub_set.about for name, hub_set in HUB_SETS.items()}
-    about = "\n".join(f"  {name:14} {text}" for name, text in sets.items())
-    parser = Parser(description=DESCRIPTION + about, epilog=f"examples:\n{EXAMPLES}")
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default=STDLIB_NAME,
-        metavar="NAME",
-        type=reader.choice("NAME", tuple(sets), STDLIB_NAME),
-        help="one of the sets above",
-    )
-    parser.add_argument("--output_dir", metavar="DIR", type=folder_if_named, help="receives raw/ (default data/NAME)")
-    parser.add_argument(
-        "--max_documents",
-        metavar="N",
-        type=reader.whole("--max_documents", low=1),
-        help="keep only the first N documents of each split",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="fetch again what is already there")
-    return parser
+    problems.raise_if_any()
+    return options
 
 
 def keep_stdlib(folder: Path, *, max_documents: int | None) -> None:

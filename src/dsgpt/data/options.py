@@ -1,16 +1,15 @@
 """The flags of the preparation scripts, and what these scripts print."""
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from tqdm import tqdm
 
-from dsgpt.common.command_line import Parser, Reader, read_words
+from dsgpt.common.command_line import Parser, choice, flag, switch, value, whole
 from dsgpt.common.errors import Problems
 from dsgpt.common.files import is_utf8, printable, undecodable
 from dsgpt.data.sources import HUB_SETS, STDLIB_NAME
@@ -75,25 +74,57 @@ Identity: TypeAlias = dict[str, str | int | float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """A checked command line."""
+    """The command line; ``parse_options`` resolves what is not given."""
 
-    dataset: str | None
-    """Name of a set; None if ``inputs`` are the user's own files."""
-    inputs: tuple[Path, ...]
-    text_key: str
-    """Key or column of the text in JSON lines and Parquet files."""
-    tokenizer: str
-    """``train``, a local folder or a hub name."""
-    vocab_size: int | None
-    """Ids of a trained tokenizer, the end-of-text token included; None for an existing tokenizer."""
-    val_fraction: float | None
-    """Share of the documents for validation; None: the set's own split, or 5% if it has none."""
-    seed: int
-    """Decides which documents are for validation."""
-    output_dir: Path
-    num_documents: int | None
-    """Number of documents of the small files; None for all documents."""
-    overwrite: bool
+    dataset: str | None = flag(
+        choice(DATASETS),
+        "NAME",
+        f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no download; the others need "
+        "`.venv/bin/python data_prep/download_data.py NAME` first)",
+    )
+    """None if ``inputs`` are the user's own files."""
+    inputs: tuple[Path, ...] = flag(
+        Path,
+        "PATH",
+        "your own text instead: files and folders. A .jsonl or .parquet file holds one document a row, any other file "
+        "is one document of UTF-8 text; of folders every visible file is read, but no link",
+        default=(),
+        name="--input",
+        nargs="+",
+    )
+    text_key: str = flag(str, "KEY", "key or column of the text in .jsonl and .parquet rows (default text)")
+    tokenizer: str = flag(
+        str,
+        "WHICH",
+        "`train` (a byte-level BPE, trained on the train split only), a local folder or a name on the Hugging Face hub "
+        f"(default: {TRAIN} for {STDLIB_NAME}, else gpt2)",
+    )
+    vocab_size: int | None = flag(
+        whole(low=SMALLEST_VOCABULARY),
+        "N",
+        f"ids of a trained tokenizer, <|endoftext|> included (default {_DEFAULT_VOCAB_SIZE}, at least "
+        f"{SMALLEST_VOCABULARY}); above 65,536 token files take 4 bytes an id, not 2",
+    )
+    """None for an existing tokenizer."""
+    val_fraction: float | None = flag(
+        value(float, accepts=lambda share: 0 < share < 1, must_be="a number above 0 and below 1, such as 0.05"),
+        "F",
+        "share of the documents for validation, chosen by a hash of seed and name (default "
+        f"{_DEFAULT_VAL_FRACTION}); sets that have a validation split keep it",
+    )
+    seed: int = flag(
+        whole(low=0), "N", "another seed chooses other validation documents (default %(default)s)", default=1337
+    )
+    output_dir: Path = flag(
+        folder_if_named,
+        "DIR",
+        "receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
+    )
+    num_documents: int | None = flag(
+        whole(low=2), "N", "how many documents, training and validation together (at least 2)"
+    )
+    """Of the small files; None for all documents."""
+    overwrite: bool = switch("replace what an earlier run with other options left there")
 
     @property
     def suffix(self) -> str:
@@ -131,137 +162,42 @@ def parse_options(argv: Sequence[str] | None = None, *, description: str, exampl
     Raises:
         UserError: all of its mistakes, one line each.
     """
-    reader = Reader()
-    problems = reader.problems
-    flags = read_words(_parser(reader, description, examples, small=small), reader, argv)
-    inputs = _inputs(flags, problems)
-    dataset = None if inputs else flags.dataset or STDLIB_NAME
-    if dataset and flags.text_key is not None:
+    parser = Parser(description=description, epilog=f"examples:\n{examples}")
+    names = [field.name for field in fields(PrepareOptions) if small or field.name != "num_documents"]
+    parser.add_flags(PrepareOptions, names=names)
+    given, problems = parser.read(PrepareOptions, argv), parser.problems
+    if given.inputs and given.dataset:
+        problems.add("--input and --dataset: one preparation reads either your own files or a named set; drop one")
+    problems.add(*(f"--input {path}: there is no such file or folder" for path in given.inputs if not path.exists()))
+    dataset = None if given.inputs else given.dataset or STDLIB_NAME
+    if dataset and given.text_key is not None:
         problems.add("--text_key: only the files of --input have keys to choose from; leave it out")
-    tokenizer = flags.tokenizer or (TRAIN if dataset == STDLIB_NAME else "gpt2")
-    options = PrepareOptions(
+    tokenizer = given.tokenizer or (TRAIN if dataset == STDLIB_NAME else "gpt2")
+    if tokenizer != TRAIN and given.vocab_size is not None:
+        problems.add(f"--vocab_size: the tokenizer {tokenizer} has its own; leave it out, or use --tokenizer train")
+    options = replace(
+        given,
         dataset=dataset,
-        inputs=inputs,
-        text_key=flags.text_key or "text",
+        text_key=given.text_key or "text",
         tokenizer=tokenizer,
-        vocab_size=_vocab_size(flags, tokenizer, problems),
-        val_fraction=flags.val_fraction,
-        seed=flags.seed,
-        output_dir=_output_dir(flags, dataset, inputs, problems),
-        num_documents=_num_documents(flags, problems) if small else None,
-        overwrite=flags.overwrite,
+        vocab_size=given.vocab_size or (_DEFAULT_VOCAB_SIZE if tokenizer == TRAIN else None),
+        output_dir=_output_dir(given, dataset, problems),
     )
+    if small and given.num_documents is None and not problems.mention("--num_documents"):
+        problems.add("--num_documents: is missing; say how many documents, for example --num_documents 100")
     _check_tokenizer_path(tokenizer, problems)
     problems.raise_if_any()
     return options
 
 
-def _parser(reader: Reader, description: str, examples: str, *, small: bool) -> Parser:
-    parser = Parser(description=description, epilog=f"examples:\n{examples}")
-    _add_source_flags(parser, reader)
-    _add_tokenizer_flags(parser, reader)
-    add = parser.add_argument
-    add(
-        "--val_fraction",
-        metavar="F",
-        type=reader.share("--val_fraction"),
-        help="share of the documents for validation, chosen by a hash of seed and name "
-        f"(default {_DEFAULT_VAL_FRACTION}); sets that have a validation split keep it",
-    )
-    add(
-        "--seed",
-        metavar="N",
-        default=1337,
-        type=reader.whole("--seed", low=0),
-        help="another seed chooses other validation documents (default 1337)",
-    )
-    add(
-        "--output_dir",
-        metavar="DIR",
-        type=folder_if_named,
-        help="receives the token files and tokenizer/ (default data/NAME, where NAME is the set's or the one input's)",
-    )
-    if small:
-        add(
-            "--num_documents",
-            metavar="N",
-            type=reader.whole("--num_documents", low=2),
-            help="how many documents, training and validation together (at least 2)",
-        )
-    add("--overwrite", action="store_true", help="replace what an earlier run with other options left there")
-    return parser
-
-
-def _add_source_flags(parser: Parser, reader: Reader) -> None:
-    parser.add_argument(
-        "--dataset",
-        metavar="NAME",
-        type=reader.choice("--dataset", DATASETS, None),
-        help=f"a set by name: {', '.join(DATASETS)} (default {STDLIB_NAME}, which needs no "
-        "download; the others need `.venv/bin/python data_prep/download_data.py NAME` first)",
-    )
-    parser.add_argument(
-        "--input",
-        metavar="PATH",
-        nargs="+",
-        type=Path,
-        help="your own text instead: files and folders. A .jsonl or .parquet file "
-        "holds one document a row, any other file is one document of UTF-8 text; of folders every visible file "
-        "is read, but no link",
-    )
-    parser.add_argument(
-        "--text_key", metavar="KEY", help="key or column of the text in .jsonl and .parquet rows (default text)"
-    )
-
-
-def _add_tokenizer_flags(parser: Parser, reader: Reader) -> None:
-    parser.add_argument(
-        "--tokenizer",
-        metavar="WHICH",
-        help="`train` (a byte-level BPE, trained on the train split only), a local "
-        "folder or a name on the Hugging Face hub (default: train for python-stdlib, else gpt2)",
-    )
-    parser.add_argument(
-        "--vocab_size",
-        metavar="N",
-        type=reader.whole("--vocab_size", low=SMALLEST_VOCABULARY),
-        help=f"ids of a trained tokenizer, <|endoftext|> included (default "
-        f"{_DEFAULT_VOCAB_SIZE}, at least {SMALLEST_VOCABULARY}); above 65,536 token files take 4 bytes an id, not 2",
-    )
-
-
-def _inputs(flags: argparse.Namespace, problems: Problems) -> tuple[Path, ...]:
-    if flags.input and flags.dataset:
-        problems.add("--input and --dataset: one preparation reads either your own files or a named set; drop one")
-    paths = tuple(flags.input or ())
-    problems.add(*(f"--input {path}: there is no such file or folder" for path in paths if not path.exists()))
-    return paths
-
-
-def _vocab_size(flags: argparse.Namespace, tokenizer: str, problems: Problems) -> int | None:
-    given: int | None = flags.vocab_size
-    if tokenizer == TRAIN:
-        return given or _DEFAULT_VOCAB_SIZE
-    if given is not None:
-        problems.add(f"--vocab_size: the tokenizer {tokenizer} has its own; leave it out, or use --tokenizer train")
-    return None
-
-
-def _num_documents(flags: argparse.Namespace, problems: Problems) -> int | None:
-    count: int | None = flags.num_documents
-    if count is None and not problems.mention("--num_documents"):
-        problems.add("--num_documents: is missing; say how many documents, for example --num_documents 100")
-    return count
-
-
-def _output_dir(flags: argparse.Namespace, dataset: str | None, inputs: tuple[Path, ...], problems: Problems) -> Path:
-    if flags.output_dir is None and len(inputs) > 1:
+def _output_dir(given: PrepareOptions, dataset: str | None, problems: Problems) -> Path:
+    if given.output_dir is None and len(given.inputs) > 1:
         problems.add("--output_dir: is missing; several inputs have no common name, say where the output goes")
-    output_dir: Path = flags.output_dir or Path("data") / (dataset or inputs[0].resolve().stem)
-    if flags.output_dir is None and not is_utf8(output_dir):
+    output_dir: Path = given.output_dir or Path("data") / (dataset or given.inputs[0].resolve().stem)
+    if given.output_dir is None and not is_utf8(output_dir):
         problems.add(f"{undecodable(output_dir)}, or name another --output_dir")
     resolved = output_dir.resolve()
-    if any(path.resolve() == resolved for path in inputs):
+    if any(path.resolve() == resolved for path in given.inputs):
         problems.add(f"--output_dir {output_dir}: is the input itself; name another folder")
     nearest = next(path for path in (resolved, *resolved.parents) if path.exists())
     if not nearest.is_dir():

@@ -1,9 +1,9 @@
 """``dsgpt data verify``: reads token files, and compares them with what is noted beside them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from dsgpt.common.command_line import Parser, Reader, read_words, run_script
-from dsgpt.common.errors import Problems
+from dsgpt.common.command_line import flag, read_options, run_script
 from dsgpt.data.token_file import TokenFileError, open_token_file, sidecar_path
 
 DESCRIPTION = """\
@@ -12,6 +12,13 @@ agree; 2: one differs, or cannot be read."""
 EXAMPLES = """\
 examples:
   dsgpt data verify data/python-stdlib/train.bin data/python-stdlib/val.bin"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The command line."""
+
+    files: tuple[Path, ...] = flag(Path, "BIN", "token files", default=(), name="files", nargs="+")
 
 
 def verify(path: Path) -> str:
@@ -35,13 +42,9 @@ def main() -> None:
     Raises:
         UserError: with a line for each file that differs.
     """
-    reader = Reader()
-    parser = Parser(description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("files", type=Path, nargs="+", metavar="BIN", help="token files")
-    given = read_words(parser, reader)
-    reader.problems.raise_if_any()
-    problems = Problems()
-    for path in given.files:
+    options, problems = read_options(VerifyOptions, description=DESCRIPTION, epilog=EXAMPLES)
+    problems.raise_if_any()
+    for path in options.files:
         try:
             print(verify(path), flush=True)
         except TokenFileError as error:

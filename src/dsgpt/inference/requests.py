@@ -1,43 +1,90 @@
-"""What ``src/generate.py`` and ``src/evaluate.py`` are asked for, and the mistakes in it."""
+"""What ``src/generate.py`` and ``src/evaluate.py`` are asked for: their flags, and the mistakes in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, flag, switch
 from dsgpt.common.errors import Problems
+from dsgpt.config.options import DEVICES, WHICH_CHECKPOINT
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("none", "int8")
 LARGEST_SEED = 2**63
+BATCH_SIZE = 8
+
+
+def listed(allowed: Sequence[str], text: str) -> Any:
+    """A flag that accepts the ``allowed`` words, which the help lists; the first of them is the default."""
+    metavar = "{" + ",".join(allowed) + "}"
+    return flag(choice(allowed), metavar, f"{text} (default: %(default)s)", default=allowed[0])
+
+
+def which_checkpoint() -> Any:
+    """``--which``."""
+    return listed(WHICH_CHECKPOINT, "checkpoint of a run: the newest, or the one with the lowest validation loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """The options of a generation; each is the flag of its name."""
 
-    checkpoint: Path
-    which: str = "latest"
-    max_new_tokens: int = 100
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 1337
-    num_samples: int = 1
-    batch_size: int = 8
-    precision: str = "fp32"
-    quantize: str = "none"
-    """Weights in 8 bits: ``int8``."""
-    compile: bool = False
-    """Whether the step of a token is compiled."""
-    device: str = "auto"
+    checkpoint: Path = flag(
+        Path,
+        "DIR",
+        "run folder, one checkpoint in it, portable folder, or Hugging Face folder of a GPT-2",
+        required=True,
+    )
+    which: str = which_checkpoint()
+    precision: str = listed(PRECISIONS, "of weights and arithmetic")
+    quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little, with --precision bf16")
+    device: str = listed(DEVICES, "where to compute")
+    stdin: str | None = flag(str, "-", "continue the text of the standard input", name="stdin", nargs="?")
+    prompt: tuple[str, ...] = flag(
+        str,
+        "TEXT",
+        "text to continue; may be repeated (default: none, the start of a document)",
+        default=(),
+        action="append",
+    )
+    prompt_file: Path | None = flag(Path, "FILE", "text file to continue; - is the standard input")
+    max_new_tokens: int = flag(POSITIVE, "N", "tokens to add (default: %(default)s)", default=100)
+    num_samples: int = flag(POSITIVE, "N", "continuations of each prompt (default: %(default)s)", default=1)
+    top_k: int = flag(POSITIVE, "K", "sample from the K likeliest (default: %(default)s)", default=50)
+    seed: int = flag(COUNT, "N", "same seed, same text (default: %(default)s)", default=1337)
+    batch_size: int | None = flag(POSITIVE, "N", f"texts that are generated together (default: {BATCH_SIZE})")
+    temperature: float = flag(NUMBER, "T", "0: always the likeliest token (default: %(default)g)", default=0.8)
+    top_p: float = flag(
+        NUMBER,
+        "P",
+        "sample from the fewest likeliest tokens whose probabilities reach this sum (default: %(default)g)",
+        default=1.0,
+    )
+    min_p: float = flag(
+        NUMBER,
+        "P",
+        "sample from tokens at least this share as probable as the likeliest (default: %(default)g)",
+        default=0.0,
+    )
+    repetition_penalty: float = flag(
+        NUMBER,
+        "X",
+        "above 1: tokens that are in the text already become less likely (default: %(default)g)",
+        default=1.0,
+    )
+    stop: tuple[str, ...] = flag(str, "TEXT", "end a text before this; may be repeated", default=(), action="append")
+    compile: bool = switch("compile the step of a token, for GPUs; on CPUs it is slower than without")
+    stream: bool = switch("print each text while it is generated")
+    interactive: bool = switch("continue each line that is typed; Ctrl-D ends, Ctrl-C ends a text")
 
     def check(self, problems: Problems) -> None:
         """Note the values that make no sense."""
-        for flag in ("num_samples", "max_new_tokens", "top_k", "batch_size"):
-            if getattr(self, flag) < 1:
-                problems.add(f"--{flag} must be at least 1, not {getattr(self, flag)}")
+        if self.stream and self.batch_size is not None:
+            problems.add("--stream writes one text at a time: leave --batch_size out")
+        for name in ("num_samples", "max_new_tokens", "top_k", "batch_size"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                problems.add(f"--{name} must be at least 1, not {given}")
         if not 0 <= self.temperature < float("inf"):
             problems.add(f"--temperature must be a number of at least 0, not {self.temperature}")
         if not 0 <= self.seed < LARGEST_SEED:
@@ -58,32 +105,37 @@ class GenerateRequest:
 class EvaluateRequest:
     """The options of an evaluation; each is the flag of its name."""
 
-    checkpoint: Path
-    which: str = "latest"
-    data: Path | None = None
-    """A token file."""
-    text: Path | None = None
-    """A text file."""
-    tasks: tuple[str, ...] = ()
-    """Of lm-evaluation-harness."""
-    include_path: Path | None = None
-    """A folder with tasks of one's own."""
-    limit: int | None = None
-    """Most examples of each task."""
-    seq_length: int | None = None
-    """Tokens of a window; None for those of a sequence in training, or if that is unknown, the model's context."""
-    stride: int | None = None
-    """Tokens from one window to the next; None for those of a window, so that windows do not overlap."""
-    windows: int | None = None
-    """Windows of ``data`` to predict, from its start; None for all."""
-    batch_size: int = 8
-    """Windows, or examples, at a time."""
-    precision: str = "fp32"
-    quantize: str = "none"
-    """Weights in 8 bits, as generation has them: ``int8``."""
-    device: str = "auto"
-    output: Path | None = None
-    """The record to write."""
+    checkpoint: Path = flag(
+        Path, "DIR", "run folder, one checkpoint in it, portable folder, or Hugging Face folder", required=True
+    )
+    data: Path | None = flag(Path, "BIN", "token file to predict")
+    text: Path | None = flag(Path, "FILE", "text file to predict")
+    include_path: Path | None = flag(Path, "DIR", "folder with tasks of your own, for --tasks")
+    output: Path | None = flag(Path, "JSON", "also write the figures there")
+    tasks: tuple[str, ...] = flag(
+        lambda text: tuple(filter(None, text.split(","))),
+        "NAMES",
+        "tasks of lm-evaluation-harness, with commas between them",
+        default=(),
+    )
+    limit: int | None = flag(POSITIVE, "N", "most examples of each task (default: all)")
+    seq_length: int | None = flag(
+        POSITIVE, "N", "tokens of a window (default: as in training; of Hugging Face's models the context)"
+    )
+    stride: int | None = flag(
+        POSITIVE,
+        "N",
+        "tokens from one window to the next; a shorter stride gives each token more before it, and takes longer "
+        "(default: those of a window)",
+    )
+    windows: int | None = flag(
+        POSITIVE, "N", "predict the first N windows of --data, as a validation of training does (default: all)"
+    )
+    batch_size: int = flag(POSITIVE, "N", "windows or examples at a time (default: %(default)s)", default=BATCH_SIZE)
+    which: str = which_checkpoint()
+    precision: str = listed(PRECISIONS, "of weights and arithmetic")
+    quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little")
+    device: str = listed(DEVICES, "where to compute")
 
     def check(self, problems: Problems) -> None:
         """Note what does not fit together."""

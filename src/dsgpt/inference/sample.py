@@ -14,6 +14,7 @@ from dsgpt.formats.tokenizer_files import reason_of
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import Sampling, generate_batch, random_stream
 from dsgpt.inference.loading import Loaded, device_for, load
+from dsgpt.inference.requests import BATCH_SIZE
 from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.text import Continuation
 from dsgpt.model.config import GPT2Config
@@ -105,7 +106,7 @@ class Writer:
             for prompt, ids in zip(prompts, encoded, strict=True)
             for _ in range(self._request.num_samples)
         )
-        size = 1 if show else min(self._request.batch_size, len(prompts) * self._request.num_samples)
+        size = 1 if show else min(self._request.batch_size or BATCH_SIZE, len(prompts) * self._request.num_samples)
         decoder = self._arranged(batch_size=size)
         number = 0
         while not stopped() and (chosen := list(itertools.islice(wanted, size))):

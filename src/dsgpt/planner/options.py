@@ -1,12 +1,11 @@
 """The flags of ``src/plan.py``, and the command line that says what options say."""
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.command_line import Parser, Reader, read_words, ungrouped
+from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, choice, flag, read_options, switch, ungrouped, value
 from dsgpt.common.errors import Problems
 from dsgpt.config.options import PRECISIONS, RUN_TYPES
 from dsgpt.model.config import PRESETS
@@ -31,7 +30,6 @@ examples:
     .venv/bin/python src/plan.py --calibrate
     .venv/bin/python src/plan.py --model_size tiny --gpus 2 --deepspeed_config ds_configs/zero1.json --tokens 1e6"""
 
-INTO = Path("plan")
 HEADROOM = 8.0
 """Percent of a device's memory that a plan leaves free: fragmentation, and what the formulas do not know."""
 STRATEGIES = (
@@ -41,81 +39,6 @@ STRATEGIES = (
 """Of ``--strategy``: run types of plain PyTorch, and recipes of ``ds_configs``."""
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """One field per flag."""
-
-    model_size: str = "small"
-    num_layers: int | None = None
-    num_heads: int | None = None
-    embedding_size: int | None = None
-    max_position_embeddings: int | None = None
-    vocab_size: int | None = None
-    seq_length: int | None = None
-    run_type: str | None = None
-    deepspeed_config: Path | None = None
-    strategy: str | None = None
-    precision: str = "auto"
-    activation_checkpointing: bool = False
-    global_batch_size: int | None = None
-    micro_batch_size_per_gpu: int | None = None
-    grad_accum_steps: int | None = None
-    gpu: str | None = None
-    instance: str | None = None
-    gpus: int | None = None
-    gpus_per_machine: int | None = None
-    network_gbps: float | None = None
-    host_memory_gb: float | None = None
-    headroom: float = HEADROOM
-    machine: Path | None = None
-    measured: tuple[Path, ...] = ()
-    tokens: float | None = None
-    eval_every: int = 0
-    val_tokens: float = 0.0
-    save_every: int = 500
-    prices: Path | None = None
-    price_per_gpu_hour: float | None = None
-    spot: bool = False
-    recommend: bool = False
-    budget: float | None = None
-    deadline: float | None = None
-    into: Path = INTO
-    train_data_path: Path = Path("data/openwebtext/train.bin")
-    val_data_path: Path = Path("data/openwebtext/val.bin")
-    json: bool = False
-    picture: Path | None = None
-    published: Path | None = None
-    calibrate: bool = False
-    seconds: float = 60.0
-
-    def shape_overrides(self) -> dict[str, int]:
-        """The given shape flags under the names of ``GPT2Config``."""
-        given = {
-            "n_layer": self.num_layers,
-            "n_head": self.num_heads,
-            "n_embd": self.embedding_size,
-            "block_size": self.max_position_embeddings,
-            "vocab_size": self.vocab_size,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-
-def read_options(words: Sequence[str]) -> tuple[PlanOptions, Problems]:
-    """Read a command line; return the options and the mistakes found.
-
-    Raises:
-        UserError: argparse cannot read the line at all.
-    """
-    reader = Reader()
-    namespace = read_words(_parser(reader), reader, words, elsewhere=_ELSEWHERE)
-    names = {field.name for field in fields(PlanOptions)}
-    given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
-    given["measured"] = tuple(given.get("measured", ()))
-    return PlanOptions(**given), reader.problems
-
-
 _ELSEWHERE = {
     "--device": "name a GPU with --gpu, or a measured machine with --machine",
     "--hours": "give --deadline 72h",
@@ -124,151 +47,129 @@ _ELSEWHERE = {
 """Flags that users may expect, and what to give instead."""
 
 
-class _Flags:
-    """Adds flags to a group of the parser."""
-
-    def __init__(self, group: argparse._ArgumentGroup, reader: Reader) -> None:
-        self._group, self.reader = group, reader
-
-    def value(self, flag: str, read: Callable[[str], object], metavar: str, text: str) -> None:
-        """A flag with one value."""
-        self._group.add_argument(flag, type=read, metavar=metavar, help=text)
-
-    def whole(self, flag: str, text: str, *, low: int = 1) -> None:
-        """A flag with a whole number."""
-        self.value(flag, self.reader.whole(flag, low=low), "N", text)
-
-    def path(self, flag: str, metavar: str, text: str) -> None:
-        """A flag with a path."""
-        self.value(flag, Path, metavar, text)
-
-    def paths(self, flag: str, metavar: str, text: str) -> None:
-        """A flag with one or more paths."""
-        self._group.add_argument(flag, type=Path, nargs="+", metavar=metavar, help=text)
-
-    def switch(self, flag: str, text: str) -> None:
-        """A flag without a value."""
-        self._group.add_argument(flag, action="store_true", help=text)
-
-
-def _parser(reader: Reader) -> Parser:
-    parser = Parser(prog="plan.py", description=DESCRIPTION, epilog=EXAMPLES)
-
-    def group(title: str) -> _Flags:
-        return _Flags(parser.add_argument_group(title), reader)
-
-    _add_model(group("what is trained"))
-    _add_machine(group("on what"))
-    _add_run(group("how long, and for how much"))
-    _add_search(group("recommendation"))
-    _add_output(group("output"))
-    _add_calibration(group("calibration"))
-    return parser
-
-
-def _add_model(flags: _Flags) -> None:
-    reader = flags.reader
-    sizes = tuple(PRESETS)
-    flags.value("--model_size", reader.choice("--model_size", sizes, "small"), "SIZE", f"{', '.join(sizes)} (small)")
-    for flag, text in (
-        ("--num_layers", "blocks, instead of the size's"),
-        ("--num_heads", "attention heads, instead of the size's"),
-        ("--embedding_size", "width, instead of the size's"),
-        ("--max_position_embeddings", "positions, instead of the size's"),
-        ("--vocab_size", "ids (default: 50,257)"),
-    ):
-        flags.whole(flag, text)
-    flags.whole("--seq_length", "tokens per sequence (default: the model's positions)")
-    run_types = reader.choice("--run_type", RUN_TYPES, None)
-    flags.value("--run_type", run_types, "TYPE", f"{', '.join(RUN_TYPES)} (default: optimized)")
-    flags.path("--deepspeed_config", "JSON", "the recipe (default: the size's, in ds_configs/sizes)")
-    strategies = reader.choice("--strategy", STRATEGIES, None)
-    flags.value("--strategy", strategies, "S", f"{', '.join(STRATEGIES)}: in the size's recipe, with its batch")
-    precision = reader.choice("--precision", PRECISIONS, "auto")
-    flags.value("--precision", precision, "P", f"{', '.join(PRECISIONS)} (default: auto, as the machine trains)")
-    flags.switch("--activation_checkpointing", "recompute each block in the backward pass")
-    flags.whole("--global_batch_size", "sequences of an optimizer step (default: the recipe's)")
-    flags.whole("--micro_batch_size_per_gpu", "sequences of a forward pass (default: as src/gpt2.py, up to 8)")
-    flags.whole("--grad_accum_steps", "micro batches of an optimizer step")
-
-
-def _add_machine(flags: _Flags) -> None:
-    flags.value("--gpu", str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...")
-    flags.value("--instance", str, "NAME", "an instance of the price table: its GPU, number, network and price")
-    flags.whole("--gpus", "how many devices (default: 1; of a calibration: all that it measured)")
-    flags.whole("--gpus_per_machine", "GPUs of one machine (default: 8)")
-    network = _amount(flags.reader, "--network_gbps", example="100")
-    flags.value("--network_gbps", network, "X", "Gbit/s between machines (100)")
-    host = _amount(flags.reader, "--host_memory_gb", example="512")
-    flags.value("--host_memory_gb", host, "X", "memory of a machine for offload (default: twice that of its GPUs)")
-    headroom = flags.reader.value(
-        "--headroom", float, accepts=lambda value: 0 <= value < 100, must_be="a percentage from 0 to below 100"
-    )
-    flags.value("--headroom", headroom, "PERCENT", f"memory of a device that is left free (default: {HEADROOM:g})")
-    flags.path("--machine", "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)")
-    flags.paths("--measured", "JSON", "records of sweeps of this machine, to which the rates are fitted")
-
-
-def _add_run(flags: _Flags) -> None:
-    reader = flags.reader
-    flags.value("--tokens", _amount(reader, "--tokens"), "N", "tokens of the whole training, such as 10e9 or 10B")
-    flags.whole("--eval_every", "optimizer steps between validations (default: none)", low=0)
-    flags.value("--val_tokens", _amount(reader, "--val_tokens"), "N", "tokens of a validation")
-    flags.whole("--save_every", "optimizer steps between checkpoints (default: 500; 0: only at the end)", low=0)
-    flags.path("--prices", "JSON", "your price table, in the form of src/dsgpt/planner/prices.json")
-    price = reader.number("--price_per_gpu_hour")
-    flags.value("--price_per_gpu_hour", price, "USD", "instead of the price table")
-    flags.switch("--spot", "spot prices of the table instead of those on demand")
-
-
-def _add_search(flags: _Flags) -> None:
-    reader = flags.reader
-    flags.switch("--recommend", "search strategies, micro batches, checkpointing and splits for the fastest that fits")
-    flags.value("--budget", reader.number("--budget"), "USD", "most that the training may cost")
-    flags.value("--deadline", _duration(reader, "--deadline"), "TIME", "longest time: 90m, 72h or 3d")
-    flags.path("--into", "DIR", f"folder of the recommended recipe and command (default: {INTO})")
-    flags.path("--train_data_path", "BIN", "token file of the written command (default: data/openwebtext/train.bin)")
-    flags.path("--val_data_path", "BIN", "the same for validation (default: data/openwebtext/val.bin)")
-
-
-def _add_output(flags: _Flags) -> None:
-    flags.switch("--json", "print JSON instead of a table")
-    flags.path("--picture", "FILE", "draw who holds what on which rank, as .svg or .png")
-    flags.path("--published", "MD", "plan nothing; write the page of predictions beside published figures")
-
-
-def _add_calibration(flags: _Flags) -> None:
-    flags.switch("--calibrate", f"measure this machine, and write {CALIBRATION.as_posix()} (or --machine)")
-    flags.value("--seconds", flags.reader.number("--seconds"), "X", "about how long to measure (default: 60)")
-
-
-def _amount(reader: Reader, flag: str, *, example: str = "10e9") -> Callable[[str], float | None]:
+def _amount(example: str = "10e9") -> Callable[[str], float]:
     """A reader of amounts above 0: ``10e9``, ``1_000_000``, ``10B``."""
 
     def read(word: str) -> float:
         scale = _COUNTS.get(word[-1:].lower())
         return float(ungrouped(word[:-1])) * scale if scale else float(ungrouped(word))
 
-    return reader.value(
-        flag,
-        read,
-        accepts=lambda value: 0 < value < 1e18,
-        must_be=f"a number above 0, such as {example}",
+    return value(read, accepts=lambda amount: 0 < amount < 1e18, must_be=f"a number above 0, such as {example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The command line; None for a flag that was not given and has no constant default."""
+
+    model_size: str = flag(
+        choice(tuple(PRESETS)), "SIZE", f"{', '.join(PRESETS)} (small)", default="small", group="what is trained"
+    )
+    num_layers: int | None = flag(POSITIVE, "N", "blocks, instead of the size's")
+    num_heads: int | None = flag(POSITIVE, "N", "attention heads, instead of the size's")
+    embedding_size: int | None = flag(POSITIVE, "N", "width, instead of the size's")
+    max_position_embeddings: int | None = flag(POSITIVE, "N", "positions, instead of the size's")
+    vocab_size: int | None = flag(POSITIVE, "N", "ids (default: 50,257)")
+    seq_length: int | None = flag(POSITIVE, "N", "tokens per sequence (default: the model's positions)")
+    run_type: str | None = flag(choice(RUN_TYPES), "TYPE", f"{', '.join(RUN_TYPES)} (default: optimized)")
+    deepspeed_config: Path | None = flag(Path, "JSON", "the recipe (default: the size's, in ds_configs/sizes)")
+    strategy: str | None = flag(
+        choice(STRATEGIES), "S", f"{', '.join(STRATEGIES)}: in the size's recipe, with its batch"
+    )
+    precision: str = flag(
+        choice(PRECISIONS), "P", f"{', '.join(PRECISIONS)} (default: auto, as the machine trains)", default="auto"
+    )
+    activation_checkpointing: bool = switch("recompute each block in the backward pass")
+    global_batch_size: int | None = flag(POSITIVE, "N", "sequences of an optimizer step (default: the recipe's)")
+    micro_batch_size_per_gpu: int | None = flag(
+        POSITIVE, "N", "sequences of a forward pass (default: as src/gpt2.py, up to 8)"
+    )
+    grad_accum_steps: int | None = flag(POSITIVE, "N", "micro batches of an optimizer step")
+
+    gpu: str | None = flag(
+        str, "GPU", "a GPU of the table: t4, v100-16gb, a10g, l4, a100-80gb, h100-80gb, h200, ...", group="on what"
+    )
+    instance: str | None = flag(str, "NAME", "an instance of the price table: its GPU, number, network and price")
+    gpus: int | None = flag(POSITIVE, "N", "how many devices (default: 1; of a calibration: all that it measured)")
+    gpus_per_machine: int | None = flag(POSITIVE, "N", "GPUs of one machine (default: 8)")
+    network_gbps: float | None = flag(_amount("100"), "X", "Gbit/s between machines (100)")
+    host_memory_gb: float | None = flag(
+        _amount("512"), "X", "memory of a machine for offload (default: twice that of its GPUs)"
+    )
+    headroom: float = flag(
+        value(float, accepts=lambda percent: 0 <= percent < 100, must_be="a percentage from 0 to below 100"),
+        "PERCENT",
+        "memory of a device that is left free (default: %(default)g)",
+        default=HEADROOM,
+    )
+    machine: Path | None = flag(
+        Path, "JSON", f"a calibration (default: {CALIBRATION.as_posix()}, if it exists and no --gpu)"
+    )
+    measured: tuple[Path, ...] = flag(
+        Path, "JSON", "records of sweeps of this machine, to which the rates are fitted", default=(), nargs="+"
     )
 
+    tokens: float | None = flag(
+        _amount(), "N", "tokens of the whole training, such as 10e9 or 10B", group="how long, and for how much"
+    )
+    eval_every: int = flag(COUNT, "N", "optimizer steps between validations (default: none)", default=0)
+    val_tokens: float = flag(_amount(), "N", "tokens of a validation", default=0.0)
+    save_every: int = flag(
+        COUNT, "N", "optimizer steps between checkpoints (default: %(default)s; 0: only at the end)", default=500
+    )
+    prices: Path | None = flag(Path, "JSON", "your price table, in the form of src/dsgpt/planner/prices.json")
+    price_per_gpu_hour: float | None = flag(NUMBER, "USD", "instead of the price table")
+    spot: bool = switch("spot prices of the table instead of those on demand")
 
-def _duration(reader: Reader, flag: str) -> Callable[[str], float | None]:
-    """A reader of durations, in seconds: ``90m``, ``72h``, ``3d``."""
-    return reader.value(
-        flag,
-        lambda word: float(word[:-1]) * _UNITS.get(word[-1:], 0),
-        accepts=lambda value: 0 < value < 1e12,
-        must_be="a time with its unit, such as 90m, 72h or 3d",
+    recommend: bool = switch(
+        "search strategies, micro batches, checkpointing and splits for the fastest that fits", group="recommendation"
+    )
+    budget: float | None = flag(NUMBER, "USD", "most that the training may cost")
+    deadline: float | None = flag(
+        value(
+            lambda word: float(word[:-1]) * _UNITS.get(word[-1:], 0),
+            accepts=lambda seconds: 0 < seconds < 1e12,
+            must_be="a time with its unit, such as 90m, 72h or 3d",
+        ),
+        "TIME",
+        "longest time: 90m, 72h or 3d",
+    )
+    """In seconds."""
+    into: Path = flag(
+        Path, "DIR", "folder of the recommended recipe and command (default: %(default)s)", default=Path("plan")
+    )
+    train_data_path: Path = flag(
+        Path,
+        "BIN",
+        "token file of the written command (default: %(default)s)",
+        default=Path("data/openwebtext/train.bin"),
+    )
+    val_data_path: Path = flag(
+        Path, "BIN", "the same for validation (default: %(default)s)", default=Path("data/openwebtext/val.bin")
+    )
+
+    json: bool = switch("print JSON instead of a table", group="output")
+    picture: Path | None = flag(Path, "FILE", "draw who holds what on which rank, as .svg or .png")
+    published: Path | None = flag(Path, "MD", "plan nothing; write the page of predictions beside published figures")
+
+    calibrate: bool = switch(
+        f"measure this machine, and write {CALIBRATION.as_posix()} (or --machine)", group="calibration"
+    )
+    seconds: float = flag(NUMBER, "X", "about how long to measure (default: %(default)g)", default=60.0)
+
+
+def read_plan_options(words: Sequence[str]) -> tuple[PlanOptions, Problems]:
+    """Read a command line; return the options and the mistakes found.
+
+    Raises:
+        UserError: argparse cannot read the line at all.
+    """
+    return read_options(
+        PlanOptions, words, elsewhere=_ELSEWHERE, prog="plan.py", description=DESCRIPTION, epilog=EXAMPLES
     )
 
 
 def words_of(options: PlanOptions) -> list[str]:
-    """The words that ``read_options`` reads as ``options``; flags at their default are left out."""
+    """The words that ``read_plan_options`` reads as ``options``; flags at their default are left out."""
     return [
         word
         for field in fields(PlanOptions)

@@ -12,7 +12,7 @@ from dsgpt.common.text import divisors, divisors_around, multiples_around
 from dsgpt.config.batch import BatchPlan
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_split
-from dsgpt.config.options import RUN_TYPES, Options, parse_arguments
+from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, read_recipe, recipe_from
 from dsgpt.config.run_config import split_batch
 from dsgpt.machine.topology import Topology
@@ -410,7 +410,7 @@ def fixed_setup(request: PlanRequest, problems: Problems) -> Setup:
 
 
 def _model(options: PlanOptions, problems: Problems) -> GPT2Config | None:
-    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | options.shape_overrides()
+    shape = PRESETS[options.model_size].as_dict() | {"vocab_size": GPT2_VOCAB_SIZE} | shape_overrides(options)
     found = shape_problems(shape)
     problems.add(*found)
     return None if found else GPT2Config(**shape)

@@ -9,9 +9,13 @@ import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from dsgpt.common.command_line import COUNT, POSITIVE, flag, part
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_bytes
+from dsgpt.config.options import DEVICES
+from dsgpt.inference.requests import listed, which_checkpoint
 
 PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
 """What serving imports. The extra ``serve`` of ``pyproject.toml`` installs it."""
@@ -36,38 +40,54 @@ class Key:
     """The most requests for completions in any 60 seconds; None for no limit."""
 
 
+def _number(text: str, default: int, **more: Any) -> Any:
+    return flag(POSITIVE, "N", f"{text} (default: {default:,})", default=default, **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a server accepts."""
 
-    batch: int
-    """Sequences that are decoded together."""
-    queue: int
-    """Sequences that may wait for a place among them; one more is refused with 429."""
-    new_tokens: int | None
-    """The most tokens of a completion; None for the model's context length."""
-    body_bytes: int
-    """Of a request."""
-    request_sec: float
-    """Seconds from the arrival of a request to the end of its answer."""
-    stall_sec: float
-    """Seconds in which a client has to send its request, or to take a part of the answer."""
+    batch: int = _number("sequences decoded together", 8, name="--max_batch")
+    queue: int = flag(
+        COUNT,
+        "N",
+        "sequences that may wait; further ones are refused with 429 (default: %(default)s)",
+        default=64,
+        name="--max_queue",
+    )
+    new_tokens: int | None = flag(
+        POSITIVE, "N", "the most tokens of a completion (default: the model's context length)", name="--max_tokens"
+    )
+    body_bytes: int = _number("the largest request", 262_144, name="--max_body_bytes")
+    request_sec: float = _number("seconds from a request to the end of its answer", 120, name="--request_timeout")
+    stall_sec: float = _number(
+        "seconds in which a client sends its request, or takes a part of the answer", 20, name="--stall_timeout"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """The options of the command line."""
+    """The command line."""
 
-    checkpoint: Path
-    which: str
-    model_name: str | None
-    """Name of the model in requests; None for the name of the folder."""
-    host: str
-    port: int
-    """0 for any free port."""
-    api_key_file: Path | None
-    device: str
-    limits: Limits
+    checkpoint: Path = flag(
+        Path,
+        "DIR",
+        "run folder, one checkpoint in it, a portable folder, or a Hugging Face folder of a GPT-2",
+        needs="a run folder such as checkpoint/demo-zero1",
+    )
+    which: str = which_checkpoint()
+    device: str = listed(DEVICES, "where to compute")
+    model_name: str | None = flag(str, "NAME", "the model's name in requests (default: the folder's)")
+    host: str = flag(str, "ADDRESS", "where to listen (default: %(default)s)", default="127.0.0.1")
+    api_key_file: Path | None = flag(
+        Path,
+        "FILE",
+        "holds the key that requests must bring, or several: NAME KEY [REQUESTS_PER_MINUTE] a line (default: "
+        f"{API_KEY} of the environment, if it is set)",
+    )
+    port: int = flag(COUNT, "N", "0 for any free port (default: 8,000)", default=8000)
+    limits: Limits = part(Limits)
 
 
 def is_loopback(host: str) -> bool:
