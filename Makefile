@@ -26,7 +26,7 @@ REFERENCE := checkpoint/reference
 VERSIONS := 3.11, 3.12 or 3.13
 OTHERS := 3.12 3.13
 
-.PHONY: help install size demo style check test test-long test-pythons test-here parity faults vllm records charts dashboard screenshots
+.PHONY: help install size demo style check test test-kernels test-long parity-to-4 test-pythons test-here parity faults vllm records charts dashboard screenshots
 .DEFAULT_GOAL := help
 
 help:
@@ -86,14 +86,18 @@ test: style
 
 # Of a CPU without AVX512: what decodes, in which torch chooses among kernels.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-DECODES := tests/inference tests/evaluation tests/serving tests/runtime/test_cpu_kernels.py \
-  tests/training/test_run_record.py tests/exporting/test_deepspeed_layout.py
+DECODES := tests/inference tests/serving tests/machine/test_device.py tests/training/test_journal.py
 
-test-long: test
+test-kernels: $(BIN)/.installed-for-tests
 	$(AVX2) $(pytest) --quiet $(DECODES)
-	$(MAKE) --no-print-directory demo STEPS=20
+
+parity-to-4: $(BIN)/.installed
 	$(BIN)/python src/benchmark.py parity --ranks 1 2 4
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-pythons
+
+test-long: test test-kernels
+	$(MAKE) --no-print-directory demo STEPS=20
+	$(MAKE) --no-print-directory parity-to-4
+	$(MAKE) --no-print-directory test-pythons
 
 # Each version has its own environment; `make --jobs 2 test-pythons` tests them side by side.
 test-pythons: $(OTHERS:%=test-python%)

@@ -12,6 +12,6 @@ elif __name__ == "__main__":
 else:  # `streamlit run` imports this file as the server's application, which then runs it for every page
     from streamlit.starlette import App
 
-    from dsgpt.dashboard.server import open_browser, same_origin
+    from dsgpt.dashboard.app import open_browser, same_origin
 
     app = App(__file__, middleware=[same_origin()], lifespan=open_browser)

@@ -1,9 +1,31 @@
-"""Records for the tests, made up and written where a test asks: no measurement of anything."""
+"""Records, sweeps and committed records for tests of what reads them."""
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from small_run import RECIPE, command_line, write_data
+
+from dsgpt.common.errors import Problems
+from dsgpt.config.options import parse_arguments
+from dsgpt.config.recipe import read_recipe
+from dsgpt.config.run_config import RunConfig, resolve
+from dsgpt.machine.process_group import HostGroup
+from dsgpt.machine.topology import read_topology
+from dsgpt.record.runs import Footprint, Run, read_run
+from dsgpt.record.sweeps import Compared, Comparison, Spread, State, Sweep, SweepCell, Turn
+from dsgpt.strategies.base import StepResult
+from dsgpt.training.data_check import data_hash, initial_weights_hash
+from dsgpt.training.journal import Journal
+from dsgpt.training.run_description import describe_run
+from dsgpt.training.sinks import open_sinks
+
+# Records for the tests, made up and written where a test asks: no measurement of anything.
+
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256, "dropout": 0.0}
 
@@ -104,3 +126,178 @@ def write_run(folder: Path, values: dict[str, Any], *, lines: list[dict[str, Any
     if lines is not None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+# Records of sweeps for the tests, with made-up figures: no measurement of anything.
+
+
+MB = 10**6
+STATE = {"weights": 8.0 * MB, "gradients": 8.0 * MB, "optimizer": 16.0 * MB}
+FOOTPRINT = Footprint(
+    model_state=STATE,
+    state_rank0=32.0 * MB,
+    predicted={**STATE, "activations": 10.0 * MB, "other": 2.0 * MB},
+    peak=400.0 * MB,
+    peak_kind="resident",
+    step_times_sec=[0.1 + 0.001 * step for step in range(21)],
+)
+
+
+def spread(value: float) -> Spread:
+    return Spread(median=value, smallest=0.9 * value, largest=1.1 * value, values=[0.9 * value, value, 1.1 * value])
+
+
+def cell(name: str, devices: int, *, state: State = State.DONE, footprint: Footprint | None = FOOTPRINT) -> SweepCell:
+    """A cell with one turn."""
+    done = state == State.DONE
+    turn = Turn(
+        cell=name,
+        repeat=1,
+        place=1,
+        state=state,
+        message=None if done else "CUDA out of memory",
+        seconds=5.0,
+        footprint=footprint if done else None,
+    )
+    speed = spread(1000.0 * devices) if done else None
+    return SweepCell(
+        name=name,
+        devices=devices,
+        launcher="torchrun",
+        flags=[],
+        turns=[turn],
+        tokens_per_sec=speed,
+        sent_bytes_per_step=8e6 if done else None,
+        communication_share=spread(0.25) if done else None,
+    )
+
+
+def compared(name: str, speed_up: float | None, devices: int, *, same: bool = True) -> Compared:
+    """A cell beside a baseline on one device."""
+    return Compared(
+        cell=name,
+        same_work="same work: yes" if same else "same work: no (global batch 8 vs 16)",
+        comparable=same and speed_up is not None,
+        speed_up=None if speed_up is None else spread(speed_up),
+        efficiency=None if speed_up is None else speed_up / devices,
+    )
+
+
+def sweep(cells: Sequence[SweepCell], comparisons: Sequence[Comparison], **changes: Any) -> Sweep:
+    values: dict[str, Any] = {
+        "schema_version": "1.0",
+        "timestamp_utc": "2026-03-04T05:06:07+00:00",
+        "git_commit": None,
+        "env": {},
+        "hardware": {"device": "cpu", "cpu_name": "Fixture CPU", "cpu_count": 2},
+        "suite": "scaling",
+        "seed": 1,
+        "repeats": 3,
+        "limit_sec": 900,
+        "target_loss": None,
+        "price_per_device_hour": None,
+        "seconds": 60.0,
+    }
+    return Sweep(**values | changes, cells=list(cells), comparisons=list(comparisons))
+
+
+def scaling(speeds: Mapping[str, Mapping[int, float]], *, weak: bool = False) -> Sweep:
+    """A sweep of a baseline and of strategies with these speed-ups by number of devices."""
+    base = cell("baseline on 1 device", 1)
+    cells, others = [base], []
+    for name, by_devices in speeds.items():
+        for devices, value in by_devices.items():
+            words = f"{name} on {devices} device{'s' * (devices > 1)}" + (f", batch {32 * devices}" if weak else "")
+            cells.append(cell(words, devices))
+            others.append(compared(words, value, devices))
+    kind = ("weak scaling", "weak scaling") if weak else ("strong scaling", "same training")
+    return sweep(cells, [Comparison(name=kind[0], kind=kind[1], baseline=base.name, cells=others)])
+
+
+def write_sweep(folder: Path, record: Sweep) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "sweep.json"
+    path.write_text(json.dumps(asdict(record)))
+    return path
+
+
+# Records that the program writes of runs that were resolved here and not trained.
+
+
+WITHOUT_SHAPE = {"num_layers": None, "num_heads": None, "embedding_size": None, "max_position_embeddings": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a user asks for, in addition to the defaults of ``small_run``."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """By place in the JSON, ``zero_optimization.stage``."""
+    ranks: int = 1
+    elsewhere: bool = False
+    """The recipe is for another machine: it is read and put into the run, but not checked against this machine."""
+    adapt: Callable[[RunConfig], RunConfig] = lambda config: config
+    """Changes the resolved run, for settings that this machine refuses."""
+    changes: Sequence[dict[str, Any]] = ()
+    """At resumes."""
+    recipe_name: str = "recipe.json"
+    indent: int | None = None
+    """Of the recipe's text."""
+
+
+def recipe_of(asked: Asked) -> dict[str, Any]:
+    """``RECIPE`` with what was asked for."""
+    recipe = json.loads(json.dumps(RECIPE))
+    for place, value in asked.recipe.items():
+        *blocks, key = place.split(".")
+        block = recipe
+        for name in blocks:
+            block = block.setdefault(name, {})
+        block[key] = value
+    return recipe
+
+
+def resolved(folder: Path, asked: Asked) -> RunConfig:
+    """The run that the program resolves from ``asked``."""
+    path = write_data(folder) / asked.recipe_name
+    path.write_text(json.dumps(recipe_of(asked), indent=asked.indent))
+    problems = Problems()
+    if asked.elsewhere:
+        recipe = read_recipe(path, problems)
+        path.write_text(json.dumps(RECIPE))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(asked.ranks), "LOCAL_WORLD_SIZE": str(asked.ranks)}
+    flags = {"precision": "fp32", "deepspeed_config": path} | asked.flags
+    options, found = parse_arguments(command_line(folder, **flags))
+    config = resolve(options, topology=read_topology(ranks if asked.ranks > 1 else {}), problems=found)
+    problems.raise_if_any()
+    return asked.adapt(replace(config, recipe=recipe) if asked.elsewhere else config)
+
+
+def run_of(folder: Path, asked: Asked, *, name: str = "run", change: Callable[[dict], Any] = lambda _: None) -> Run:
+    """The run as the charts read it from the record that ``describe_run`` and ``Journal`` write when it has ended.
+
+    ``change`` edits the record before it is read, in place.
+    """
+    config, problems = resolved(folder, asked), Problems()
+    files = {"train": config.train, "val": config.val}
+    hashes: dict[str, str | None] = {
+        key: data_hash(file, verify=False, problems=problems) for key, file in files.items()
+    }
+    hashes["initial weights"] = initial_weights_hash(config)
+    description = describe_run(config, hashes=hashes, resumed_from=None, changes=asked.changes, run_id=None)
+    config.run_dir.mkdir(parents=True)
+    sinks = open_sinks(config, done=0)
+    journal = Journal(config, device=torch.device("cpu"), description=description, sinks=sinks, ranks=HostGroup())
+    for step in range(1, config.total_steps + 1):
+        number = torch.tensor(1.0)
+        result = StepResult(loss=number, own_loss=number, grad_norm=number, lr=0.1, skipped=torch.tensor(False))
+        journal.step_done(journal.step_begins(), step=step, epoch=0, result=result, dataload_sec=0.0, watched=False)
+    journal.flush()
+    journal.write("completed")
+    journal.close()
+    path = config.run_dir / "training_metrics.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    return read_run(path, name=name)

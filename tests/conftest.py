@@ -27,6 +27,14 @@ def no_event_loop_is_left() -> Iterator[None]:
         asyncio.get_running_loop()
 
 
+@pytest.fixture(autouse=True)
+def main_module_stays() -> Iterator[None]:
+    """Puts ``__main__`` back, which Streamlit replaces by its page: a spawned process would run that page again."""
+    before = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = before
+
+
 @pytest.fixture
 def signals_of_a_script() -> Iterator[None]:
     """Signals are handled as in every script."""

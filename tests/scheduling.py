@@ -13,9 +13,17 @@ SHARED = {"benchmarks/parity": "result_of", "strategies": "seen"}
 ONE_PROCESS = SHARED | {"serving": "server", "dashboard/browser": "visit"}
 """As ``SHARED``, and folders whose tests share a process that is no launcher."""
 SLOW_FIRST = [
-    *("benchmarks/parity", "strategies", "benchmarks/resume", "benchmarks/faults", "training", "exporting", "serving"),
-    *("goldens", "dashboard/browser"),
-    *("benchmarks/speed", "benchmarks/plan", "benchmarks/sweep", "fuzz", ".", "prepare", "reports", "inference"),
+    *(
+        "benchmarks/parity",
+        "strategies",
+        "training",
+        "benchmarks",
+        "serving",
+        "inference",
+        "goldens",
+        "dashboard/browser",
+    ),
+    *(".", "formats", "data", "charts", "record"),
 ]
 """Folders whose tests start first, so that no process still runs long after the others."""
 

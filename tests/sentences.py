@@ -51,7 +51,7 @@ def paragraphs_of_code(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main() -> int:
-    """Print every sentence that is too long; return 1 if there is one."""
+    """Print every sentence that is too long, and their number; return 1 if there is one."""
     found = 0
     for path in sorted({*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("ds_configs/*.md"),
                         *REPOSITORY.glob("src/**/*.py"), *REPOSITORY.glob("tests/**/*.py")}):  # fmt: skip
@@ -63,7 +63,7 @@ def main() -> int:
                     found += 1
                     print(f"{path.relative_to(REPOSITORY)}:{line}: {words} words: {sentence}")
     print(f"sentences of more than {LONGEST} words: {found}")
-    return int(found > 0)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

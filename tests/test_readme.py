@@ -80,7 +80,7 @@ def test_the_plan_is_what_its_command_prints(tmp_path):
 
 
 def test_the_sweep_is_that_of_its_page():
-    """``tests/benchmarks/sweep`` holds the page to the record."""
+    """``tests/benchmarks/test_sweeps.py`` holds the page to the record."""
     page = (REPOSITORY / "docs" / "sweep-strategies.md").read_text(encoding="utf-8")
     compared = README.split("## Compare", 1)[1].split("\n## ", 1)[0]
     rows = [line for line in compared.splitlines() if line.startswith("|") and "---" not in line]

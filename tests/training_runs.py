@@ -28,7 +28,7 @@ def data_flags(corpus: Corpus) -> list[str]:
     return ["--train_data_path", str(corpus.train), "--val_data_path", str(corpus.val)]
 
 
-def write_recipe(
+def write_optimizer_recipe(
     path: Path, *, optimizer: dict[str, Any] = ADAMW, clipping: float = 1.0, stage: int = 1, **more: Any
 ) -> Path:
     """Write a recipe with the small global batch; ``more`` replaces or adds top-level keys."""

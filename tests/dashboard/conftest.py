@@ -8,7 +8,7 @@ import pytest
 from chart_records import record, step_lines, write_run
 from streamlit.testing.v1 import AppTest
 
-from dsgpt.dashboard.summaries import contents_of
+from dsgpt.dashboard.summaries import contents
 
 SECONDS = {"baseline": 100.0, "zero1": 60.0}
 
@@ -36,10 +36,10 @@ def runs(tmp_path: Path) -> Path:
 def open_page(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AppTest]:
     """Opens a page of the dashboard on ``runs``, as ``charts/dashboard.py`` would; ``state`` is the session's."""
     monkeypatch.setattr(sys, "argv", ["dashboard.py", "--runs", str(runs)])
-    contents_of.clear()
+    contents.clear()
 
     def opened(page: str, query: dict[str, list[str]] | None = None, **state: object) -> AppTest:
-        text = f"from dsgpt.dashboard.pages import {page}\n{page}.show()\n"
+        text = f"from dsgpt.dashboard import {page}\n{page}.show()\n"
         test = AppTest.from_string(text, default_timeout=60)
         for key, value in state.items():
             test.session_state[key] = value

@@ -10,7 +10,7 @@ from streamlit.testing.v1 import AppTest
 def _page(name: str) -> None:
     import importlib
 
-    importlib.import_module(f"dsgpt.dashboard.pages.{name}").show()
+    importlib.import_module(f"dsgpt.dashboard.{name}").show()
 
 
 def open_page(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> AppTest:

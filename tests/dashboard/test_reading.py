@@ -11,10 +11,11 @@ import pytest
 
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import Lock, holder_of
-from dsgpt.dashboard.curves import bars, lines
-from dsgpt.dashboard.formats import model_name, plain
-from dsgpt.dashboard.runs import contents, inside, own_file
-from dsgpt.dashboard.steps import StepReader, _parsed, kept, last_entries, smoothed
+from dsgpt.dashboard.compare import bars
+from dsgpt.dashboard.curves import lines, smoothed, thinned
+from dsgpt.dashboard.figures import plain
+from dsgpt.dashboard.steps import StepReader, _parsed, last_entries
+from dsgpt.dashboard.summaries import contents, inside, model_name, own_file
 from dsgpt.model.config import PRESETS
 from dsgpt.record.fields import Fields
 from dsgpt.record.runs import read_step_curves
@@ -110,9 +111,9 @@ def test_downsampling_keeps_every_peak_and_both_ends():
     values = np.zeros(10_000)
     values[[777, 5001]] = 9.0, -9.0
     values[:3] = np.nan
-    places = kept(values, points=100)
+    places = thinned(values, points=100)
     assert len(places) <= 100 and {0, 777, 5001, 9999} <= {*places.tolist()}
-    assert kept(values[:50], points=100).tolist() == list(range(50))
+    assert thinned(values[:50], points=100).tolist() == list(range(50))
 
 
 def test_smoothing_is_the_trailing_mean_of_what_is_known():

@@ -250,7 +250,7 @@ import sys
 from streamlit.testing.v1 import AppTest
 sys.argv = ["dashboard.py", "--runs", sys.argv[1]]
 for page in ("overview", "compare", "live"):
-    test = AppTest.from_string(f"from dsgpt.dashboard.pages import {page}; {page}.show()", default_timeout=60).run()
+    test = AppTest.from_string(f"from dsgpt.dashboard import {page}; {page}.show()", default_timeout=60).run()
     assert not test.exception, test.exception
 print(*sorted({"torch", "deepspeed", "transformers", "matplotlib", "seaborn"} & sys.modules.keys()))
 """

@@ -1,6 +1,6 @@
 r"""Transcripts: command lines as users type them, and what each of them prints.
 
-A line that begins with ``$`` is a command. The lines above it that begin with ``+`` change its folder, the lines below
+A line that begins with ``$`` is a command. The lines above it that begin with ``+`` change its folder. The lines below
 are its output: standard output, standard error, ``wrote PATH`` for each new path, and the exit code in brackets unless
 it is 0. A line such as ``RUN = --epochs 1`` names words that commands repeat; lines that begin with ``#`` are headings.
 Changes are:

@@ -1,18 +1,30 @@
-"""The decoding engine gives what the model's whole forward pass gives, and the ids that transformers generates."""
+"""The decoder: beside the training model, compiled, in 8 bits, and how long it takes."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from random_models import VOCABULARY, random_model, random_prompts, save_published
+from small_run import END_OF_TEXT, write_tokenizer
+from test_generate import script
 
 from dsgpt.common.errors import UserError
+from dsgpt.formats.tokenizer_files import open_tokenizer
+from dsgpt.inference import decoder as decoder_module
+from dsgpt.inference import generation as latency
 from dsgpt.inference import linear
-from dsgpt.inference.decoder import Decoder
-from dsgpt.inference.generation import Sampling, generate, generate_batch, random_stream
-from dsgpt.inference.linear import Packed, Plain, Transposed
+from dsgpt.inference.decoder import Decoder, _Step
+from dsgpt.inference.generation import Sampling, generate, generate_batch, measure_latency, random_stream
+from dsgpt.inference.linear import Packed, Plain, Transposed, round_to_int8, to_int8
+from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.sample import Writer, open_model
+from dsgpt.inference.text import Continuation
 from dsgpt.machine.device import HugePages, packs
-from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2, Block, initialize
+
+# The decoding engine gives what the model's whole forward pass gives, and the ids that transformers generates.
+
 
 MODEL = random_model()
 PROMPT = [5, 100, 0, 17, 42]
@@ -154,3 +166,266 @@ def test_layers_are_packed_where_that_works_and_is_faster(monkeypatch, mkl, oned
     weight, memory = torch.randn(8, 4), HugePages()
     cases = [(weight, 1), (weight, 2), (weight.bfloat16(), 1), (weight.double(), 2)]
     assert [type(linear.fast_linear(each, None, rows=rows, memory=memory)) for each, rows in cases] == kinds
+
+
+# Text is shown when it is certain: whole characters that belong to no stop text.
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    """A token is a byte."""
+    folder = Path(tmp_path_factory.mktemp("tokenizer")) / "tokenizer"
+    write_tokenizer(folder)
+    return open_tokenizer(folder, what="it")
+
+
+def pieces_of(tokenizer, ids: list[int], **settings) -> tuple[list[str], Continuation]:
+    """What is shown after each id and at the end."""
+    continuation = Continuation(tokenizer, **settings)
+    pieces = []
+    for following in ids:
+        continuation.add(following)
+        pieces.append(continuation.news())
+    continuation.finish()
+    return [*pieces, continuation.news(last=True)], continuation
+
+
+def test_a_character_is_shown_when_it_is_whole(tokenizer):
+    ids = tokenizer.encode("aé日b")
+    pieces, continuation = pieces_of(tokenizer, ids)
+    assert pieces == ["a", "", "é", "", "", "日", "b", ""]
+    assert continuation.text == "aé日b"
+
+
+def test_half_a_character_at_the_end_is_marked(tokenizer):
+    pieces, _ = pieces_of(tokenizer, tokenizer.encode("a日")[:-1])
+    assert pieces == ["a", "", "", "\ufffd"]
+
+
+def test_bytes_that_are_no_character_do_not_stop_the_text(tokenizer):
+    ids = [*tokenizer.encode("日")[:1], *tokenizer.encode("abc")]
+    pieces, continuation = pieces_of(tokenizer, ids)
+    assert continuation.text == "".join(pieces) == "\ufffdabc"
+
+
+def test_the_end_of_text_ends_it(tokenizer):
+    pieces, continuation = pieces_of(tokenizer, [*tokenizer.encode("ab"), END_OF_TEXT, *tokenizer.encode("cd")])
+    assert ("".join(pieces), continuation.ended) == ("ab", "end of text")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "ended"),
+    [
+        ("one two three", [" two"], "one", "stop"),
+        ("one two three", ["three", "two"], "one ", "stop"),
+        ("xab", ["b", "ab"], "x", "stop"),
+        ("one t", [" two"], "one t", ""),
+        ("oneone two", ["one t"], "one", "stop"),
+        ("日本", ["本"], "日", "stop"),
+    ],
+)
+def test_a_stop_text_is_not_shown(tokenizer, text, stop, shown, ended):
+    """Nor is any part of it, before it is certain that the rest does not follow."""
+    pieces, continuation = pieces_of(tokenizer, tokenizer.encode(text), stop=stop)
+    assert ("".join(pieces), continuation.text, continuation.ended) == (shown, shown, ended)
+    so_far = ""
+    for piece in pieces:
+        so_far += piece
+        assert shown.startswith(so_far)
+
+
+# The compiled step gives the logits of the step without a compiler, and is what `--compile` asks for.
+
+
+@torch.inference_mode()
+def test_logits_are_those_without_a_compiler():
+    """Prompts of mixed length, so that padding matters, and two steps, so that the second reads the first one's keys.
+
+    With weights in 8 bits, whose products the compiler replaces. In bf16 it rounds at other places.
+    """
+    model = GPT2(config := GPT2Config(n_layer=1, n_head=2, n_embd=32, block_size=24, vocab_size=VOCABULARY))
+    initialize(model, config=config, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)
+    model, found = model.to(torch.bfloat16).eval(), []
+    for compiled in (False, True):
+        decoder = Decoder(model, batch_size=2, quantize="int8", compiled=compiled)
+        sequences = decoder.begin([[5, 9, 3, 77], [8]], new_tokens=3)
+        sequences.read_prompts()
+        found.append(torch.stack([sequences.append(torch.tensor(ids)) for ids in ([4, 60], [99, 1])]))
+    assert (found[1] - found[0]).abs().max() < 0.03 * found[0].abs().max()
+    assert (found[0][0] - found[0][1]).abs().max() > 0.5 * found[0].abs().max()
+
+
+@pytest.fixture
+def asked(monkeypatch) -> dict[str, list[str]]:
+    """The quantization of every linear layer that is arranged, and of every step that would be compiled.
+
+    The step itself stands for what the compiler makes of it, which takes half a minute.
+    """
+    found: dict[str, list[str]] = {"layers": [], "steps": []}
+    arranged = decoder_module.fast_linear
+
+    def noted(weight, bias, **options):
+        found["layers"].append(options["quantize"])
+        return arranged(weight, bias, **options)
+
+    def uncompiled(model, *, quantize):
+        step = _Step(model, quantize=quantize).eval().requires_grad_(False)
+
+        def call(*inputs):
+            found["steps"].append(quantize)
+            return step(*inputs)
+
+        return call
+
+    monkeypatch.setattr(decoder_module, "fast_linear", noted)
+    monkeypatch.setattr(decoder_module, "compiled_step", uncompiled)
+    monkeypatch.setenv("CXX", "a compiler that nobody calls")
+    return found
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_the_command_compiles_and_quantizes_when_it_is_told_to(checkpoint_with_tokenizer, asked, quantize):
+    """Three new tokens: the prompt's pass and two steps."""
+    words = ["--checkpoint", checkpoint_with_tokenizer, "--prompt", "ab", "--max_new_tokens", 3]
+    words += ["--precision", "bf16", "--quantize", quantize]
+    for flags, steps in (((), 0), (("--compile",), 2)):
+        code, _, err = script(*words, *flags)
+        assert (code, asked["steps"]) == (0, [quantize] * steps), err
+        assert set(asked["layers"]) == {quantize}
+
+
+def test_a_model_that_is_kept_in_memory_is_compiled_and_quantized_too(checkpoint_with_tokenizer, asked):
+    kept = open_model(
+        Request(checkpoint=checkpoint_with_tokenizer, precision="bf16", quantize="int8", compile=True, device="cpu")
+    )
+    assert kept.decoder.step is not None
+    assert set(asked["layers"]) == {"int8"}
+
+
+def test_what_the_flags_need_is_said(checkpoint_with_tokenizer, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    request = Request(checkpoint=checkpoint_with_tokenizer, quantize="int8", compile=True, device="cpu")
+    with pytest.raises(UserError) as caught:
+        Writer(request)
+    assert list(caught.value.problems) == [
+        "--quantize int8 is faster only in 16 bits: add --precision bf16",
+        "--compile needs a C++ compiler: install g++, or leave it out",
+    ]
+
+
+# Weights in 8 bits: how far they are off, and that evaluation predicts with the weights that generation has.
+
+
+def test_no_weight_is_off_by_more_than_half_a_step():
+    """A step is a 127th of the largest weight of the same output; an output without weights stays one."""
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1], [1e-3], [100], [1], [0]]
+    )
+    values, scales = to_int8(weight)
+    assert values.dtype == torch.int8
+    assert (values.abs().amax(dim=1)[:4] == 127).all()
+    steps = weight.abs().amax(dim=1, keepdim=True) / 127
+    assert ((values * scales[:, None] - weight).abs() <= steps / 2 * 1.0001).all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("rows", "length"), [(1, 5), (3, 4), (2, 20)])
+def test_evaluation_has_the_weights_of_generation(rows, length):
+    """The logits in 8 bits are those of the rounded model within the rounding of bf16, which is finer than 8 bits."""
+    ids = torch.tensor([row * 9 for row in random_prompts(rows, longest=1)])[:, :1].repeat(1, length)
+    model, exact = random_model().to(torch.bfloat16), random_model()
+    round_to_int8(exact)
+    sequences = Decoder(model, batch_size=rows, quantize="int8").begin(ids[:, :-1].tolist(), new_tokens=1)
+    sequences.read_prompts()
+    found, expected, unrounded = sequences.append(ids[:, -1]), exact(ids)[:, -1], random_model()(ids)[:, -1]
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (unrounded - expected).abs().max() > 0.002 * expected.abs().max()
+
+
+def without_biases() -> GPT2:
+    """In bf16; a bias would round the products a second time."""
+    model = random_model().to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("engine", ["decoder", "compiled step"])
+def test_every_weight_of_the_head_and_of_the_layers_is_the_rounded_one(engine, rows):
+    """Exactly: products with rows of the identity, few or many at a time, are the weights that the engine reads.
+
+    The bounds on logits above would not see a single layer that is not rounded.
+    """
+    model, rounded = without_biases(), without_biases()
+    round_to_int8(rounded)
+    step = _Step(model, quantize="int8") if engine == "compiled step" else Decoder(model, quantize="int8")
+    blocks = [block for block in rounded.blocks if isinstance(block, Block)]
+    pairs = [(step.head, rounded.lm_head.weight[: rounded.config.vocab_size])]
+    for layer, block in zip(step.layers, blocks, strict=True):
+        linears = block.attn.qkv, block.attn.proj, block.mlp.fc, block.mlp.proj
+        pairs += zip((layer.qkv, layer.proj, layer.fc, layer.out), (each.weight for each in linears), strict=True)
+    assert len(pairs) == 1 + 4 * len(blocks)
+    for layer_linear, weight in pairs:
+        product = layer_linear if engine == "compiled step" else layer_linear.product
+        identity = torch.eye(weight.shape[1], dtype=torch.bfloat16).split(rows)
+        assert torch.equal(torch.cat([product(part) for part in identity]).T, weight)
+
+
+def test_the_embedding_of_ids_is_not_rounded():
+    model, before = random_model(), random_model()
+    round_to_int8(model)
+    assert torch.equal(model.wte.weight, before.wte.weight)
+    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
+    assert not torch.equal(model.blocks[0].mlp.fc.weight, before.blocks[0].mlp.fc.weight)
+
+
+def test_a_batch_is_generated():
+    decoder = Decoder(random_model().to(torch.bfloat16), batch_size=3, quantize="int8")
+    assert len(list(generate_batch(decoder, random_prompts(3, longest=9), new_tokens=6))) == 6
+
+
+# How the time of generation is measured at the end of a run.
+
+
+@pytest.mark.parametrize(
+    ("positions", "prompt_tokens", "new_tokens"),
+    [(2, 1, 1), (24, 12, 12), (40, 16, 24), (116, 16, 100), (200, 16, 100)],
+)
+def test_latency_counts_what_it_generated(positions, prompt_tokens, new_tokens):
+    found = measure_latency(random_model(positions), torch.arange(64) % VOCABULARY)
+    assert (found["prompt_tokens"], found["new_tokens"]) == (prompt_tokens, new_tokens)
+    assert 0 < found["latency_min_sec"] <= found["latency_sec"] <= found["latency_max_sec"]
+    assert found["tokens_per_sec"] == pytest.approx(new_tokens / found["latency_sec"])
+
+
+@pytest.mark.parametrize(
+    ("first_sec", "token_sec", "new_tokens", "repetitions"),
+    [(0.0, 0.001, 100, 15), (3.0, 0.005, 100, 13), (0.0, 0.03, 100, 2), (0.0, 0.2, 44, 1), (0.0, 30.0, 1, 1)],
+)
+def test_slow_models_repeat_less_and_generate_fewer_tokens(monkeypatch, first_sec, token_sec, new_tokens, repetitions):
+    """``first_sec``: of the very first token, which loads kernels; it says nothing about the others."""
+    now, first = [0.0], [first_sec]
+
+    def slowly(_model, _prompt, *, new_tokens):
+        for _ in range(new_tokens):
+            now[0] += token_sec + first[0]
+            first[0] = 0.0
+            yield 0
+
+    monkeypatch.setattr(latency, "generate", slowly)
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    found = measure_latency(random_model(200), torch.arange(64) % VOCABULARY)
+    assert (found["new_tokens"], found["repetitions"]) == (new_tokens, repetitions)
+    assert found["latency_sec"] == pytest.approx(new_tokens * token_sec)
+    assert now[0] <= max(latency.TOTAL_SEC, 3 * token_sec)
+
+
+def test_one_position_has_no_latency():
+    assert measure_latency(random_model(1), torch.arange(64)) is None

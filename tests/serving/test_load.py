@@ -1,19 +1,31 @@
-"""A server under several times its capacity answers every request once; the load test reports what is wrong."""
+"""The server under load, and the suite that measures it."""
 
+import asyncio
 import json
 import math
+import random
+import signal
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import MODEL, Server
+from running_server import MODEL as SERVED
+from running_server import Server, within
 
+from dsgpt.benchmarks import serving as load_module
+from dsgpt.benchmarks import serving as process_module
 from dsgpt.benchmarks.serving import (
     ANSWERED,
+    BATCH,
+    MAX_TOKENS,
+    MODEL,
     PROMPTS,
+    QUEUE,
+    SEED,
     Load,
     Served,
     ServerProcess,
@@ -21,14 +33,18 @@ from dsgpt.benchmarks.serving import (
     _ServingCommand,
     round_of,
     serving_page,
+    summary_lines,
 )
 from dsgpt.common.errors import UserError
 from dsgpt.inference.server.http import ApiError, Gate, Metrics
 from dsgpt.inference.server.options import Limits
+from dsgpt.machine.console import Console
+
+# A server under several times its capacity answers every request once; the load test reports what is wrong.
 
 
 def test_nothing_is_lost_mixed_up_or_answered_twice(server: Server):
-    load, measured = Load(server.url, MODEL, PROMPTS, max_tokens=24, seed=1), ServerProcess.__new__(ServerProcess)
+    load, measured = Load(server.url, SERVED, PROMPTS, max_tokens=24, seed=1), ServerProcess.__new__(ServerProcess)
     measured.url = server.url
     alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
     before = server.ended(200), server.ended(429)
@@ -116,7 +132,7 @@ def test_requests_of_a_round_are_counted():
 
 
 def test_arrivals_are_poisson_and_as_many_as_asked_for():
-    instants = Load("", MODEL, PROMPTS, max_tokens=1, seed=1).instants(4000, per_sec=50)
+    instants = Load("", SERVED, PROMPTS, max_tokens=1, seed=1).instants(4000, per_sec=50)
     gaps = [later - earlier for earlier, later in pairwise([0.0, *instants])]
     assert sum(gaps) / 4000 == pytest.approx(1 / 50, rel=0.05)  # three standard errors of the mean
     assert sum(gap > 1 / 50 for gap in gaps) / 4000 == pytest.approx(math.exp(-1), abs=0.025)
@@ -142,7 +158,7 @@ def test_a_server_that_answers_with_errors_or_not_at_all_loses_requests():
 
     with HTTPServer(("127.0.0.1", 0), Failing) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
-        load = Load(f"http://127.0.0.1:{http.server_port}", MODEL, PROMPTS, max_tokens=1, seed=1)
+        load = Load(f"http://127.0.0.1:{http.server_port}", SERVED, PROMPTS, max_tokens=1, seed=1)
         answered, _ = load.poisson([0.0, 0.0, 0.0, 0.05])
         with pytest.raises(UserError, match=r"^src/serve.py does not answer 1 of 2 requests: answered 503: "):
             load.steady(2, clients=1)
@@ -163,3 +179,217 @@ def test_refused_clients_are_told_to_wait_longer_when_sequences_take_longer():
             pass
         waits.append(int(caught.value.headers["retry-after"]))
     assert waits == [1, 10, 60]
+
+
+# The load test's own parts: its clients, its rounds, its figures, and the memory that it reads.
+
+
+FOLDER = Path("no-folder")
+OPTIONS = ServingOptions(
+    output=FOLDER, page=FOLDER, keep=None, checkpoint=FOLDER, requests=50, times=4, rounds=2, device="cpu"
+)
+
+
+def test_a_client_reports_what_it_waited_and_what_it_got(monkeypatch):
+    """In this process: two refusals, then an answer with two choices."""
+    answers: list[tuple[int, dict[str, str], Any]] = [
+        (429, {"retry-after": "0.02"}, {}),
+        (429, {"retry-after": "0.04"}, {}),
+        (200, {}, {"id": "its name", "choices": [{"text": "first"}, {"text": "second"}]}),
+    ]
+    asked: list[Any] = []
+
+    class Scripted(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            status, headers, body = answers[len(asked) - 1]
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {"content-length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    waits, sleep = [], asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(load_module.asyncio, "sleep", noted)
+    with HTTPServer(("127.0.0.1", 0), Scripted) as http:
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        load = Load(f"http://127.0.0.1:{http.server_port}", MODEL, PROMPTS, max_tokens=3, seed=1)
+        (found,), seconds = load.poisson([0.01])
+        http.shutdown()
+    assert asked == [{"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": PROMPTS[0]}] * 3
+    assert (found.answers, found.name, found.text, found.refusals) == (2, "its name", "first", 2)
+    arrival, first, second = waits
+    assert arrival == 0.01
+    assert 0.02 <= first <= 0.04 <= second <= 0.08
+    assert found.whole_sec - found.accepted_sec >= first + second - 0.01  # a timer may be a little early
+    assert 0 < found.accepted_sec < found.whole_sec < seconds
+
+
+class ScriptedServer:
+    """Its counts and its memory, as the script says."""
+
+    url = "http://server"
+
+    def __init__(self, *, peaks: list[int]) -> None:
+        self.metrics = {'dsgpt_requests_total{status="200"}': 7.0, "dsgpt_open_sequences": 0.0}
+        self.peaks = peaks
+
+    def __enter__(self) -> "ScriptedServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def metric(self, line: str) -> float:
+        return self.metrics[line]
+
+    def peak_bytes(self) -> int:
+        return self.peaks.pop(0)
+
+    def stop(self) -> int:
+        return 3
+
+
+class ScriptedLoad:
+    """Clients who in the second round get an answer of the first one again, and a text of another prompt."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self.server, self.asked = server, []
+
+    def opened(self, *words: Any, **options: Any) -> "ScriptedLoad":
+        self.asked.append((*words, options))
+        return self
+
+    def steady(self, requests: int, *, clients: int) -> tuple[list[Served], float]:
+        self.asked.append((requests, clients))
+        return self._served(requests), 10.0 * len(self.asked)
+
+    def instants(self, requests: int, *, per_sec: float) -> list[float]:
+        self.asked.append((requests, per_sec))
+        return [2 * (number + 1) / per_sec for number in range(requests)]  # half as many a second as asked for
+
+    def poisson(self, instants: list[float]) -> tuple[list[Served], float]:
+        served, second = self._served(len(instants)), self.server.metrics["dsgpt_open_sequences"] > 0
+        if second:
+            served[1], served[2] = replace(served[1], name="5-1"), replace(served[2], text=served[3].text)
+        self.server.metrics['dsgpt_requests_total{status="200"}'] += len(instants) - second
+        self.server.metrics["dsgpt_open_sequences"] += 1
+        return served, 5.0
+
+    def _served(self, requests: int) -> list[Served]:
+        facts: dict[str, Any] = {"answers": 1, "refusals": 0, "accepted_sec": 0.1, "whole_sec": 1.0}
+        return [
+            Served(
+                prompt=number % len(PROMPTS),
+                name=f"{len(self.asked)}-{number}",
+                text=f"of {number % len(PROMPTS)}",
+                **facts,
+            )
+            for number in range(requests)
+        ]
+
+
+def test_a_round_offers_several_times_the_capacity_and_counts_what_the_server_and_the_clients_saw(monkeypatch):
+    server = ScriptedServer(peaks=[900, 100, 500, 102])  # those before the rounds are of other work
+    clients, started = ScriptedLoad(server), []
+    monkeypatch.setattr(process_module, "ServerProcess", lambda *_, **options: started.append(options) or server)
+    monkeypatch.setattr(load_module, "Load", clients.opened)
+    command = _ServingCommand(OPTIONS, FOLDER)
+    command.begin(FOLDER, Console(speaks=False))
+    first, second = command.results()
+    assert started == [{"batch": BATCH, "queue": QUEUE, "device": "cpu", "log": FOLDER / "server.txt"}]
+    places, steady, capacity = BATCH + QUEUE, 10 * BATCH, 10 * BATCH / 40  # the last of the steady ones takes 40 s
+    assert clients.asked == [
+        (server.url, MODEL, PROMPTS, {"max_tokens": MAX_TOKENS, "seed": SEED}),
+        *((len(PROMPTS), 1), (steady, places), (steady, places)),
+        *((OPTIONS.requests, 4 * capacity), (OPTIONS.requests, 4 * capacity)),
+    ]
+    found = ("answered", "answered_by_the_servers_count", "answered_twice", "wrong_texts", "open_sequences")
+    assert [first[key] for key in found] == [50, 50, 0, 0, 1]
+    assert [second[key] for key in found] == [50, 49, 1, 1, 2]
+    assert [(one["round"], one["peak_rss_bytes"], one["seconds"]) for one in (first, second)] == [
+        (1, 100, 5.0),
+        (2, 102, 5.0),
+    ]
+    assert first["offered_per_sec"] == pytest.approx(2 * capacity)
+    record = command.record([first, second], seconds=1)
+    assert (record["capacity_per_sec"], record["exit_code"], record["growth"]) == (capacity, 3, 1.02)
+    assert record["load"] == pytest.approx(2 * capacity / 10)  # 50 requests in 5 s are more than the capacity
+    assert len(command.failures([first, second], record)) == 7
+
+
+def a_round(*, number: int, lost: int = 0, **changes: Any) -> dict[str, Any]:
+    """Of 100 answered requests, which took from 0.01 s to 1 s after 1 s to 100 s of refusals, and of lost ones."""
+    answered = [
+        {"answers": 1, "accepted_sec": hundredths / 100, "whole_sec": float(hundredths), "refusals": 3}
+        for hundredths in random.Random(0).sample(range(1, 101), 100)
+    ]
+    without = {"answers": 0, "accepted_sec": 300.0, "whole_sec": 300.0, "refusals": 200}
+    return {
+        "round": number,
+        "answered": 100,
+        "answered_by_the_servers_count": 100,
+        "answered_twice": 0,
+        "wrong_texts": 0,
+        "seconds": 50.0,
+        "offered_per_sec": 20.0,
+        "failures": {},
+        "peak_rss_bytes": 2_000_000,
+        "open_sequences": 0,
+        "requests": answered + [without] * lost,
+    } | changes
+
+
+def test_the_page_has_the_figures_of_the_requests_that_were_answered():
+    """A lost request has no latency: its waits are those of a client that gave up."""
+    command = _ServingCommand(replace(OPTIONS, requests=104), FOLDER)
+    command._capacity = 5.0
+    rounds = [
+        a_round(number=1, lost=4, answered_twice=2, wrong_texts=3),
+        a_round(number=2, lost=4, answered_by_the_servers_count=99),
+    ]
+    record = command.record(rounds, seconds=1)
+    assert record["load"] == 4.0  # against the capacity, which is more than the rounds answered
+    times = "0.50 / 0.95 / 0.99 s | 50.00 / 95.00 / 99.00 s | 2 MB |"
+    assert summary_lines(record)[-2:] == [
+        f"| 1 | 100 | 4 | 2 | 3 | 1100 | 50.0 | {times}",
+        f"| 2 | 100 | 5 | 0 | 0 | 1100 | 50.0 | {times}",
+    ]
+    page = serving_page(record, source="x.json")
+    assert "**9 requests were lost; 5 were answered twice or with another text.**" in page
+    assert "it answers 5.0 requests a second" in page
+    assert "That is at least 4.0\ntimes" in page
+
+
+SCRIPT = """
+import signal, sys
+
+held = bytearray(200 << 20)
+signal.signal(signal.SIGUSR1, lambda *_: held.clear())
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+print("serving tiny at http://127.0.0.1:9/v1", flush=True)
+while True:
+    signal.pause()
+"""
+"""A program with the first line of ``src/serve.py`` that frees its memory when it is told to."""
+
+
+def test_the_memory_is_the_servers_and_its_peak_that_since_the_last_reading(tmp_path, monkeypatch):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "serve.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setattr(process_module, "SAMPLE_SEC", 0.002)
+    with ServerProcess(tmp_path, FOLDER, batch=1, queue=1, device="cpu", log=tmp_path / "log") as server:
+        assert server.url == "http://127.0.0.1:9"
+        within(lambda: 200 << 20 < server.peak_bytes() < 300 << 20)
+        server._process.send_signal(signal.SIGUSR1)
+        within(lambda: 0 < server.peak_bytes() < 100 << 20)
+        assert server.stop() == 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from forked_ranks import run_script
-from training_runs import SHAPE, data_flags, finished, write_recipe
+from training_runs import SHAPE, data_flags, finished, write_optimizer_recipe
 
 from dsgpt.benchmarks.cells import Corpus
 
@@ -19,7 +19,9 @@ def facts_on_ranks(run_type: str, corpus: Corpus, folder: Path) -> dict[str, Any
 
     63 positions cannot be split into two equal shards.
     """
-    recipe = write_recipe(folder / "recipe.json", clipping=0, train_batch_size=12, fp16={"initial_scale_power": 12})
+    recipe = write_optimizer_recipe(
+        folder / "recipe.json", clipping=0, train_batch_size=12, fp16={"initial_scale_power": 12}
+    )
     flags = [*data_flags(corpus), *SHAPE, "--max_position_embeddings", "63", "--seq_length", "32", "--device", "cpu"]
     flags += ["--deepspeed_config", str(recipe), "--precision", "fp32", "--micro_batch_size_per_gpu", "2"]
     script = str(Path(__file__).with_name("torch_on_ranks.py"))

@@ -1,7 +1,9 @@
-"""DeepSpeed's compiled parts: loaded if they are complete, built again if a killed build left something."""
+"""Operators that DeepSpeed compiles, and the table of its known faults."""
 
+import ast
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 from messages import without_paths
+from small_run import REPOSITORY
 from strategy_cells import NO_LIBAIO
 
 from dsgpt.common.errors import UserError
 from dsgpt.strategies.deepspeed import setup as compiled_ops
 from dsgpt.strategies.deepspeed.setup import load_ops
+
+# DeepSpeed's compiled parts: loaded if they are complete, built again if a killed build left something.
+
 
 LOAD_AND_LOOK = """
 import ctypes
@@ -139,3 +145,25 @@ def test_the_real_ones_are_linked_with_each_other():
         done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
         assert done.returncode == 0, done.stderr
         assert first or "compiling" not in done.stderr
+
+
+# The table of DeepSpeed's faults in `docs/ARCHITECTURE.md` names files and functions that exist.
+
+
+PACKAGE = REPOSITORY / "src" / "dsgpt"
+PAGE = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+TABLE = PAGE[PAGE.index("## What DeepSpeed 0.19.8 gets wrong") :]
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", TABLE)))
+
+
+def test_the_table_is_found():
+    assert len(PLACES) > 12
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES)
+def test_a_work_around_is_where_the_table_says(file, name):
+    """A file without a folder is one of ``strategies/deepspeed``."""
+    path = PACKAGE / file if "/" in file else PACKAGE / "strategies" / "deepspeed" / file
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert not name or name in functions

@@ -7,7 +7,7 @@ import pytest
 from run_folders import LONG
 from small_run import command_line, write_data, write_recipe
 
-from dsgpt.training.command import train
+from dsgpt.training.command import train as train_here
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +15,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a recipe, and a finished run in ``run``; tests only read it."""
     folder = write_data(tmp_path_factory.mktemp("finished"))
     write_recipe(folder / "recipe.json")
-    assert train(command_line(folder, **LONG)) == 0
+    assert train_here(command_line(folder, **LONG)) == 0
     return folder
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_run import command_line
 
-from dsgpt.training.command import train
+from dsgpt.training.command import train as train_here
 
 # 12 steps over epochs of 5, saved inside the epochs
 LONG = {"max_train_steps": 12, "save_every": 3, "keep_checkpoints": 9, "eval_every": 4, "steps_per_print": 5}
@@ -20,7 +20,7 @@ def record(run_dir: Path) -> dict[str, Any]:
 
 def resume(run_dir: Path, folder: Path, **changes: Any) -> int:
     """Resume the run in ``run_dir``, which was started with the data and recipe in ``folder``."""
-    return train(command_line(folder, **LONG | {"checkpoint_path": run_dir, "resume": True} | changes))
+    return train_here(command_line(folder, **LONG | {"checkpoint_path": run_dir, "resume": True} | changes))
 
 
 def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -21,7 +21,7 @@ from dsgpt.data import loader as loading
 from dsgpt.data.loader import WindowDataset
 from dsgpt.machine.launcher import ignore_stop_signals
 from dsgpt.strategies.pytorch import Baseline
-from dsgpt.training.command import train
+from dsgpt.training.command import train as train_here
 from dsgpt.training.saving import Saver
 from dsgpt.training.trainer import Batches
 
@@ -53,7 +53,7 @@ def test_no_worker_outlives_an_error(here, monkeypatch, owner, method):
     """``caught`` keeps the frames of the training, and in them its loaders, as an error on its way to the exit does."""
     monkeypatch.setattr(owner, method, fail)
     with pytest.raises(RuntimeError, match="a defect") as caught:
-        train(command_line(here, num_workers=2, save_every=1))
+        train_here(command_line(here, num_workers=2, save_every=1))
     assert multiprocessing.active_children() == [], caught
 
 
@@ -62,7 +62,7 @@ def test_no_worker_starts_in_the_middle_of_a_run(here, monkeypatch):
     started = []
     start = BaseProcess.start
     monkeypatch.setattr(BaseProcess, "start", lambda self: (started.append(len(lines(here))), start(self))[1])
-    assert train(command_line(here, num_workers=2, eval_every=1)) == 0
+    assert train_here(command_line(here, num_workers=2, eval_every=1)) == 0
     assert started == [0, 0]
 
 
@@ -76,13 +76,13 @@ def test_a_worker_that_is_stuck_ends_the_run(here, monkeypatch):
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds that torch waits before it ends workers
     monkeypatch.setattr(WindowDataset, "__getitems__", lambda *_: time.sleep(600))
     with pytest.raises(RuntimeError, match="timed out after"):
-        train(command_line(here, num_workers=1))
+        train_here(command_line(here, num_workers=1))
     assert multiprocessing.active_children() == []
     assert json.loads((here / "run" / "training_metrics.json").read_text())["status"] == "failed"
 
 
 def test_no_worker_outlives_a_run(here):
-    assert train(command_line(here, num_workers=2, eval_every=1)) == 0
+    assert train_here(command_line(here, num_workers=2, eval_every=1)) == 0
     assert multiprocessing.active_children() == []
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 from forked_ranks import run_script
-from training_runs import SHAPE, data_flags, finished, write_recipe
+from training_runs import SHAPE, data_flags, finished, write_optimizer_recipe
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.config.options import parse_arguments
@@ -26,7 +26,7 @@ SMALL_SGD = {"type": "SGD", "params": {"lr": 0.3}}
 
 
 def configured(corpus, tmp_path, *, precision: str, scaling: LossScaling = DYNAMIC) -> RunConfig:
-    recipe = write_recipe(tmp_path / "recipe.json")
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
     flags = ["--run_type", "baseline", *data_flags(corpus), *SHAPE, "--seq_length", "32", "--max_train_steps", "12"]
     options, problems = parse_arguments([*flags, "--deepspeed_config", str(recipe), "--device", "cpu"])
     config = resolve(options, topology=read_topology({}), problems=problems)
@@ -110,7 +110,7 @@ def test_every_stage_scales_as_the_baseline_does(corpus, tmp_path, ranks):
     The block is not enabled, because a CPU refuses it; ``fp16_on_cpu.py`` turns it on.
     """
     scaling = {"enabled": False, "initial_scale_power": 8, "loss_scale_window": 3}
-    recipe = write_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=SMALL_SGD, clipping=0, fp16=scaling)
     script = str(Path(__file__).with_name("fp16_on_cpu.py"))
     words = [*data_flags(corpus), *SHAPE, "--seq_length", "32", "--device", "cpu", "--deepspeed_config", recipe]
     done = run_script(script, [*words, "--micro_batch_size_per_gpu", 2, "--enforce_global_batch_size", 12], ranks=ranks)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from training_runs import GLOBAL_BATCH, SGD, finished, read_lines, read_record, train, write_recipe
+from training_runs import GLOBAL_BATCH, SGD, finished, read_lines, read_record, train, write_optimizer_recipe
 
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.model.config import GPT2Config
@@ -34,7 +34,7 @@ CONFIG = {
 def run(tmp_path_factory, corpus):
     """Two epochs of a baseline, short by their long sequences; the context is too small for 100 new tokens."""
     folder = tmp_path_factory.mktemp("records")
-    recipe = write_recipe(folder / "recipe.json")
+    recipe = write_optimizer_recipe(folder / "recipe.json")
     flags = ("--epochs", "2", "--grad_accum_steps", "2", "--seq_length", "64", "--global_batch_size", "64")
     finished(train(folder / "run", corpus, recipe, *flags))
     return folder / "run"
@@ -143,7 +143,7 @@ def test_inference_fits_the_context(run):
 
 
 def test_inference_of_100_tokens_fills_the_flat_keys(corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.json")
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
     finished(train(tmp_path / "run", corpus, recipe, "--max_train_steps", "1", "--max_position_embeddings", "116"))
     record = read_record(tmp_path / "run")
     assert record["inference"]["new_tokens"] == 100
@@ -168,7 +168,7 @@ def test_the_log_has_the_lines_of_the_console(run):
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path, ranks):
     huge = {"type": "SGD", "params": {**SGD["params"], "lr": 1e30}}
-    recipe = write_recipe(tmp_path / "recipe.json", optimizer=huge, clipping=0)
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json", optimizer=huge, clipping=0)
     run = tmp_path / "run"
     done = train(
         run, corpus, recipe, "--max_train_steps", "12", "--save_every", "4", "--steps_per_print", "50", ranks=ranks
@@ -188,7 +188,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path, ranks):
 def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
     """The loss of the saved step was computed before its update, so only the weights show what the update did."""
     infinite = {"type": "SGD", "params": {"lr": 1e38, "weight_decay": 1000.0}}
-    recipe = write_recipe(tmp_path / "recipe.json", optimizer=infinite, clipping=0, scheduler=CONSTANT_AFTER_2)
+    recipe = write_optimizer_recipe(
+        tmp_path / "recipe.json", optimizer=infinite, clipping=0, scheduler=CONSTANT_AFTER_2
+    )
     run = tmp_path / "run"
     done = train(run, corpus, recipe, "--max_train_steps", "9", "--save_every", "3", "--max_val_steps", "1")
     assert done.returncode == 3

@@ -1,13 +1,17 @@
-"""A resume continues exactly from what was saved, or refuses."""
+"""A resumed run is the run that was not stopped."""
 
 import json
 import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
-from messages import without_torch
+from messages import without_paths, without_torch
+from run_folders import LONG, checkpoints, damage, errors, record, resume, rewrite
+from small_run import command_line, write_recipe
 from training_runs import (
     ADAMW,
     SCRIPT,
@@ -18,10 +22,20 @@ from training_runs import (
     read_record,
     roll_back,
     train,
-    write_recipe,
+    write_optimizer_recipe,
 )
 
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import Segment, covers, highest_peaks, parse_manifest, read_manifest, read_run_state
 from dsgpt.machine.launcher import launcher_command
+from dsgpt.record.equal_work import segment_stamps
+from dsgpt.record.runs import read_run
+from dsgpt.training.command import train as train_here
+from dsgpt.training.resume import NEVER_CHANGES
+from dsgpt.training.run_description import CHANGEABLE
+
+# A resume continues exactly from what was saved, or refuses.
+
 
 # 12 steps over epochs of fewer: the interruption at step 5 falls inside an epoch.
 STEPS = ("--max_train_steps", "12", "--save_every", "5", "--max_val_steps", "2", "--steps_per_print", "3")
@@ -31,7 +45,7 @@ STEPS = ("--max_train_steps", "12", "--save_every", "5", "--max_val_steps", "2",
 def undisturbed(tmp_path_factory, corpus):
     """A baseline run with dropout that kept all of its checkpoints, and its recipe."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    recipe = write_recipe(folder / "recipe.json")
+    recipe = write_optimizer_recipe(folder / "recipe.json")
     run = folder / "run"
     finished(train(run, corpus, recipe, *STEPS, "--dropout", "0.1", "--keep_checkpoints", "9"))
     return run, recipe
@@ -79,7 +93,7 @@ def test_a_killed_run_is_continued(undisturbed, corpus, tmp_path):
 
 
 def test_resume_without_a_run_starts_fresh(corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.json")
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
     run = tmp_path / "new"
     run.mkdir()
     # what a run that was killed before its first step leaves: its configuration, and no lines yet
@@ -124,7 +138,7 @@ def test_another_training_is_not_resumed(undisturbed, corpus, tmp_path):
     run, _ = undisturbed
     copy = roll_back(run, tmp_path / "copy", 5)
     other = {"type": "AdamW", "params": {**ADAMW["params"], "lr": 0.001}}
-    recipe = write_recipe(tmp_path / "other.json", optimizer=other)
+    recipe = write_optimizer_recipe(tmp_path / "other.json", optimizer=other)
     done = train(copy, corpus, recipe, *STEPS, "--dropout", "0.1", "--seed", "7", "--resume")
     assert done.returncode == 2
     assert "--resume: optimizer is" in done.stderr
@@ -157,7 +171,387 @@ def test_the_manifest_lists_every_file(undisturbed):
 
 
 def test_only_the_newest_checkpoints_are_kept(corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.json")
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
     run = tmp_path / "run"
     finished(train(run, corpus, recipe, "--max_train_steps", "6", "--save_every", "2", "--keep_checkpoints", "2"))
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+# A resumed run continues the same run; damage is refused, or reported and survived.
+
+
+def test_a_resumed_run_keeps_its_identity(stopped, finished_run):
+    old, config = record(stopped), (stopped / "config.json").read_bytes()
+    assert resume(stopped, finished_run) == 0
+    assert record(stopped)["run_id"] == old["run_id"]
+    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert (stopped / "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_resumes_bit_for_bit(finished_run, tmp_path, momentum):
+    sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": momentum}}
+    flags = LONG | {"deepspeed_config": write_recipe(tmp_path / "sgd.json", optimizer=sgd)}
+    flags |= {"checkpoint_path": tmp_path / "run"}
+    assert train_here(command_line(finished_run, **flags)) == 0
+    last = tmp_path / "run" / "step-00000012"
+    weights = (last / "model.safetensors").read_bytes()
+    assert (last / "optimizer.safetensors").exists() == (momentum > 0)
+    (tmp_path / "run" / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(last)
+    assert train_here(command_line(finished_run, **flags, resume=True)) == 0
+    assert (last / "model.safetensors").read_bytes() == weights
+
+
+def test_wall_time_of_an_epoch_that_was_interrupted(stopped, finished_run):
+    state = read_run_state(stopped / "step-00000009")
+    file = stopped / "step-00000009" / "run_state.json"
+    values = json.loads(file.read_text()) | {"wall_time_sec": state.wall_time_sec + 100}
+    rewrite(stopped / "step-00000009", file, json.dumps(values).encode())
+    assert resume(stopped, finished_run) == 0
+    found = record(stopped)
+    walls = [epoch["epoch_wall_time_sec"] for epoch in found["epochs"]]
+    assert walls[1] > 100
+    assert sum(walls) <= found["summary"]["total_wall_time_sec"] < sum(walls) + 30
+
+
+@pytest.mark.parametrize("checkpoint", ["step-00000009", "step-00000012"])
+def test_a_lost_log_makes_sums_unknown(finished_run, copied_run, checkpoint):
+    copy = copied_run
+    (copy / "RUN_COMPLETE.txt").unlink()
+    (copy / "metrics.jsonl").unlink()
+    if checkpoint == "step-00000009":
+        shutil.rmtree(copy / "step-00000012")
+    losses = record(copy)["summary"]["final_train_loss"], record(copy)["summary"]["final_val_loss"]
+    assert resume(copy, finished_run) == 0
+    summary = record(copy)["summary"]
+    assert (summary["final_train_loss"], summary["final_val_loss"]) == losses
+    assert (summary["optimizer_steps"], summary["train_time_sec"]) == (12, None)
+
+
+def test_damaged_lines_are_dropped_and_reported(stopped, finished_run, capsys, snapshot):
+    log = (stopped / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    log[2] = b"\0" * 40 + b"\n"
+    log[4] = b"{oops\xff}\n"
+    (stopped / "metrics.jsonl").write_bytes(b"".join(log))
+    assert resume(stopped, finished_run) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "damaged lines" in line]
+    assert without_paths(line, stopped) == snapshot
+    assert record(stopped)["status"] == "completed"
+
+
+def lose_a_file(checkpoint: Path) -> None:
+    (checkpoint / "optimizer.safetensors").unlink()
+
+
+def cut_a_file(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"...")
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    damage(checkpoint / "optimizer.safetensors")
+
+
+def lose_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def lose_the_settings(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "fixed"}))
+
+
+def garble_the_state(checkpoint: Path) -> None:
+    rewrite(checkpoint, checkpoint / "run_state.json", b'{"step": 9}')
+
+
+HARMS = [lose_a_file, cut_a_file, flip_a_bit, lose_the_manifest, lose_the_settings, garble_the_state]
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_the_checkpoint_before_a_damaged_one_is_resumed(stopped, finished_run, capsys, snapshot, harm):
+    harm(stopped / "step-00000009")
+    assert resume(stopped, finished_run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "is refused" in line]
+    assert "step-00000009" in line
+    assert without_paths(line, stopped) == snapshot
+    assert f"resuming from {stopped / 'step-00000006'}" in lines
+    assert record(stopped)["resumed_from"] == "step-00000006"
+    assert (stopped / "step-00000009.damaged").is_dir()
+    assert checkpoints(stopped) == [3, 6, 9, 12]
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(stopped, finished_run):
+    damage(stopped / "step-00000009" / "model.safetensors")
+    assert resume(stopped, finished_run, keep_checkpoints=2, max_train_steps=12) == 0
+    assert checkpoints(stopped) == [9, 12]
+    for step in (9, 12):
+        read_manifest(stopped / f"step-{step:08d}")
+
+
+def test_an_error_lists_the_checkpoints_if_all_are_damaged(stopped, finished_run, capsys, snapshot):
+    for step in (3, 6, 9):
+        flip_a_bit(stopped / f"step-{step:08d}")
+    assert resume(stopped, finished_run) == 2
+    first, *reasons = errors(capsys)
+    assert without_paths(first, stopped) == snapshot
+    assert [line.split()[2] for line in reasons] == ["step-00000009", "step-00000006", "step-00000003"]
+    assert checkpoints(stopped) == [3, 6, 9]
+
+
+def test_refused_checkpoints_are_not_forgotten(stopped, finished_run, capsys, snapshot):
+    """One was marked as damaged, and the others were lost later: a fresh start would remove what is left."""
+    damage(stopped / "step-00000009" / "model.safetensors")
+    store.mark_damaged(stopped / "step-00000009")
+    for step in (3, 6):
+        store.discard(stopped / f"step-{step:08d}")
+    assert resume(stopped, finished_run) == 2
+    (line,) = errors(capsys)
+    assert without_paths(line, stopped) == snapshot
+    assert (stopped / "step-00000009.damaged").is_dir()
+
+
+def test_a_checkpoint_that_was_being_replaced_is_resumed(stopped, finished_run):
+    newest = stopped / "step-00000009"
+    newest.rename(stopped / ".partial-step-00000009.replaced")
+    shutil.copytree(stopped / "step-00000006", stopped / ".partial-step-00000009")
+    assert resume(stopped, finished_run) == 0
+    assert record(stopped)["resumed_from"] == "step-00000009"
+
+
+def test_a_finished_run_stays_finished_whatever_its_newest_checkpoint_says(copied_run, finished_run, capsys):
+    (copied_run / "step-00000012" / "manifest.json").write_text("{")
+    assert resume(copied_run, finished_run) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_lost_latest_and_stale_folders_do_not_matter(stopped, finished_run):
+    (stopped / "latest").unlink()
+    for name in (".partial-step-00000010", ".partial-step-00000003.old"):
+        (stopped / name).mkdir()
+        (stopped / name / "half").write_bytes(b"...")
+    assert resume(stopped, finished_run) == 0
+    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert (stopped / "latest").read_text() == "step-00000012\n"
+    assert not list(stopped.glob(".partial-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"seed": 7}, "seed"),
+        ({"max_train_steps": 10}, "total steps"),
+        ({"max_val_steps": 1}, "validation windows"),
+    ],
+)
+def test_a_finished_run_with_other_settings_is_refused(finished_run, capsys, changes, name):
+    assert resume(finished_run / "run", finished_run) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert resume(finished_run / "run", finished_run, **changes) == 2
+    assert any(line.startswith(f"error: --resume: {name} is ") for line in errors(capsys))
+
+
+# The record of a run that several processes trained: figures of each, and sums and peaks over all.
+
+
+RSS = "peak_rss_bytes_rank0"
+WIDE = ("--vocab_size", "40000", "--seq_length", "64", "--global_batch_size", "16", "--max_train_steps", "4",
+        "--max_val_steps", "1", "--save_every", "2")  # fmt: skip
+LARGE = ("--micro_batch_size_per_gpu", "16", "--threads_per_device", "2")
+SMALL = ("--micro_batch_size_per_gpu", "1", "--threads_per_device", "1", "--activation_checkpointing")
+
+
+@pytest.fixture(scope="module")
+def resumed(corpus, tmp_path_factory) -> Path:
+    """Four steps of two real processes: one took micro batches of 16 on two threads, then one of 1 on one thread."""
+    folder = tmp_path_factory.mktemp("segments")
+    recipe = write_optimizer_recipe(folder / "recipe.json")
+    finished(train(folder / "run", corpus, recipe, *WIDE, *LARGE, by="python"))
+    (folder / "run" / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(folder / "run" / "step-00000004")
+    finished(train(folder / "run", corpus, recipe, *WIDE, *SMALL, "--resume", by="python"))
+    return folder / "run"
+
+
+def test_the_peak_is_that_of_the_process_that_needed_most(resumed):
+    found = read_record(resumed)
+    first, second = found["segments"]
+    assert first[RSS] > second[RSS] + 50e6
+    assert found["summary"][RSS] == found["epochs"][0][RSS] == first[RSS]
+
+
+def test_each_segment_records_how_its_process_trained(resumed):
+    found = read_record(resumed)
+    first, second = found["segments"]
+    assert [(each["first_step"], each["last_step"]) for each in (first, second)] == [(1, 2), (3, 4)]
+    assert [each["resumed_from"] for each in (first, second)] == [None, "step-00000002"]
+    assert [each["hardware"]["threads_per_device"] for each in (first, second)] == [2, 1]
+    assert [each["micro_batch_size_per_gpu"] for each in (first, second)] == [16, 1]
+    assert [each["activation_checkpointing"] for each in (first, second)] == [False, True]
+    assert "--resume" in second["command_line"] and "--resume" not in first["command_line"]
+
+
+def test_times_of_the_processes_add_up(resumed):
+    found = read_record(resumed)
+    for name, tolerance in (("train_time_sec", 1e-9), ("wall_time_sec", 0.05)):
+        total = found["summary"]["total_wall_time_sec" if name == "wall_time_sec" else name]
+        assert sum(each[name] for each in found["segments"]) == pytest.approx(total, rel=tolerance)
+
+
+def test_the_top_of_the_record_has_what_all_segments_share(resumed):
+    found = read_record(resumed)
+    assert found["hardware"]["threads_per_device"] is None
+    assert found["training_config"]["micro_batch_size_per_gpu"] is None
+    assert found["training_config"]["activation_checkpointing"] is None
+    first = found["segments"][0]
+    for block in ("env", "hardware"):
+        different = {"threads_per_device"} & found[block].keys()
+        assert {key: value for key, value in found[block].items() if key not in different} == {
+            key: value for key, value in first[block].items() if key not in different
+        }
+    assert (found["host"], found["training_config"]["strategy"]) == (first["host"], "baseline")
+
+
+def test_the_measured_step_names_its_process(resumed):
+    cost = read_record(resumed)["cost"]
+    segment = read_record(resumed)["segments"][cost["segment"]]
+    assert (cost["measured_step"], cost["segment"]) == (4, 1)
+    assert segment["first_step"] <= cost["measured_step"] <= segment["last_step"]
+
+
+def test_the_charts_say_what_changed_and_when(resumed):
+    (stamp,) = segment_stamps([read_run(resumed, name="run")])
+    assert stamp == (
+        "SEGMENTS DIFFER: run: devices 1 CPU device of 2 threads to step 2, 1 CPU device of 1 thread from step 3; "
+        "micro batch x accumulation 16 x 1 to step 2, 1 x 16 from step 3; activation checkpointing no to step 2, yes "
+        "from step 3"
+    )
+
+
+# With a stand-in for the counter of memory, in this process
+
+
+@pytest.fixture
+def peak(monkeypatch) -> list[int]:
+    """The peak memory of the next process, in bytes."""
+    needed = [1]
+    monkeypatch.setattr("dsgpt.telemetry.memory.peak_rss_bytes", lambda: needed[0])
+    return needed
+
+
+def spans(found: dict[str, Any]) -> list[tuple[int, int, int | None]]:
+    return [(each["first_step"], each["last_step"], each[RSS]) for each in found["segments"]]
+
+
+def stop_after_9(run_dir: Path) -> None:
+    """As a kill would have left it."""
+    (run_dir / "RUN_COMPLETE.txt").unlink()
+    shutil.rmtree(run_dir / "step-00000012")
+
+
+@pytest.fixture
+def started(finished_run, tmp_path, peak) -> Path:
+    """12 steps of a process that needed 5,000 bytes, killed after the 9th."""
+    peak[0] = 5000
+    assert train_here(command_line(finished_run, **LONG, checkpoint_path=tmp_path / "run")) == 0
+    assert spans(record(tmp_path / "run")) == [(1, 12, 5000)]
+    stop_after_9(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_segments_are_those_that_led_to_the_checkpoint(started, finished_run, peak):
+    """A process whose steps were lost has no segment, and its peak is left out."""
+    for needed in (9000, 2000):
+        peak[0] = needed
+        assert resume(started, finished_run) == 0
+        found = record(started)
+        assert spans(found) == [(1, 9, 5000), (10, 12, needed)]
+        assert found["summary"][RSS] == max(5000, needed)
+        state = read_run_state(started / "step-00000012")
+        assert [(each.first_step, each.last_step) for each in state.segments] == [(1, 9), (10, 12)]
+        stop_after_9(started)
+
+
+def test_epochs_have_the_peak_of_those_that_took_part_in_them(started, finished_run, peak):
+    """Epochs have 5 steps: the second process took the end of the second epoch, and the third."""
+    peak[0] = 2000
+    assert resume(started, finished_run) == 0
+    assert [epoch[RSS] for epoch in record(started)["epochs"]] == [5000, 5000, 2000]
+
+
+def test_a_process_that_takes_no_step_changes_no_step(started, finished_run, peak):
+    assert resume(started, finished_run) == 0
+    (started / "RUN_COMPLETE.txt").unlink()
+    peak[0] = 7000
+    assert resume(started, finished_run, threads_per_device=2) == 0
+    found = record(started)
+    assert spans(found) == [(1, 9, 5000), (10, 12, 5000), (13, 12, 7000)]
+    assert found["segments"][2]["train_time_sec"] == 0
+
+
+def test_fields_known_without_segments_can_never_change(finished_run):
+    assert parse_manifest(finished_run / "run" / "step-00000009").fixed.keys() >= NEVER_CHANGES
+    assert not NEVER_CHANGES & {name for names in CHANGEABLE.values() for name in names}
+
+
+def test_steps_before_an_old_checkpoint_are_unknown(started, finished_run, peak):
+    """The smaller known figure is never used; after another resume it is still unknown."""
+    file = started / "step-00000009" / "run_state.json"
+    state = json.loads(file.read_text())
+    del state["segments"]
+    rewrite(started / "step-00000009", file, json.dumps(state).encode())
+    peak[0] = 2000
+    assert resume(started, finished_run) == 0
+    (started / "RUN_COMPLETE.txt").unlink()
+    assert resume(started, finished_run, max_train_steps=14, allow_changed="recipe") == 0
+    found = record(started)
+    assert spans(found) == [(10, 12, 2000), (13, 14, 2000)]
+    assert found["summary"][RSS] is None
+    assert [epoch[RSS] for epoch in found["epochs"]] == [5000, None, 2000, 2000]
+    assert (found["host"], found["hardware"]["cpu_count"], found["env"]["torch_version"]) == (None, None, None)
+    assert found["training_config"]["strategy"] is None
+    assert found["training_config"]["seed"] == 1337  # which no process may change
+    assert found["training_config"]["precision"] == "fp32"  # no process may change this either
+    assert found["training_config"]["quantized_weights"] is None
+    assert found["summary"]["train_time_sec"] > 0  # from the lines of its steps
+
+
+# Peaks
+
+
+def segment(first_step: int, last_step: int, **values: Any) -> Segment:
+    unknown = dict.fromkeys(Segment.__dataclass_fields__)
+    return Segment(
+        **unknown | {"hardware": {"device": "cpu"}} | values | {"first_step": first_step, "last_step": last_step}
+    )
+
+
+GPU = {"hardware": {"device": "cuda"}}
+
+
+@pytest.mark.parametrize(
+    ("segments", "rss", "allocated"),
+    [
+        ([], None, None),
+        ([segment(1, 5, **{RSS: 7})], 7, None),
+        ([segment(1, 5, **{RSS: 7}), segment(6, 9, **{RSS: 3})], 7, None),
+        ([segment(1, 5, **{RSS: 7}), segment(7, 9, **{RSS: 3})], None, None),
+        ([segment(1, 5), segment(6, 9, **{RSS: 3})], None, None),
+        ([segment(1, 5, max_cuda_mem_allocated_bytes_rank0=8, **GPU), segment(6, 9, **{RSS: 3})], None, 8),
+        ([segment(1, 5, max_cuda_mem_allocated_bytes_rank0=8, **GPU), segment(6, 9, **GPU)], None, None),
+    ],
+)
+def test_a_peak_is_known_if_every_segment_has_its_own(segments, rss, allocated):
+    """A segment on a CPU has no GPU memory; the peak of the other segments is known all the same."""
+    last = segments[-1].last_step if segments else 5
+    found = highest_peaks(segments, first_step=1, last_step=last)
+    assert (found[RSS], found["max_cuda_mem_allocated_bytes_rank0"]) == (rss, allocated)
+
+
+def test_covered_steps():
+    segments = [segment(1, 5), segment(6, 5), segment(6, 9)]
+    assert covers(segments, first_step=1, last_step=9)
+    assert covers(segments[1:], first_step=7, last_step=9)
+    assert not covers(segments[1:], first_step=5, last_step=9)
+    assert not covers(segments, first_step=1, last_step=10)

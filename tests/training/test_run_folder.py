@@ -1,17 +1,24 @@
-"""What a run does with files that it finds in its folder, and the lock that keeps others out."""
+"""The run folder: what it holds, what is never wiped, and links that are not followed."""
 
+import errno
 import fcntl
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harmful_tokenizers import bring_code
 from messages import without_paths
-from run_folders import Killed, errors, resume
+from run_folders import LONG, Killed, checkpoints, errors, record, resume, rewrite
 from small_run import command_line, write_inputs
 
-from dsgpt.training import run, trainer
-from dsgpt.training.command import train
+from dsgpt.training import run, saving, trainer
+from dsgpt.training.command import train as train_here
+from dsgpt.training.journal import Journal
+
+# What a run does with files that it finds in its folder, and the lock that keeps others out.
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -31,7 +38,7 @@ def test_foreign_files_are_refused_and_kept(finished_run, tmp_path, capsys, name
     folder.mkdir()
     (folder / name).write_text('{"architectures": ["Llama"]}')
     flags = {flag: True} if flag else {}
-    assert train(command_line(finished_run, checkpoint_path=folder, **flags)) == 2
+    assert train_here(command_line(finished_run, checkpoint_path=folder, **flags)) == 2
     (line,) = errors(capsys)
     assert f"holds a {name} that this program did not write: name another folder" in line
     assert [path.name for path in folder.iterdir()] == [name]
@@ -42,7 +49,7 @@ def test_foreign_files_of_other_steps_are_kept(finished_run, tmp_path, capsys):
     (folder := tmp_path / "theirs").mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     (folder / "config.json").write_text("{}")
-    assert train(command_line(finished_run, checkpoint_path=folder, overwrite=True)) == 2
+    assert train_here(command_line(finished_run, checkpoint_path=folder, overwrite=True)) == 2
     assert "that this program did not write" in errors(capsys)[0]
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
 
@@ -60,8 +67,8 @@ def test_folders_of_similar_names_are_kept(finished_run, tmp_path, name):
     (folder / name).mkdir(parents=True)
     (folder / name / "theirs").write_text("mine")
     flags = {"checkpoint_path": folder, "max_train_steps": 1}
-    assert train(command_line(finished_run, **flags)) == 0
-    assert train(command_line(finished_run, **flags, overwrite=True)) == 0
+    assert train_here(command_line(finished_run, **flags)) == 0
+    assert train_here(command_line(finished_run, **flags, overwrite=True)) == 0
     assert (folder / name / "theirs").read_text() == "mine"
 
 
@@ -79,7 +86,7 @@ def test_links_are_removed_and_never_followed(finished_run, copied_run, tmp_path
 def test_a_lock_file_alone_is_not_a_run(finished_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
-    assert train(command_line(finished_run, checkpoint_path=tmp_path / "run", max_train_steps=1)) == 0
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run", max_train_steps=1)) == 0
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite"])
@@ -102,7 +109,7 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer.Trainer, "fit", probe)
     monkeypatch.setattr(trainer, "mark_complete", lambda *args: None)
-    assert train(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == 0
 
 
 def test_a_run_that_was_killed_while_overwriting_is_not_resumed(finished_run, copied_run, monkeypatch, capsys):
@@ -122,12 +129,398 @@ def test_a_run_that_was_killed_while_overwriting_is_not_resumed(finished_run, co
 def test_nothing_is_written_before_the_strategy_accepts(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build_strategy", Killed.now)
     with pytest.raises(Killed):
-        train(command_line(finished_run, checkpoint_path=tmp_path / "run"))
+        train_here(command_line(finished_run, checkpoint_path=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_the_tokenizer_that_made_the_data_is_kept(tmp_path):
     folder = write_inputs(tmp_path)
-    assert train(command_line(folder)) == 0
+    assert train_here(command_line(folder)) == 0
     kept = folder / "run" / "step-00000002" / "tokenizer"
     assert (kept / "tokenizer.json").read_bytes() == (folder / "tokenizer" / "tokenizer.json").read_bytes()
+
+
+# `--resume` removes nothing of a run whose checkpoints are missing, and loads only what the manifest verifies.
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def move_all(run_dir: Path) -> None:
+    """As a disk that is not mounted: ``latest`` stays."""
+    for checkpoint in run_dir.glob("step-*"):
+        shutil.move(checkpoint, run_dir.parent / f"moved-{checkpoint.name}")
+
+
+def move_all_and_lose_latest(run_dir: Path) -> None:
+    move_all(run_dir)
+    for name in ("latest", "best"):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def leave_only_lines(run_dir: Path) -> None:
+    move_all_and_lose_latest(run_dir)
+    (run_dir / "training_metrics.json").unlink()
+
+
+def leave_a_damaged_record(run_dir: Path) -> None:
+    move_all_and_lose_latest(run_dir)
+    (run_dir / "training_metrics.json").write_text('{"schema_version": "2.1", "training_config": {}, "saves": 3}')
+
+
+def leave_only_latest(run_dir: Path) -> None:
+    move_all(run_dir)
+    for name in ("training_metrics.json", "metrics.jsonl"):
+        (run_dir / name).unlink()
+
+
+LOSSES = [move_all, move_all_and_lose_latest, leave_only_lines, leave_a_damaged_record, leave_only_latest]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_run_without_its_checkpoints_is_refused_and_kept(stopped, finished_run, capsys, snapshot, loss):
+    loss(stopped)
+    before = contents(stopped)
+    assert resume(stopped, finished_run) == 2
+    (line,) = errors(capsys)
+    assert without_paths(line, stopped) == snapshot
+    assert contents(stopped) == before
+    assert resume(stopped, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
+    assert checkpoints(stopped) == [1]
+
+
+def test_a_missing_newest_checkpoint_is_reported(stopped, finished_run, capsys, snapshot):
+    """The run repeats the steps since the newest one that exists."""
+    assert resume(stopped, finished_run) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "latest names" in line]
+    assert without_paths(line, stopped) == snapshot
+
+
+def test_a_finished_run_without_its_checkpoints_is_refused_too(copied_run, finished_run, capsys):
+    """Without them its settings are unknown: a run with another seed could pass for the finished one."""
+    move_all(copied_run)
+    before = contents(copied_run)
+    assert resume(copied_run, finished_run, seed=99) == 2
+    assert "latest names step-00000012, which does not exist" in errors(capsys)[0]
+    assert contents(copied_run) == before
+
+
+def test_the_record_of_a_killed_run_lists_its_saves(finished_run, tmp_path, monkeypatch, capsys):
+    """Otherwise a run that lost its checkpoints would look like a run that never saved one."""
+    flags = LONG | {"checkpoint_path": tmp_path / "run", "eval_every": 0, "steps_per_print": 1}
+    done = Journal.step_done
+
+    def killed_at_5(self: Journal, *args: object, step: int, **more: object) -> None:
+        if step == 5:
+            raise Killed
+        done(self, *args, step=step, **more)
+
+    monkeypatch.setattr(Journal, "step_done", killed_at_5)
+    monkeypatch.setattr(Journal, "end_early", lambda *_: None)
+    with pytest.raises(Killed):
+        train_here(command_line(finished_run, **flags))
+    monkeypatch.undo()
+    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
+    move_all_and_lose_latest(tmp_path / "run")
+    assert train_here(command_line(finished_run, **flags, resume=True)) == 2
+    assert "says that step-00000003 was saved" in errors(capsys)[0]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_run_that_was_being_overwritten_is_not_resumed(stopped, finished_run, capsys, left):
+    """However many checkpoints the kill left."""
+    for step in (9, 6, 3)[: 3 - left]:
+        (stopped / f"step-{step:08d}").rename(stopped / f".partial-step-{step:08d}.overwritten")
+    assert resume(stopped, finished_run) == 0
+    assert f"--resume: an --overwrite of {stopped} did not finish; starting fresh" in capsys.readouterr().out
+    assert record(stopped)["resumed_from"] is None
+
+
+def test_a_checkpoint_that_retention_was_removing_allows_no_fresh_start(stopped, finished_run):
+    move_all_and_lose_latest(stopped)
+    (stopped / ".partial-step-00000003.old").mkdir()
+    before = contents(stopped)
+    assert resume(stopped, finished_run) == 2
+    assert contents(stopped) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"\xff" * 190, b"x" * 300, b"step-00000009\0", b"../elsewhere", b""],
+    ids=["undecodable", "long", "null byte", "outside", "empty"],
+)
+def test_a_damaged_latest_is_reported_and_ignored(stopped, finished_run, capsys, snapshot, name):
+    (stopped / "latest").write_bytes(name)
+    assert resume(stopped, finished_run) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "latest names" in line]
+    assert without_paths(line, stopped) == snapshot
+    assert record(stopped)["resumed_from"] == "step-00000009"
+
+
+def test_checkpoints_that_are_moved_back_are_resumed(stopped, finished_run):
+    move_all(stopped)
+    assert resume(stopped, finished_run) == 2
+    for checkpoint in stopped.parent.glob("moved-step-*"):
+        shutil.move(checkpoint, stopped / checkpoint.name.removeprefix("moved-"))
+    assert resume(stopped, finished_run) == 0
+    assert record(stopped)["resumed_from"] == "step-00000009"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_fresh(finished_run, tmp_path, monkeypatch, capsys):
+    """A launcher that restarts the run needs this. Only steps that were never saved are lost."""
+    monkeypatch.setattr(saving, "open_checkpoint", Killed.now)
+    flags = LONG | {"checkpoint_path": tmp_path / "run"}
+    with pytest.raises(Killed):
+        train_here(command_line(finished_run, **flags))
+    monkeypatch.undo()
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert train_here(command_line(finished_run, **flags, resume=True)) == 0
+    assert "holds no checkpoint yet; starting fresh" in capsys.readouterr().out
+    assert record(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_the_only_checkpoint_is_renamed_back_even_without_a_lock_file(stopped, finished_run, lock):
+    """A copied run folder may lack the lock file: a defect once deleted the checkpoint that was being replaced."""
+    for step in (3, 6):
+        shutil.rmtree(stopped / f"step-{step:08d}")
+    (stopped / "step-00000009").rename(stopped / ".partial-step-00000009.replaced")
+    if not lock:
+        (stopped / ".lock").unlink()
+    assert resume(stopped, finished_run) == 0
+    assert record(stopped)["resumed_from"] == "step-00000009"
+
+
+@pytest.mark.parametrize("lost", [2, 7])
+def test_a_lost_line_is_noticed_beside_a_repeated_one(stopped, finished_run, lost):
+    log = (stopped / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    steps = {json.loads(line)["step"]: line for line in log if "loss" in json.loads(line)}
+    log[log.index(steps[lost])] = steps[lost + 1]
+    (stopped / "metrics.jsonl").write_bytes(b"".join(log))
+    assert resume(stopped, finished_run) == 0
+    assert record(stopped)["summary"]["train_time_sec"] is None
+    assert record(stopped)["summary"]["optimizer_steps"] == 12
+
+
+def test_a_file_system_without_locks_is_reported(finished_run, tmp_path, monkeypatch, capsys, snapshot):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run", max_train_steps=1)) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "has no locks" in line]
+    assert without_paths(line, tmp_path) == snapshot
+
+
+def forget_all(checkpoint: Path) -> None:
+    change_manifest(checkpoint, files={})
+
+
+def forget_the_moments(checkpoint: Path) -> None:
+    """The file exists and would be read, but could not be verified."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    change_manifest(checkpoint, files={name: facts for name, facts in files.items() if name != "optimizer.safetensors"})
+
+
+def forget_the_random_state(checkpoint: Path) -> None:
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    change_manifest(checkpoint, files={name: facts for name, facts in files.items() if "random" not in name})
+
+
+def change_manifest(checkpoint: Path, **changes: object) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def list_the_ranks(checkpoint: Path) -> None:
+    change_manifest(checkpoint, topology=[])
+
+
+def nest_deeply(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("[" * 200_000)
+
+
+def empty_the_random_state(checkpoint: Path) -> None:
+    rewrite(checkpoint, checkpoint / "random-00000.safetensors", b"\x02\0\0\0\0\0\0\0{}")
+
+
+def name_a_file_too_long(checkpoint: Path) -> None:
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    change_manifest(checkpoint, files=files | {"x" * 300: {"size": 1, "sha256": "0" * 64}})
+
+
+def mistype_the_state(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"epochs": 3}).encode())
+
+
+def forget_an_epochs_steps(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"steps": ...})
+
+
+def mistype_an_epochs_steps(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"steps": 5.0})
+
+
+def forget_an_epochs_time(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"train_time_sec": ...})
+
+
+def mistype_an_epochs_loss(checkpoint: Path) -> None:
+    change_an_epoch(checkpoint, {"val_loss_avg_global": "low"})
+
+
+def change_an_epoch(checkpoint: Path, values: dict[str, object]) -> None:
+    """``...`` removes a key."""
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    epoch = state["epochs"][0] | values
+    state["epochs"][0] = {key: value for key, value in epoch.items() if value is not ...}
+    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state).encode())
+
+
+def forget_when_it_changed(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    change = {"name": "schedule", "before": None, "after": None}
+    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"changes": [change]}).encode())
+
+
+def take_another_step(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    rewrite(checkpoint, checkpoint / "run_state.json", json.dumps(state | {"step": 8}).encode())
+
+
+FORGERIES = [
+    forget_all,
+    forget_the_moments,
+    forget_the_random_state,
+    list_the_ranks,
+    nest_deeply,
+    empty_the_random_state,
+    name_a_file_too_long,
+    mistype_the_state,
+    forget_an_epochs_steps,
+    mistype_an_epochs_steps,
+    forget_an_epochs_time,
+    mistype_an_epochs_loss,
+    forget_when_it_changed,
+    take_another_step,
+]
+
+
+@pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: forgery.__name__)
+def test_what_the_manifest_cannot_verify_is_not_loaded(stopped, finished_run, capsys, snapshot, forgery):
+    forgery(stopped / "step-00000009")
+    assert resume(stopped, finished_run) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "is refused" in line]
+    assert without_paths(line, stopped) == snapshot
+    assert record(stopped)["resumed_from"] == "step-00000006"
+
+
+def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finished_run, capsys, snapshot):
+    (stopped / "training_metrics.json").write_text('{"schema_version": "2.1", "training_config": {}, "summary": []}')
+    assert resume(stopped, finished_run) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    assert without_paths(line, stopped) == snapshot
+    assert [save["step"] for save in record(stopped)["saves"]] == [12]
+
+
+# Training keeps only known files of a tokenizer, and neither reads nor writes through a link in a run folder.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Data with its tokenizer, and a recipe."""
+    return write_inputs(tmp_path)
+
+
+def kept(folder: Path) -> set[str]:
+    """What a run of one step keeps of the tokenizer."""
+    assert train_here(command_line(folder, max_train_steps=1)) == 0
+    checkpoint = folder / "run" / "step-00000001"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    names = {path.name for path in (checkpoint / "tokenizer").glob("**/*")}
+    assert {f"tokenizer/{name}" for name in names} == {n for n in manifest["files"] if n.startswith("tokenizer/")}
+    return names
+
+
+def test_only_known_files_of_a_tokenizer_are_kept(folder):
+    secret = folder / "secret"
+    secret.write_text("secret")
+    (folder / "tokenizer" / "itself").symlink_to("itself")
+    (folder / "tokenizer" / "notes.txt").symlink_to(secret)
+    (folder / "tokenizer" / "helper.py").write_text("")
+    (folder / "tokenizer" / "deep").mkdir()
+    (folder / "tokenizer" / "chat_template.jinja").write_text("{{ text }}")
+    assert kept(folder) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize("linked", ["tokenizer", "tokenizer/tokenizer.json", "tokenizer/vocab.json"])
+def test_a_linked_tokenizer_is_refused_at_the_start(folder, capsys, linked):
+    path = folder / linked
+    if path.exists():
+        path.rename(folder / "moved")
+    path.symlink_to(folder / "moved" if (folder / "moved").exists() else "vocab.json")
+    assert train_here(command_line(folder, max_train_steps=1)) == 2
+    (line,) = errors(capsys)
+    assert line.startswith(f"error: {folder}/tokenizer: ")
+    assert "is a link" in line
+    assert "cp -rL" in line
+
+
+def test_a_tokenizer_that_brings_code_is_refused_at_the_start(folder, capsys):
+    bring_code(folder / "tokenizer", marker=folder / "ran")
+    assert train_here(command_line(folder, max_train_steps=1)) == 2
+    (line,) = errors(capsys)
+    assert "tokenizer_config.json asks for its own code (auto_map)" in line
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["train.log", "metrics.jsonl", "training_metrics.json", "config.json", "latest"])
+def test_a_run_with_a_linked_file_is_not_resumed(finished_run, stopped, tmp_path, capsys, snapshot, name):
+    outside = tmp_path / "outside"
+    (stopped / name).rename(outside)
+    before = outside.read_bytes()
+    (stopped / name).symlink_to(outside)
+    assert resume(stopped, finished_run) == 2
+    (line,) = errors(capsys)
+    assert without_paths(line, stopped) == snapshot
+    assert outside.read_bytes() == before
+    assert (stopped / name).is_symlink()
+
+
+def test_a_run_with_a_linked_checkpoint_is_not_resumed(finished_run, stopped, tmp_path, capsys):
+    """Otherwise it would resume from an older one, or start fresh if there is none."""
+    moved = Path(shutil.move(stopped / "step-00000009", tmp_path / "moved"))
+    (stopped / "step-00000009").symlink_to(moved)
+    before = checkpoints(stopped)
+    assert resume(stopped, finished_run) == 2
+    (line,) = errors(capsys)
+    assert "step-00000009 is a link" in line
+    assert checkpoints(stopped) == before
+
+
+def test_overwriting_replaces_links(finished_run, copied_run, tmp_path):
+    outside = tmp_path / "outside"
+    (copied_run / "train.log").rename(outside)
+    before = outside.read_bytes()
+    (copied_run / "train.log").symlink_to(outside)
+    assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
+    assert outside.read_bytes() == before
+    assert not (copied_run / "train.log").is_symlink()
+
+
+@pytest.mark.parametrize("flags", [{}, {"dry_run": True}])
+def test_the_lock_is_not_made_through_a_link(finished_run, tmp_path, capsys, snapshot, flags):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / ".lock").symlink_to(tmp_path / "outside")
+    assert train_here(command_line(finished_run, checkpoint_path=run_dir, max_train_steps=1, **flags)) == 2
+    (line,) = errors(capsys)
+    assert without_paths(line, run_dir) == snapshot
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_run_folder_may_itself_be_named_through_a_link(finished_run, stopped, tmp_path):
+    (tmp_path / "named").symlink_to(stopped)
+    assert resume(tmp_path / "named", finished_run) == 0

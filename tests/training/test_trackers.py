@@ -17,7 +17,7 @@ from tracker_stores import READERS, Stored
 from dsgpt.config.options import parse_arguments
 from dsgpt.config.run_config import resolve
 from dsgpt.machine.topology import read_topology
-from dsgpt.training.command import train
+from dsgpt.training.command import train as train_here
 from dsgpt.training.trackers import COLUMNS, CsvTracker, Row, make_folder, open_trackers, row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -80,7 +80,7 @@ def tracked(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("WANDB_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))  # the log of its service
         patch.setenv("HF_TOKEN", "hf_none")  # with a token, Trackio would ask the hub for the user's name
         network.listens = True
-        assert train(command_line(finished_run, **LONG, checkpoint_path=run_dir, track=ALL)) == 0
+        assert train_here(command_line(finished_run, **LONG, checkpoint_path=run_dir, track=ALL)) == 0
         lines, first = lines_of(run_dir), {name: read(run_dir / "trackers") for name, read in READERS.items()}
         (run_dir / "RUN_COMPLETE.txt").unlink()
         shutil.rmtree(run_dir / "step-00000012")
@@ -148,7 +148,7 @@ def test_a_tracker_that_fails_is_reported_once_and_not_called_again(finished_run
 
     monkeypatch.setattr(CsvTracker, "log", refuse)
     flags = {"max_train_steps": 3, "steps_per_print": 1, "track": "csv,csv", "checkpoint_path": tmp_path / "run"}
-    assert train(command_line(finished_run, **flags)) == 0
+    assert train_here(command_line(finished_run, **flags)) == 0
     assert len(calls) == 1
     told = [line for line in (tmp_path / "run" / "train.log").read_text().splitlines() if "--track" in line]
     assert told == [
@@ -169,8 +169,8 @@ def test_a_table_begun_at_a_resume_has_the_earlier_steps(stopped, finished_run):
 
 def test_an_overwrite_removes_what_trackers_stored(finished_run, tmp_path):
     flags = {"checkpoint_path": tmp_path / "run", "max_train_steps": 1}
-    assert train(command_line(finished_run, **flags, track="csv")) == 0
-    assert train(command_line(finished_run, **flags, overwrite=True)) == 0
+    assert train_here(command_line(finished_run, **flags, track="csv")) == 0
+    assert train_here(command_line(finished_run, **flags, overwrite=True)) == 0
     assert not (tmp_path / "run" / "trackers").exists()
 
 

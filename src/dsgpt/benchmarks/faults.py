@@ -204,9 +204,9 @@ runs the campaign on your machine.
 
 {_summary(record)}
 
-Recovered means: `--resume` with the same command ended with exit code 0; every loss, gradient norm, learning rate and
-validation loss of the run equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}; no step is
-missing or logged twice; and no process of the launch was left.
+Recovered means four things. `--resume` with the same command ended with exit code 0. Every loss, gradient norm,
+learning rate and validation loss equals that of an undisturbed run to the last bit, with dropout {work["dropout"]}. No
+step is missing or logged twice. No process of the launch was left.
 
 {runs}
 

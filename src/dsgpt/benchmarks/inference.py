@@ -136,9 +136,9 @@ Every engine answered the same {found.requests} requests: {found.prompt_tokens:,
 {found.new_tokens:,} new tokens, greedily, in fp32. A trace with seed {found.seed} says when they arrive (Poisson) and
 how long each is; the prompts are random ids, so that no engine can reuse what it computed for another. At concurrency
 c, an engine works on at most c requests at once, and the others wait in a queue. On average a request arrives every
-2 S / c seconds, where S = {found.alone_sec:.4f} s is the mean time of a request that this project answers alone: an
-engine that decoded c requests as fast as one would be busy half of the time. The arrivals do not wait for the engine:
-if it is slower than they are, the queue grows until the trace ends, and so do latency and queue time.
+2 S / c seconds. S = {found.alone_sec:.4f} s is the mean time of a request that this project answers alone. An engine
+that decoded c requests as fast as one would be busy half of the time. The arrivals do not wait for the engine: if it
+is slower than they are, the queue grows until the trace ends, and so do latency and queue time.
 
 The engines took turns, {found.repeats} at each concurrency, after a warm-up. Throughput is the median of the turns,
 with the smallest and largest value behind it; percentiles are of the requests of all turns. All turns took

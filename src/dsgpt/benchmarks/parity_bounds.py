@@ -3,10 +3,10 @@
 How far a training may differ from the reference, as its arithmetic allows. On a CPU no bound is wider than about three
 times what was measured there. In fp32 only the order of sums differs. In bf16 every product is rounded to 8 binary
 digits, but the reference takes the same micro batches and rounds where the strategy does. So the first gradient and
-the first update are equal in six digits: a training that sums in another precision, drops or doubles a micro batch,
-decays a bias or has another epsilon is out of bounds. Later steps differ more under every strategy: one weight that is
-rounded in the other direction changes the products of the next step, and after 20 steps loss and weights differ as if
-every product had been rounded once more.
+the first update are equal in six digits. A training that sums in another precision, drops or doubles a micro batch,
+decays a bias or has another epsilon is out of bounds. Later steps differ more under every strategy, because one weight
+that is rounded in the other direction changes the products of the next step. After 20 steps loss and weights differ as
+if every product had been rounded once more.
 
 On a GPU nothing was measured yet. The bounds of 16-bit precisions there allow for a different rounding of every
 product, in the first step too. A sum in another precision, or a bias that decays, is within them

@@ -21,22 +21,28 @@ the steps and after the last. The last batch is padded, so ranks and micro batch
 of them none. The reference takes the mean over all targets, one sequence after the other.
 
 In bf16 every product is rounded to 8 binary digits, and differently for another split of the batch. So the reference
-takes the micro batches of the training that it is compared with, and rounds gradients between ranks where the strategy
-is known to do so (ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never)."""
+takes the micro batches of the training that it is compared with. It rounds gradients between ranks where the strategy
+is known to do so: ZeRO 0 and 1 once per step, 2 and 3 every micro batch; DDP, FSDP and sequence ranks never."""
 _ROUNDED_ON_CPU = """First gradient and first update are then equal in six digits. There are three exceptions with wider
 bounds: tensor and sequence parallelism round other products, a pipeline rounds the tied embedding's gradient
 differently, and more than two ranks add up in an undefined order."""
 _ROUNDED_ON_CUDA = """Kernels of GPUs add up in other orders, and the effect was not measured yet: the bounds of 16-bit
 precisions allow for a different rounding of every product."""
-_UNSEEN = """These bounds cannot detect the following: errors in the keys' biases, which are left out of the weights
-(softmax ignores what all keys share, so their gradient is only rounding, of which Adam makes full steps); {on_device};
-and errors that need more steps than these trainings take. The reference takes token files and the order of samples from
-the product, which tests them separately. Of the schedules, the cosine and the constant rate are compared with the
-reference's own formula; `WarmupLR` and `WarmupDecayLR` have tests against given values (`tests/optimization`)."""
-_UNSEEN_ON_CPU = """in bf16, errors that change loss or weights after the first update by less than one more rounding of
-every product; under tensor and sequence parallelism in bf16, a sum in the wrong precision"""
-_UNSEEN_ON_CUDA = """in 16-bit precisions, errors that change gradients, loss or weights by less than one more rounding
-of every product, for example a sum in the wrong precision or a bias that decays (such bugs are planted on CPUs only)"""
+_UNSEEN = """These bounds cannot detect the following:
+
+* errors in the keys' biases, which are left out of the weights: softmax ignores what all keys share, so their gradient
+  is only rounding, of which Adam makes full steps;
+{on_device}
+* errors that need more steps than these trainings take.
+
+The reference takes token files and the order of samples from the product, which tests them separately. Of the
+schedules, the cosine and the constant rate are compared with the reference's own formula. `WarmupLR` and
+`WarmupDecayLR` have tests against given values (`tests/strategies`)."""
+_UNSEEN_ON_CPU = """* in bf16, errors that change loss or weights after the first update by less than one more rounding
+  of every product;
+* under tensor and sequence parallelism in bf16, a sum in the wrong precision;"""
+_UNSEEN_ON_CUDA = """* in 16-bit precisions, errors that change gradients, loss or weights by less than one more
+  rounding of every product, for example a sum in the wrong precision or a bias that decays (planted on CPUs only);"""
 
 
 def _why_of_1_1(device: str) -> str:

@@ -249,7 +249,7 @@ def _validate(config: RunConfig, model: GPT2, device: torch.device) -> tuple[flo
 def learning_rate(scheduler: SchedulerRecipe | None, *, base: float, total_steps: int, step: int) -> float:
     """The learning rate of optimizer step ``step`` (the first is 1), by DeepSpeed's documentation of the schedule.
 
-    WarmupCosineLR with logarithmic warm-up (deepspeed.readthedocs.io, "Learning Rate Schedulers"): with w steps of
+    WarmupCosineLR with logarithmic warm-up (deepspeed.readthedocs.io, "Learning Rate Schedulers"). With w steps of
     warm-up and n in all, counter i gives log(i + 1) / log(w) up to w, then half a cosine from 1 down to the lowest
     ratio. The counter starts at -1 and is advanced after a step, so both of the first two steps are at the start of the
     warm-up.

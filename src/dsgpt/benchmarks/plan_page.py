@@ -99,18 +99,19 @@ METHOD = (
 * **the loss**: all kept activations, the logits of a chunk of tokens, and the gradient of the head, which the fused
   loss computes at once;
 * **the backward pass**: at its beginning the kept activations and the gradient of a block's widest layer;
-* **the reduction of gradients**: at the end those of all blocks and of the embedding's lookup, which is dense; with
-  ZeRO-2 and 3 and with FSDP earlier, whenever a bucket is full or a block is done, from a copy;
+* **the reduction of gradients**. At the end those of all blocks and of the embedding's lookup, which is dense. With
+  ZeRO-2 and 3 and with FSDP earlier, from a copy, whenever a bucket is full or a block is done;
 * **the optimizer's step**: gradients and their copies, as `planner/memory.py` describes for each strategy.
 
 Model state comes from `planner/model_state.py`, which is exact. What a block keeps is counted in units of the residual
-stream, u = tokens x width x bytes of a number: 1 for the output of each of two LayerNorms, 3 for queries, keys and
-values, 1 for the attention's output, 1 for the residual sum after it, 4 for the inner layer of the MLP before GELU and
-4 after, 1 for the block's output. That is **16u**, besides 4 bytes of statistics per token and head, and per token and
-LayerNorm. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34 where this has 16, and a term that is quadratic in
-the tokens. The 34 are bytes per element in 16-bit precision: 16 numbers of 2 bytes, the same as here, and 1 byte each
-for two dropout masks, which do not exist without dropout. The quadratic term is that of the attention's scores, their
-softmax and its mask, of which the fused attention keeps only one number per token and head.
+stream, u = tokens x width x bytes of a number. The attention's half has 1 for the output of its LayerNorm, 3 for
+queries, keys and values, 1 for its output, 1 for the residual sum after it. The MLP's half has 1 for the output of its
+LayerNorm, 4 for the inner layer before GELU and 4 after, 1 for the block's output. That is **16u**, besides 4 bytes of
+statistics per token and head, and per token and LayerNorm. Korthikanti et al. (arXiv 2205.05198, section 4.1) have 34
+where this has 16, and a term that is quadratic in the tokens. The 34 are bytes per element in 16-bit precision: 16
+numbers of 2 bytes, the same as here, and 1 byte each for two dropout masks, which do not exist without dropout. The
+quadratic term is that of the attention's scores, their softmax and its mask, of which the fused attention keeps only
+one number per token and head.
 
 With T tensor ranks the inner parts of attention and MLP, 12 of the 16, are divided by T. With sequence ranks the tokens
 are divided, and the attention's output is kept before and after the all-to-all, 1u more. A pipeline stage keeps the
@@ -131,8 +132,8 @@ counts it; on a GPU it does not. PyTorch's `MemTracker` is a second witness in c
 it is told of the model state, and follows other tensors from the dispatcher. Step times are measured in other
 processes, without a profiler, in rounds in which all cells take turns.
 
-No GPU took part. What is assumed for one: the same tensors as here; chunks of the loss of 256 instead of 32 million
-logits, with the softmax over a whole chunk; fused attention that keeps what the CPU's does. The allocator's rounding
+No GPU took part. For one, the same tensors as here are assumed, and fused attention that keeps what the CPU's does.
+Chunks of the loss have 256 instead of 32 million logits, with the softmax over a whole chunk. The allocator's rounding
 and fragmentation, CUDA's context (about 0.5 GB), cuBLAS's workspaces and NCCL's buffers are not in the prediction.""",
     ),
 )

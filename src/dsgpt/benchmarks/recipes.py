@@ -156,7 +156,7 @@ The field's published settings are for models of 100 million parameters and more
 tokens. A model of two million parameters that sees less than a million tokens learns more with small batches and a
 higher rate. Every training here sees the same number of tokens of the demo's text, whatever its batch. The choice is
 made on seed {record["trials"][0]["seed"]}: the best of those whose doubled rate is no worse, so that it is not the
-last rate before training becomes unstable; then single changes of it, if any. Three other
+last rate before training becomes unstable. Single changes of that one follow, if any. Three other
 seeds, which change the initial weights and the order of the text, show what the choice is worth.
 
 Machine: {machine_words(hardware)}; {hardware["device"]}. Commit `{record["git_commit"]}`, {record["timestamp_utc"]}."""

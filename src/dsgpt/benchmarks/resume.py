@@ -150,8 +150,8 @@ Generated from `{source}` by
 
 * **{_passed(pairs)} of {len(pairs)} pairs**, drawn with seed {record["seed"]}: one strategy trains
   {work["saved"]} steps and saves, another one resumes with `--resume` for {work["steps"] - work["saved"]} more, on
-  other ranks and with other accumulation. Every loss is compared with that of an undisturbed baseline; allowed are
-  {record["bound"]:g}, at every step and {_validations(work)}.
+  other ranks and with other accumulation. Every loss may differ by at most {record["bound"]:g} from that of an
+  undisturbed baseline, at every step and {_validations(work)}.
 * **{_passed(rewritten)} of {len(rewritten)} rewritings**: every strategy loads the same checkpoint and writes it
   again. The two checkpoints must be equal, byte for byte, and the ranks must compute with the checkpoint's weights,
   rounded to the precision. Validation loss of the loaded weights, against the baseline's:
@@ -171,7 +171,8 @@ def _validations(work: dict[str, Any]) -> str:
         return "in the last validation"
     return (
         f"in the validations after steps {work['saved']} (before the target's first step) to {work['steps']}, every "
-        f"{work['validated_every']},\n  of {work['validation_windows']} sequences, which leave the last batch padded"
+        f"{work['validated_every']}.\n"
+        f"  They are of {work['validation_windows']} sequences, which leave the last batch padded"
     )
 
 

@@ -1,44 +1,146 @@
-"""The pictures of the compare page: curves, bars and tables, in Vega-Lite.
-
-Vega-Lite for the pictures of the dashboard: lines and bars, one look per run. Colours are the theme's, which Streamlit
-sets: the palette of the charts, in the order of the names.
-"""
+"""Curves of runs: their points, the picture of them in Vega-Lite, and the curves of several seeds as one."""
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsgpt.charts.comparison import speed_up
+from dsgpt.charts.comparison import ROWS
 from dsgpt.common.text import NO_DIFFERENCE, no_difference
-from dsgpt.dashboard import formats
-from dsgpt.dashboard.runs import is_reference
-from dsgpt.dashboard.steps import POINTS, Steps, Values, kept, smoothed
-from dsgpt.dashboard.summaries import cost
+from dsgpt.dashboard.figures import ZOOM, figure
+from dsgpt.dashboard.steps import Steps, Values
+from dsgpt.dashboard.summaries import grouped, is_reference
+from dsgpt.record.equal_work import inference_stamps, judge
 from dsgpt.record.runs import Run
-from dsgpt.record.suites import TITLES, Concurrency
-from dsgpt.record.sweeps import Comparison, Spread, Sweep
+from dsgpt.record.work import NOTED
 
-ZOOM = "zoom"
-"""The part of a picture of lines that is shown."""
+POINTS = 1200
+"""Of a curve in a picture: about one for each pixel of its width."""
 HEIGHT = 300
 """Of a picture without its legend, in pixels."""
 ROW_HEIGHT, LINE_HEIGHT = 7, 15
 """Of a legend: what a name adds to its lines, and a line, in pixels."""
 LINE = 42
 """Letters of a line of a legend: so many are seen on a phone."""
-ROOM = 1.2
-"""For the value behind the longest bar."""
 _BREAK = re.compile(rf".{{1,{LINE}}}$|.{{1,{LINE - 1}}}[-_/. ]|.{{1,{LINE}}}")
 """A line of a long name: up to a sign that parts its words, if there is one."""
 NUMBERS = {"labelExpr": "abs(datum.value) < 1 ? format(datum.value, '.6~g') : format(datum.value, '~s')"}
 """Of an axis: 12k, but 0.002 in place of 2m, which reads as minutes or millions."""
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2, 1, 2], [10, 4], [1, 3], [6, 2, 2, 2]]
 """Beside the colours, for the colour-blind and for grey print."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve in full, in the units of its axes."""
+
+    name: str
+    x: Values
+    y: Values
+    low: Values | None = None
+    """The least of the curves whose mean this is; None if it is one curve."""
+    high: Values | None = None
+
+
+def labels(names: Sequence[str]) -> dict[str, str]:
+    """Short names: without the folders, unless two runs would have the same. Those of another machine say so."""
+    short = [name.rpartition("/")[2] + (" (another machine)" if is_reference(name) else "") for name in names]
+    return {name: own if short.count(own) == 1 else name for name, own in zip(names, short, strict=True)}
+
+
+def smoothed(values: Values, *, window: int) -> Values:
+    """The mean of each value and the ``window - 1`` before it, shape (n,); NaN counts as missing."""
+    if window <= 1 or len(values) == 0:
+        return values
+    known = ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    amount = counts[ends] - counts[starts]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(amount > 0, (sums[ends] - sums[starts]) / amount, np.nan)
+
+
+def thinned(values: Values, *, points: int = POINTS) -> NDArray[np.intp]:
+    """The places of at most ``points`` values: of each stretch the smallest and the largest, so no peak is lost.
+
+    The first and the last value are always among them. NaN is only where a stretch holds nothing else.
+
+    Args:
+        values: shape (n,), in the order in which they are drawn.
+        points: at least 4.
+
+    Returns:
+        Ascending, each once.
+    """
+    if len(values) <= points:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), (points - 2) // 2 + 1).astype(np.intp)
+    low, high = np.where(np.isnan(values), np.inf, values), np.where(np.isnan(values), -np.inf, values)
+    places = [0, len(values) - 1]
+    for start, end in pairwise(edges):
+        places += [start + int(low[start:end].argmin()), start + int(high[start:end].argmax())]
+    return np.unique(places)
+
+
+def points(series: Sequence[Series], *, most: int | None = None) -> dict[str, list[Any]]:
+    """The fields ``run``, ``x`` and ``y`` of at most ``most`` points of each curve, or of all.
+
+    If a curve has a band, also ``low`` and ``high``.
+    """
+    table: dict[str, list[Any]] = {"run": [], "x": [], "y": []}
+    if any(each.low is not None for each in series):
+        table |= {"low": [], "high": []}
+    for each in series:
+        low, high = each.y if each.low is None else each.low, each.y if each.high is None else each.high
+        places = np.arange(len(each.y))
+        if most is not None:
+            drawn = [each.y] if each.low is None else [each.y, low, high]
+            places = np.unique(np.concatenate([thinned(values, points=most // len(drawn)) for values in drawn]))
+        places = places[~(np.isnan(each.x[places]) | np.isnan(each.y[places]))]
+        columns = {"x": each.x, "y": each.y, "low": low, "high": high}
+        for field in table:
+            table[field] += [each.name] * len(places) if field == "run" else columns[field][places].tolist()
+    return table
+
+
+def show_curves(
+    series: Sequence[Series],
+    names: Sequence[str],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    key: str,
+    most: int = POINTS,
+    level: int = 3,
+    keeps_zoom: bool = False,
+    **picture: Any,
+) -> None:
+    """Show curves of the runs ``names`` with their numbers: as ``figure`` and, for ``picture``, as ``lines`` do.
+
+    ``most`` limits the points that are drawn of a curve.
+    """
+    titles = {"x": x, "y": y, "low": "least", "high": "most"}
+    ends = {each.name: each.y[~np.isnan(each.y)] for each in series}
+    in_words = "; ".join(f"{name} ends at {known[-1]:.4g}" for name, known in ends.items() if len(known))
+    figure(
+        lines(names, x=x, y=y, band=any(each.low is not None for each in series), **picture),
+        points=points(series, most=most),
+        numbers=lambda: {titles.get(field, field): values for field, values in points(series).items()},
+        title=title,
+        alternative=f"{y}: {in_words or 'nothing recorded'}",
+        key=key,
+        level=level,
+        keeps_zoom=keeps_zoom,
+    )
 
 
 def lines(
@@ -72,7 +174,7 @@ def lines(
     encoding: dict[str, Any] = {
         "x": {"field": "x", "type": "quantitative", "title": x, "axis": {**NUMBERS, "grid": False}},
         "y": {"field": "y", "type": "quantitative", "title": y, "scale": scale},
-        **_look(names, drawn or names),
+        **look(names, drawn or names),
         "tooltip": [
             {"field": "run", "type": "nominal", "title": "run"},
             {"field": "x", "type": "quantitative", "title": x, "format": ",.6~g"},
@@ -86,53 +188,20 @@ def lines(
     with_ctrl = "wheel![event.ctrlKey]"  # the wheel alone scrolls the page
     zoom = {"name": ZOOM, "select": {"type": "interval", "zoom": with_ctrl}, "bind": "scales"}
     curve = {"mark": {"type": "line", "strokeWidth": 1.7, "clip": True}, "encoding": encoding, "params": [zoom]}
-    legend = sum(ROW_HEIGHT + LINE_HEIGHT * len(in_lines(name)) for name in drawn or names) if len(names) > 1 else 0
-    ranges = {**{key: encoding[key] for key in ("x", "color")}, "y": {**encoding["y"], "field": "low"}}
-    area = {"mark": {"type": "area", "opacity": 0.2, "clip": True}, "encoding": {**ranges, "y2": {"field": "high"}}}
-    around = [*([area] if band else []), curve, *_rules(rules or {})]
-    return {"height": HEIGHT + legend, **({"layer": around} if len(around) > 1 else curve)}
-
-
-def _rules(rules: Mapping[str, float]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    once: dict[str, Any] = {"data": {"values": [{}]}}
-    for label, value in rules.items():
-        at = {"datum": value, "type": "quantitative"}
+    layers: list[dict[str, Any]] = [curve]
+    if band:
+        ranges = {**{key: encoding[key] for key in ("x", "color")}, "y": {**encoding["y"], "field": "low"}}
+        mark = {"type": "area", "opacity": 0.2, "clip": True}
+        layers.insert(0, {"mark": mark, "encoding": {**ranges, "y2": {"field": "high"}}})
+    for label, value in (rules or {}).items():
+        at: dict[str, Any] = {"datum": value, "type": "quantitative"}
+        once: dict[str, Any] = {"data": {"values": [{}]}}
         rule = {"type": "rule", "strokeDash": [4, 4], "aria": False}
         text = {"type": "text", "text": label, "align": "left", "dx": 4, "dy": -6}
-        found.append({**once, "mark": rule, "encoding": {"y": at}})
-        found.append({**once, "mark": text, "encoding": {"y": at, "x": {"value": 0}}})
-    return found
-
-
-def bars(names: Sequence[str], *, x: str, values: Sequence[Any], groups: Sequence[str] = ()) -> dict[str, Any]:
-    """A horizontal bar from 0 for each name, which is above it; the fields are ``run``, ``value`` and ``label``.
-
-    Args:
-        names: of the runs, from the top.
-        x: title of the axis, with its unit.
-        values: of the bars; None where there is none.
-        groups: by the field ``group``, bars of one group have one colour; without, each has its own.
-    """
-    run = {"field": "run", "type": "nominal", "sort": list(names), "title": None}
-    most = max((value for value in values if value), default=None)
-    scale = {"zero": True} if most is None else {"zero": True, "domainMax": ROOM * most}
-    base = {
-        "y": {**run, "axis": None},
-        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": NUMBERS},
-        "tooltip": [{**run, "title": "run"}, {"field": "value", "type": "quantitative", "title": x, "format": ",.6~g"}],
-    }
-    colour = {**_look(names, names)["color"], "legend": None}
-    if groups:
-        colour |= {"field": "group", "scale": {"domain": list(dict.fromkeys(groups))}}
-    text = {"type": "text", "align": "left"}
-    value = {"mark": {**text, "dx": 5, "dy": 8}, "encoding": {**base, "text": {"field": "label"}}}
-    name = {
-        "mark": {**text, "dy": -11, "limit": {"expr": "width"}},
-        "encoding": {**base, "x": {"value": 0}, "text": run},
-    }
-    bar = {"mark": {"type": "bar", "height": 16, "yOffset": 8}, "encoding": {**base, "color": colour}}
-    return {"height": {"step": 44}, "layer": [bar, value, name]}
+        layers.append({**once, "mark": rule, "encoding": {"y": at}})
+        layers.append({**once, "mark": text, "encoding": {"y": at, "x": {"value": 0}}})
+    legend = sum(ROW_HEIGHT + LINE_HEIGHT * len(in_lines(name)) for name in drawn or names) if len(names) > 1 else 0
+    return {"height": HEIGHT + legend, **({"layer": layers} if len(layers) > 1 else curve)}
 
 
 def in_lines(name: str) -> list[str]:
@@ -140,9 +209,8 @@ def in_lines(name: str) -> list[str]:
     return [name] if len(name) <= LINE else _BREAK.findall(name)
 
 
-def _look(names: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
-    """Colours and dashes in the order of ``names``, and a legend of ``drawn``."""
-    domain = list(names)
+def look(names: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
+    """Colours and dashes in the order of ``names``, and a legend of ``drawn``, as Vega-Lite's channels."""
     legend = {
         "orient": "bottom",
         "columns": 1,
@@ -154,253 +222,108 @@ def _look(names: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
         "symbolStrokeWidth": 2,
         "symbolOpacity": 1,
     }
-    run = {
-        "field": "run",
-        "type": "nominal",
-        "title": None,
-        "legend": legend if len(domain) > 1 else None,
-    }
-    dashes = [DASHES[place % len(DASHES)] for place in range(len(domain))]
+    run = {"field": "run", "type": "nominal", "title": None, "legend": legend if len(names) > 1 else None}
+    dashes = [DASHES[place % len(DASHES)] for place in range(len(names))]
     return {
-        "color": {**run, "scale": {"domain": domain}},
-        "strokeDash": {**run, "scale": {"domain": domain, "range": dashes}},
+        "color": {**run, "scale": {"domain": list(names)}},
+        "strokeDash": {**run, "scale": {"domain": list(names), "range": dashes}},
     }
 
 
-# Points of the pictures of curves: losses against an axis, and the difference of two runs.
-
-Table = dict[str, list[object]]
-LEAST_DIFFERENCE = 1e-8
-"""Where a difference is drawn that is exactly 0: a logarithmic axis has no 0. It is below fp32's rounding of a loss."""
+# Runs that differ in the seed alone, shown as one: the mean of each figure, and its range.
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A horizontal axis."""
+def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in their order; those of the same work and setup but for the seed are one group."""
 
-    column: str
-    """Of ``Steps``."""
-    title: str
-    scale: float = 1.0
-    """Units of the column per unit of the axis."""
+    def setups(run: Run) -> set[frozenset[tuple[str, str | None]]]:
+        return {
+            frozenset((key, value) for key, value in each.setup.items() if key not in NOTED) for each in run.segments
+        }
 
+    def alike(one: Run, other: Run) -> bool:
+        seed, other_seed = one.work["seed"], other.work["seed"]
+        if None in (seed, other_seed) or seed == other_seed or setups(one) != setups(other):
+            return False
+        same = replace(other, work={**other.work, "seed": seed})
+        return judge([one, same]).answer == "yes" and not inference_stamps([one, other])
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A curve in full, in the units of its axes."""
-
-    name: str
-    x: Values
-    y: Values
-    low: Values | None = None
-    """The least of the curves whose mean this is; None if it is one curve."""
-    high: Values | None = None
+    return grouped(runs, lambda group, run: all(alike(each, run) for each in group))
 
 
-def axes(price: float | None) -> dict[str, Axis]:
-    """The axes of a loss, by name; ``price`` is that of a device hour."""
-    found = {
-        "steps": Axis("step", "optimizer steps"),
-        "tokens": Axis("tokens", "tokens"),
-        "time": Axis("train_time_sec", "training time (s)"),
-    }
-    if price:
-        found["money"] = Axis("train_time_sec", "cost of all devices ($)")
-    return found
+def mean_run(group: Sequence[Run]) -> Run:
+    """The mean of every figure that all runs of a group have; a group of one is its run."""
+    first = group[0]
+    if len(group) == 1:
+        return first
+    figures: dict[str, Any] = {}
+    for field in fields(Run):
+        if field.type == float | None:
+            values = [getattr(run, field.name) for run in group]
+            figures[field.name] = None if None in values else float(np.mean(values))
+    latencies = [latency for run in group for latency in run.latency_range or ()]
+    return replace(
+        first,
+        **figures,
+        name=f"{first.name} (mean of {len(group)} seeds)",
+        status=next((run.status for run in group if run.status != "completed"), first.status),
+        segments=tuple(segment for run in group for segment in run.segments),
+        work={**first.work, "seed": ", ".join(sorted((run.work["seed"] for run in group), key=int))},
+        latency_range=(min(latencies), max(latencies)) if latencies else None,
+        notes=tuple(f"{run.name}: {note}" for run in group for note in run.notes),
+    )
 
 
-def money_per_second(price: float | None, devices: float | None) -> float | None:
-    """What all devices of a run cost in a second."""
-    return None if price is None or devices is None else price * devices / 3600
+def aligned(group: Sequence[Steps]) -> list[Steps]:
+    """Each with the steps and the validations that all have."""
+    if len(group) == 1:
+        return [*group]
+    train, validation = (
+        reduce(np.intersect1d, [getattr(each, part)["step"] for each in group]) for part in ("train", "validation")
+    )
+    return [replace(each, train=_at(train, each.train), validation=_at(validation, each.validation)) for each in group]
 
 
-def loss_series(
-    name: str, steps: Steps, *, validation: bool, axis: Axis, factor: float = 1.0, window: int = 1
-) -> Series:
-    """The losses of a run.
+def _at(steps: Values, columns: Mapping[str, Values]) -> dict[str, Values]:
+    places = np.isin(columns["step"], steps)
+    return {name: values[places] for name, values in columns.items()}
 
-    Args:
-        name: of the run.
-        steps: of the run.
-        validation: the losses of validations, not of training steps.
-        axis: the horizontal one.
-        factor: of the values on it; money per second, for example.
-        window: of the trailing mean, in points.
+
+def mean_steps(group: Sequence[Steps]) -> Steps:
+    """The mean of every column of aligned steps."""
+    if len(group) == 1:
+        return group[0]
+    train = {name: np.mean([each.train[name] for each in group], axis=0) for name in group[0].train}
+    validation = {name: np.mean([each.validation[name] for each in group], axis=0) for name in group[0].validation}
+    return replace(group[0], train=train, validation=validation)
+
+
+def band(group: Sequence[Series], *, name: str) -> Series:
+    """The mean of curves of aligned steps, and their least and most; a group of one is its curve."""
+    if len(group) == 1:
+        return group[0]
+    y = np.stack([each.y for each in group])
+    x = np.mean([each.x for each in group], axis=0)
+    return Series(name=name, x=x, y=y.mean(axis=0), low=y.min(axis=0), high=y.max(axis=0))
+
+
+def with_ranges(rows: Sequence[Sequence[str]], groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+    """The rows of ``charts.comparison.result_rows``, with the range of what was measured beside each mean.
+
+    Means whose ranges overlap have no difference.
     """
-    columns, key = (steps.validation, "val_loss") if validation else (steps.train, "loss")
-    return Series(name=name, x=columns[axis.column] * factor / axis.scale, y=smoothed(columns[key], window=window))
-
-
-def difference(name: str, steps: Steps, baseline: Steps, *, validation: bool = False) -> Series:
-    """The distance of a run's loss from the baseline's at each step that both recorded; at least the least."""
-    key = "val_loss" if validation else "loss"
-    ours, theirs = (each.validation if validation else each.train for each in (steps, baseline))
-    common, own, other = np.intersect1d(ours["step"], theirs["step"], assume_unique=True, return_indices=True)
-    distance = np.abs(ours[key][own] - theirs[key][other])
-    return Series(name=name, x=common, y=np.maximum(distance, LEAST_DIFFERENCE))
-
-
-def points(series: Sequence[Series], *, most: int = POINTS) -> Table:
-    """The fields ``run``, ``x`` and ``y`` of at most ``most`` points of each curve: what a picture needs.
-
-    If a curve has a band, also ``low`` and ``high``.
-    """
-
-    def chosen(each: Series) -> NDArray[np.signedinteger[Any]]:
-        drawn = [values for values in (each.y, each.low, each.high) if values is not None]
-        return np.unique(np.concatenate([kept(values, points=most // len(drawn)) for values in drawn]))
-
-    return _table(series, chosen)
-
-
-def numbers(series: Sequence[Series], *, x: str, y: str) -> Table:
-    """Every point, under the headings ``x`` and ``y``."""
-    table = _table(series, lambda each: np.arange(len(each.y)))
-    titles = {"x": x, "y": y, "low": "least", "high": "most"}
-    return {titles.get(field, field): values for field, values in table.items()}
-
-
-def _table(series: Sequence[Series], places: Callable[[Series], NDArray[np.signedinteger[Any]]]) -> Table:
-    table: Table = {"run": [], "x": [], "y": []}
-    if banded := any(each.low is not None for each in series):
-        table |= {"low": [], "high": []}
-    for each in series:
-        chosen = places(each)
-        chosen = chosen[~(np.isnan(each.x[chosen]) | np.isnan(each.y[chosen]))]
-        table["run"] += [each.name] * len(chosen)
-        table["x"] += each.x[chosen].tolist()
-        table["y"] += each.y[chosen].tolist()
-        if banded:
-            for field, values in (("low", each.low), ("high", each.high)):
-                table[field] += (each.y if values is None else values)[chosen].tolist()
-    return table
-
-
-def labels(names: Sequence[str]) -> Mapping[str, str]:
-    """Short names: without the folders, unless two runs would have the same. Those of another machine say so."""
-    short = [name.rpartition("/")[2] + (" (another machine)" if is_reference(name) else "") for name in names]
-    return {name: own if short.count(own) == 1 else name for name, own in zip(names, short, strict=True)}
-
-
-def described(series: Sequence[Series], *, y: str) -> str:
-    """The curves in words: where each ends."""
-    ends = {each.name: each.y[~np.isnan(each.y)] for each in series}
-    parts = [f"{name} ends at {known[-1]:.4g}" for name, known in ends.items() if len(known)]
-    return f"{y}: " + ("; ".join(parts) or "nothing recorded")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """A figure of a run."""
-
-    title: str
-    """With its unit."""
-    value: Callable[[Run, Run], float | None]
-    """Of the baseline and the run."""
-    form: Callable[[float | None], str]
-    compares: bool = False
-    """Whether it is a ratio to the baseline, which only equal work allows."""
-
-
-def efficiency(base: Run, run: Run) -> float | None:
-    """The speed-up per device, of the devices of the baseline; 1 is ideal."""
-    ratio = speed_up(base, run)
-    if ratio is None or not base.device_count or not run.device_count:
-        return None
-    return ratio * base.device_count / run.device_count
-
-
-def _memory(base: Run, run: Run) -> float | None:
-    """Of one kind for all: on GPUs what PyTorch allocated, otherwise the resident memory of rank 0."""
-    found = run.gpu_memory if base.gpu_memory is not None else run.host_memory
-    return None if found is None else found / 1e9
-
-
-def measures(price: float | None) -> Mapping[str, Measure]:
-    """Every measure by its short name; ``price`` is that of a device hour."""
-    found = {
-        "time": Measure(title="training time (s)", value=lambda _, run: run.train_time, form=formats.seconds),
-        "throughput": Measure(
-            title="tokens/s, all devices", value=lambda _, run: run.tokens_per_sec, form=formats.rate
-        ),
-        "speed-up": Measure(title="speed-up in training time", value=speed_up, form=formats.times, compares=True),
-        "efficiency": Measure(title="speed-up per device", value=efficiency, form=formats.share, compares=True),
-        "memory": Measure(title="peak memory of rank 0 (GB)", value=_memory, form=_gigabytes),
-        "latency": Measure(
-            title="inference latency, batch 1 (s)", value=lambda _, run: run.inference_latency, form=formats.seconds
-        ),
-    }
-    if price:
-        found["money"] = Measure(
-            title="cost of all devices ($)", value=lambda _, run: cost(run, price), form=formats.money
-        )
-    return found
-
-
-def _gigabytes(value: float | None) -> str:
-    return formats.memory(None if value is None else value * 1e9)
-
-
-def bar_points(runs: Sequence[Run], measure: Measure) -> Table:
-    """The fields ``run``, ``value`` and ``label``; the first run is the baseline. Unknown values have no bar."""
-    values = [measure.value(runs[0], run) for run in runs]
-    return {
-        "run": [run.name for run in runs],
-        "value": list(values),
-        "label": [measure.form(value) for value in values],
-    }
-
-
-def as_table(rows: Sequence[Sequence[str]], *, first: str) -> Table:
-    """Rows of ``reports.comparison``, the first of which is the header, as columns; equal headings get a number."""
-    header, *body = rows
-    table: Table = {}
-    for place, heading in enumerate(header):
-        name = heading or first
-        table[name if name not in table else f"{name} ({place})"] = [row[place] for row in body]
-    return table
-
-
-def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
-    """A row for each cell of a comparison of a sweep, the baseline first."""
-    base = sweep.cell(comparison.baseline)
-    compared = {each.cell: each for each in comparison.cells}
-    cells = [base, *(sweep.cell(name) for name in compared if name != base.name)]
-    found = [compared.get(cell.name) for cell in cells]
-    return {
-        "cell": [cell.name for cell in cells],
-        "devices": [cell.devices for cell in cells],
-        "tokens/s": [float(round(cell.tokens_per_sec.median)) if cell.tokens_per_sec else None for cell in cells],
-        "speed-up": [1.0 if each is None else _median(each.speed_up) for each in found],
-        "smallest": [None if each is None or not each.speed_up else each.speed_up.smallest for each in found],
-        "largest": [None if each is None or not each.speed_up else each.speed_up.largest for each in found],
-        "judged": [NO_DIFFERENCE if each and _unclear(each.speed_up) else "" for each in found],
-        "efficiency": [1.0 if each is None else each.efficiency for each in found],
-        "work": ["baseline" if each is None else each.same_work for each in found],
-        "loss minus baseline": [None if each is None else each.loss_difference for each in found],
-        "failures": [len(cell.failures) for cell in cells],
-    }
-
-
-def _unclear(spread: Spread | None) -> bool:
-    return spread is not None and no_difference(spread.smallest, spread.largest)
-
-
-def _median(spread: Spread | None) -> float | None:
-    return None if spread is None else spread.median
-
-
-def concurrency_table(record: Concurrency) -> Table:
-    """A row for each engine at each concurrency."""
-    rows = [(engine, at, load) for engine in record.engines for at, load in engine.by_concurrency.items()]
-    return {
-        "engine": [TITLES.get(engine.name, engine.name) for engine, _, _ in rows],
-        "requests at once": [float(at) if at.isdecimal() else None for _, at, _ in rows],
-        "tokens/s": [load.tokens_per_sec.median for _, _, load in rows],
-        "latency, median (s)": [load.latency_sec.p50 for _, _, load in rows],
-        "latency, 95% (s)": [load.latency_sec.p95 for _, _, load in rows],
-        "first token, 95% (s)": [load.ttft_sec.p95 for _, _, load in rows],
-        "peak memory (GB)": [
-            None if not load.peak_memory_bytes else load.peak_memory_bytes / 1e9 for _, _, load in rows
-        ],
-    }
+    measured = {row.label: row for row in ROWS}
+    ranged = [[*cells] for cells in rows]
+    for cells in ranged:
+        row, base = measured.get(cells[0]), None
+        for place, group in enumerate(groups, start=1):
+            values = [value for run in group if row and (value := row.value(run)) is not None]
+            if row is None or len(group) == 1 or len(values) < len(group):
+                continue
+            least, most = min(values), max(values)
+            cells[place] += f" ({row.form(least)} to {row.form(most)})"
+            if place == 1:
+                base = least, most
+            elif base and no_difference(least, most, than=base):
+                cells[len(groups) + place - 1] = NO_DIFFERENCE
+    return ranged

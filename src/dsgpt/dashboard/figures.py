@@ -1,8 +1,9 @@
-"""A picture with its numbers beside it, and the headings and columns around it."""
+"""How pages show what they have: figures with their units, foreign text, tables, and pictures beside their numbers."""
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -12,9 +13,72 @@ from streamlit.components.v2 import component
 from streamlit.delta_generator import DeltaGenerator
 
 from dsgpt.charts.options import LIGHT, THEMES, Theme
-from dsgpt.dashboard.curves import ZOOM
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import printable
+from dsgpt.common.text import REPOSITORY
 
-# The theme of the page that is shown.
+UNKNOWN = "unknown"
+Table = Mapping[str, Sequence[Any]]
+"""Columns by their heading, all of one length. A heading names the unit."""
+
+
+def written(value: float | None, form: str) -> str:
+    """A figure in a ``form`` of ``str.format``, such as ``{:.2f}x``."""
+    return UNKNOWN if value is None else form.format(value)
+
+
+def seconds(value: float | None) -> str:
+    """``85 ms``, ``1.24 s``, ``75.7 s``, ``3 min 05 s``, ``2 h 07 min`` or ``3 d 04 h``."""
+    if value is None:
+        return UNKNOWN
+    if value < 99.95:
+        return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+    whole = round(value)
+    for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part:02d} {small}"
+    return f"{whole} s"
+
+
+def memory(value: float | None) -> str:
+    """``3.4 GB``: decimal units, as on the datasheets of GPUs."""
+    if value is None:
+        return UNKNOWN
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value < 999.5 * size else f"{value / size:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def money(value: float | None) -> str:
+    """``$17.69``; less than ten cents with three digits that count, ``$0.0123``."""
+    return written(value, "${:,.2f}" if not value or value >= 0.1 else "${:.3g}")
+
+
+_SPECIAL = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~$^=&]|:(?=[\w:])|(?<=:material)/")
+_REPLACED = re.compile(
+    r"((?::(?:[+-]1|(?!\d\d:)[\w-]+):|(?:[a-z]+://|www\.)[^\s`]+|[^\s`@]+@[^\s`@]+)+"
+    r"|(?<!\S)(?:<->|->|<-|--|>=|<=|~=)(?!\S))",
+    re.IGNORECASE,
+)
+"""What Streamlit replaces by icons, emoji, typographic signs and links even behind a backslash, but not in code.
+
+Two digits between colons are of a time: no emoji is called so.
+"""
+
+
+def plain(text: str) -> str:
+    """Foreign text for a place that reads Markdown: nothing in it is markup, a link, a formula or an icon.
+
+    The reader sees, and copies, the text itself. A part that only code protects looks like code.
+    """
+    pieces = _REPLACED.split(" ".join(printable(text).split()))
+    return "".join(f"`{piece}`" if place % 2 else _SPECIAL.sub(r"\\\g<0>", piece) for place, piece in enumerate(pieces))
+
+
+def refusal(error: UserError) -> str:
+    """Every mistake, a paragraph each, in Markdown; shipped files are named as they are in the repository."""
+    return "\n\n".join(plain(line.replace(f"{REPOSITORY}/", "")) for line in error.problems)
 
 
 def page_theme() -> Theme:
@@ -22,33 +86,28 @@ def page_theme() -> Theme:
     return THEMES.get(st.context.theme.type or LIGHT.name, LIGHT)
 
 
-# Headings of pictures and columns, whose text may be foreign.
-
-HEADING_STYLE = """.small-heading {font-size: 1rem; font-weight: 600; line-height: 1.6; margin: 0; padding: 0}
-.small-heading {overflow-wrap: anywhere}"""
-"""They look like bold text: ``st.header`` is for the parts of a page."""
-
-
-def heading(text: str, *, level: int) -> None:
-    """Show ``text``, as it is, as a heading; one above it has the level before, and that of the page has level 1."""
-    st.html(f'<h{level} class="small-heading">{escape(text)}</h{level}>')
-
-
-# Columns whose elements begin at one height.
-
 _KEY = "aligned"
 ROWS = 6
-"""Elements of the fullest column."""
+"""Elements of the fullest aligned column."""
 _BLOCK = f".st-key-{_KEY} > div > [data-testid=stHorizontalBlock]"
 _COLUMN = f"{_BLOCK} > [data-testid=stColumn]"
-ALIGNED_STYLE = f"""@media (min-width: 640px) {{
+STYLE = f""".small-heading {{font-size: 1rem; font-weight: 600; line-height: 1.6; margin: 0; padding: 0}}
+.small-heading {{overflow-wrap: anywhere}}
+@media (min-width: 640px) {{
   {_BLOCK} {{display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr)}}
   {_BLOCK} {{grid-template-rows: repeat({ROWS}, auto); row-gap: 1rem}}
   {_COLUMN} {{grid-row: span {ROWS}; width: auto}}
   {_COLUMN}, {_COLUMN} > [data-testid=stVerticalBlock] {{display: grid; grid-template: subgrid / minmax(0, 1fr)}}
   {_COLUMN} > [data-testid=stVerticalBlock] {{grid-row: span {ROWS}}}
 }}"""
-"""On a narrower page, Streamlit shows one column below the other."""
+"""Headings of pictures look like bold text: ``st.header`` is for the parts of a page. Elements of aligned columns begin
+at one height; on a narrower page, Streamlit shows one column below the other.
+"""
+
+
+def heading(text: str, *, level: int) -> None:
+    """Show ``text``, as it is, as a heading; one above it has the level before, and that of the page has level 1."""
+    st.html(f'<h{level} class="small-heading">{escape(text)}</h{level}>')
 
 
 def aligned(count: int) -> list[DeltaGenerator]:
@@ -60,7 +119,18 @@ def aligned(count: int) -> list[DeltaGenerator]:
         return st.columns(count)
 
 
-# Shows a picture that is SVG text of our own, with the titles of its shapes, and offers it as a file.
+def show_metrics(metrics: Sequence[tuple[str, str, str]]) -> None:
+    """Show figures beside each other: the label of each, its value, and a caption in Markdown."""
+    for column, (label, value, caption) in zip(st.columns(len(metrics)), metrics, strict=True):
+        column.metric(label, value)
+        column.caption(caption)
+
+
+def download(label: str, data: str | bytes, *, file: str, key: str, **more: Any) -> None:
+    """Offer ``data`` as a file; ``more`` is for ``st.download_button``."""
+    icon = ":material/download:"
+    st.download_button(label, data, file_name=file, key=key, on_click="ignore", icon=icon, **more)
+
 
 _FRAME = '<div class="drawing" role="group" tabindex="0" aria-label="Picture" style="overflow-x:auto"></div>'
 """On a narrow page the picture is scrolled sideways."""
@@ -72,7 +142,7 @@ export default function({ parentElement, data }) {
 
 
 def drawing(svg: str, *, key: str, name: str) -> None:
-    """Show ``svg``, made by ``dsgpt.dashboard.pictures``, which escapes every text in it.
+    """Show ``svg``, made by ``dsgpt.dashboard.pictures``, which escapes every text in it, and offer it as a file.
 
     Streamlit's own ``st.html`` drops SVG, and in ``st.image`` the shapes would have no titles.
 
@@ -81,24 +151,12 @@ def drawing(svg: str, *, key: str, name: str) -> None:
         key: unique on the page.
         name: of the downloaded file, without its ending.
     """
-    show = component("dsgpt_drawing", html=_FRAME, js=_SHOW)
-    show(data={"svg": svg}, key=key)
-    st.download_button(
-        "Download SVG",
-        svg,
-        file_name=f"{name}.svg",
-        mime="image/svg+xml",
-        key=f"{key}-svg",
-        on_click="ignore",
-        icon=":material/download:",
-        type="tertiary",
-    )
+    component("dsgpt_drawing", html=_FRAME, js=_SHOW)(data={"svg": svg}, key=key)
+    download("Download SVG", svg, file=f"{name}.svg", key=f"{key}-svg", mime="image/svg+xml", type="tertiary")
 
 
-# A picture with its numbers beside it: every page shows its pictures with ``figure``.
-
-Table = Mapping[str, Sequence[Any]]
-"""Columns by their heading, all of one length. A heading names the unit."""
+ZOOM = "zoom"
+"""The part of a picture of lines that is shown."""
 
 
 def figure(
@@ -126,46 +184,48 @@ def figure(
         keeps_zoom: when the points change. The page, or the fragment, runs again after every zoom.
     """
     theme = page_theme()
-    whole = {
-        "config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}},
-        **specification,
-    }
+    whole = {"config": {"text": {"color": theme.ink}, "rule": {"color": theme.quiet}}, **specification}
     heading(title, level=level)
     zoomed: dict[str, Any] = {"on_select": "rerun", "selection_mode": ZOOM} if keeps_zoom else {}
     st.vega_lite_chart(pa.table(dict(points)), whole, width="stretch", key=key, alt=alternative, **zoomed)
     below = st.expander("Numbers", key=f"{key}-numbers", on_change="rerun")
-    if not below.open:
-        return
-    with below:
-        table = numbers() if callable(numbers) else numbers
-        show_table(table, key=f"{key}-table", name=title)
+    if below.open:
+        with below:
+            show_table(numbers() if callable(numbers) else numbers, key=f"{key}-table", name=title)
+
+
+def parts(category: str, value: str, *, unit: str, sort: str | None = None, **axis: Any) -> dict[str, Any]:
+    """A bar for each value of the field ``category``, as long as the field ``value``, in ``unit``.
+
+    ``sort`` and ``axis`` are Vega-Lite's, of the names and of the horizontal axis.
+    """
+    x = {"field": value, "type": "quantitative", "title": unit} | ({"axis": axis} if axis else {})
+    return {
+        "mark": {"type": "bar", "tooltip": {"content": "data"}},
+        "height": {"step": 24},
+        "encoding": {"y": {"field": category, "type": "nominal", "sort": sort, "title": None}, "x": x},
+    }
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The values of every heading; the first row has all headings."""
+    rows = [*rows]
+    return {heading: [row[heading] for row in rows] for heading in rows[0]} if rows else {}
 
 
 def show_table(table: Table, *, key: str, name: str) -> None:
     """Show columns as a table, and offer them as a CSV file called like ``name``."""
-    columns = pa.table({heading: list(values) for heading, values in table.items()})
-    st.dataframe(columns, hide_index=True, placeholder="", alt=name)
+    shown = pa.table({heading: list(values) for heading, values in table.items()})
+    st.dataframe(shown, hide_index=True, placeholder="", alt=name)
     file = "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")
-    st.download_button(
-        "Download CSV",
-        as_csv(table),
-        file_name=f"{file}.csv",
-        mime="text/csv",
-        key=f"{key}-csv",
-        on_click="ignore",
-        icon=":material/download:",
-    )
+    download("Download CSV", as_csv(table), file=f"{file}.csv", key=f"{key}-csv", mime="text/csv")
 
 
 def as_csv(table: Table) -> bytes:
     """The columns as RFC 4180 writes them. A cell that a spreadsheet would compute begins with an apostrophe."""
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(map(_cell, table))
-    writer.writerows(map(_cell, row) for row in zip(*table.values(), strict=True))
+    for row in ([*table], *zip(*table.values(), strict=True)):
+        risky = [isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in row]
+        writer.writerow([f"'{cell}" if is_risky else cell for cell, is_risky in zip(row, risky, strict=True)])
     return text.getvalue().encode()
-
-
-def _cell(value: Any) -> Any:
-    dangerous = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if dangerous else value

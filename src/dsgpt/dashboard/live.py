@@ -1,45 +1,238 @@
-"""What the live page shows, and runs of several seeds as one."""
+"""The page "Live": runs while they train. It follows them by itself, from their first step to their end."""
 
 import os
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
+import streamlit as st
 
-from dsgpt.charts.comparison import ROWS
-from dsgpt.common.errors import is_number
-from dsgpt.common.files import is_regular_file
+from dsgpt.common.errors import UserError, is_number
+from dsgpt.common.files import is_regular_file, printable
 from dsgpt.common.json_files import JsonError, parse_json
-from dsgpt.common.text import NO_DIFFERENCE, no_difference
-from dsgpt.dashboard import curves, formats
-from dsgpt.dashboard.curves import Series, Table
-from dsgpt.dashboard.steps import Steps, Values, smoothed
-from dsgpt.dashboard.summaries import Summary, seconds_left
-from dsgpt.record.equal_work import inference_stamps, judge
+from dsgpt.dashboard.curves import Series, labels, show_curves, smoothed
+from dsgpt.dashboard.figures import columns, memory, plain, seconds, show_table, written
+from dsgpt.dashboard.steps import Steps
+from dsgpt.dashboard.summaries import (
+    Summary,
+    contents,
+    current_folder,
+    in_order,
+    own_file,
+    seconds_left,
+    steps_of,
+    summaries_of,
+)
 from dsgpt.record.fields import is_figure
-from dsgpt.record.runs import Run
-from dsgpt.record.work import NOTED
+from dsgpt.record.schema import LOG_FILE
 from dsgpt.training.status import Status
 
-# What the GPUs and the first process of a run are doing now.
-
-_FILE = re.compile(r"hardware(-\d+)?\.jsonl")
-_TAIL_BYTES = 1 << 18
+AT_ONCE = 10
+"""Runs that are watched together."""
+POINTS = 400
+"""Of a curve; fewer where many runs are watched, so that the page costs the same."""
+SHORTEST_PAUSE, PAUSE_OF_A_RUN = 2.0, 1.0
+"""Seconds between two looks at the files: the first at least, the second for each run under watch."""
+PROCESSES = "processes"
+"""In the session's state: rank 0's process of each run, which counts its time since the last look."""
+LOG_LINES, LOG_BYTES = 20, 1 << 14
+"""Of the end of a log, at most."""
+PANELS = (
+    ("loss", "training loss (nats per token)"),
+    ("tokens_per_sec", "throughput (tokens/s)"),
+    ("lr", "learning rate"),
+    ("grad_norm", "gradient norm"),
+)
+"""Columns of ``Steps``, and the titles of their pictures."""
+_HARDWARE = re.compile(r"hardware(-\d+)?\.jsonl")
+_SAMPLES_BYTES = 1 << 18
+"""Of the end of a file of samples: their last minutes."""
 FIGURES = {
-    "utilisation": "utilisation (%)",
-    "memory_used_bytes": "memory (GB)",
-    "power_watts": "power (W)",
-    "temperature_celsius": "temperature (°C)",
-    "sm_clock_mhz": "clock (MHz)",
+    "utilisation": ("utilisation (%)", 100.0),
+    "memory_used_bytes": ("memory (GB)", 1e-9),
+    "power_watts": ("power (W)", 1.0),
+    "temperature_celsius": ("temperature (°C)", 1.0),
+    "sm_clock_mhz": ("clock (MHz)", 1.0),
 }
-"""Keys of a GPU in ``hardware.jsonl`` that are shown, and their headings."""
-_UNITS = {"utilisation": 100.0, "memory_used_bytes": 1e-9}
+"""Keys of a GPU in ``hardware.jsonl`` that are shown, their headings, and the factors to the units there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A run under watch."""
+
+    label: str
+    summary: Summary
+    steps: Steps | None
+    """None before the first."""
+    cores: float | None
+    """That rank 0's process kept busy since the last look; None on another machine."""
+    memory_bytes: float | None
+    """Resident, of the same process."""
+
+    def last(self, column: str) -> float | None:
+        """The value of the last step; None if it is unknown."""
+        values = self.steps.train[column][-1:] if self.steps else ()
+        return next((float(value) for value in values if not np.isnan(value)), None)
+
+    @property
+    def left(self) -> str | None:
+        """The time until the last step, while it runs."""
+        if self.steps is None or self.summary.status != Status.RUNNING:
+            return None
+        left = seconds_left(self.steps, self.summary.recorded.total_steps)
+        return None if left is None else seconds(round(left))
+
+    @property
+    def throughput(self) -> float | None:
+        """Median tokens per second of the last steps."""
+        recent = self.steps.train["tokens_per_sec"][-20:] if self.steps else np.array([])
+        recent = recent[~np.isnan(recent)]
+        return float(np.median(recent)) if len(recent) else None
+
+
+def show() -> None:
+    """Show the page."""
+    folder = current_folder()
+    left, right = st.columns([7, 3])
+    chosen = left.multiselect(
+        "Runs",
+        contents(folder).runs,
+        key="watch",
+        bind="query-params",
+        max_selections=AT_ONCE,
+        placeholder="All that are running, or else the newest",
+    )
+    window = right.slider("Smoothing (steps)", 1, 200, 1, key="window")
+    count = len(to_watch(folder, chosen))
+    pause = max(SHORTEST_PAUSE, PAUSE_OF_A_RUN * count)
+    st.fragment(_look, run_every=pause)(folder, chosen, window, count)
+
+
+def to_watch(folder: Path, chosen: Sequence[str]) -> list[Summary]:
+    """The chosen runs; else all that run; else the newest. At most ``AT_ONCE``."""
+    summaries = in_order(summaries_of(folder))
+    wanted = [each for each in summaries if each.name in chosen]
+    running = [each for each in summaries if each.status == Status.RUNNING]
+    return (wanted or running or summaries[:1])[:AT_ONCE]
+
+
+def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> None:
+    """Show the runs as they are now. Streamlit calls this again and again, while the page is open."""
+    summaries = to_watch(folder, chosen)
+    if not summaries:
+        st.info("No run has started in this folder yet. The page shows the first one when it does.")
+        return
+    if len(summaries) != expected:
+        st.rerun()  # another number of runs has another pause
+    runs = _read(folder, summaries)
+    if not chosen and all(each.status != Status.RUNNING for each in summaries):
+        st.caption("No run is training now. This is the newest; a new run appears here by itself.")
+    if len(runs) == 1:
+        _show_one(runs[0])
+    else:
+        _show_many(runs)
+    _show_gpus({run.label: samples for run in runs if (samples := recent_samples(folder / run.summary.name))})
+    names = [run.label for run in runs]
+    for row in (PANELS[:2], PANELS[2:]):
+        for place, (column, title) in zip(st.columns(2), row, strict=True):
+            series = []
+            for run in runs:
+                if run.steps is not None and len(run.steps.train["step"]):
+                    values = smoothed(run.steps.train[column], window=1 if column == "lr" else window)
+                    series.append(Series(name=run.label, x=run.steps.train["step"], y=values))
+            with place:
+                _show_curves(series, names, x="optimizer steps", y=title, key=column, level=2)
+    for run in runs:
+        _show_log(folder, run, only=len(runs) == 1)
+
+
+def _read(folder: Path, summaries: Sequence[Summary]) -> list[Watched]:
+    earlier: dict[str, psutil.Process] = st.session_state.get(PROCESSES, {})
+    st.session_state[PROCESSES] = processes = dict[str, psutil.Process]()
+    runs = []
+    for label, summary in zip(labels([each.name for each in summaries]).values(), summaries, strict=True):
+        name, steps, cores, resident = summary.name, None, None, None
+        try:
+            steps = steps_of(folder, name)
+        except UserError as error:
+            st.warning(f"**{plain(name)}** {plain(str(error))}")
+        if summary.problem:
+            st.warning(f"**{plain(name)}** {plain(summary.problem)}")
+        if steps is not None and steps.damaged:
+            st.warning(f"**{plain(name)}** {steps.damaged} damaged lines of metrics.jsonl are left out.")
+        try:
+            if summary.signs.process is not None:
+                before, process = earlier.get(name), psutil.Process(summary.signs.process)
+                processes[name] = process = before if before == process else process
+                resident, busy = process.memory_info().rss, process.cpu_percent() / 100
+                cores = busy if process is before else None  # of a new process there is no time yet
+        except psutil.Error:  # it has ended, or may not be asked
+            pass
+        runs.append(Watched(label=label, summary=summary, steps=steps, cores=cores, memory_bytes=resident))
+    return runs
+
+
+def _show_one(run: Watched) -> None:
+    summary = run.summary
+    st.markdown(f"**{plain(run.label)}** is **{summary.status.value}**: {plain(summary.reason)}")
+    done, total = summary.step, summary.recorded.total_steps
+    progress = "no step yet"
+    if done is not None:
+        step = f"step {done:,.0f}" + (f" of {total:,.0f}" if total else "")
+        progress = ", ".join(filter(None, (step, run.left and f"{run.left} left", summary.recorded.plan)))
+    st.progress(summary.progress or 0.0, text=plain(progress))
+    places = st.columns(5 if run.memory_bytes is None else 6)
+    places[0].metric("Training loss", written(summary.train_loss, "{:.4f}"))
+    places[1].metric("Validation loss", written(summary.val_loss, "{:.4f}"))
+    places[2].metric("Tokens/s", written(run.throughput, "{:,.0f}"))
+    places[3].metric("Learning rate", written(run.last("lr"), "{:.3g}"))
+    places[4].metric("Gradient norm", written(run.last("grad_norm"), "{:.3g}"))
+    if run.memory_bytes is not None:
+        places[5].metric("Rank 0", memory(run.memory_bytes), help="Resident memory of its process.")
+        places[5].caption("" if run.cores is None else f"{run.cores:.2f} cores busy")
+
+
+def _show_many(runs: Sequence[Watched]) -> None:
+    column = st.column_config
+    number = column.NumberColumn
+    rows = [
+        {
+            "run": each.label,
+            "state": each.summary.status.value,
+            "progress": each.summary.progress,
+            "step": each.summary.step,
+            "left": each.left,
+            "train loss": each.summary.train_loss,
+            "val loss": each.summary.val_loss,
+            "tokens/s": each.throughput,
+            "learning rate": each.last("lr"),
+            "gradient norm": each.last("grad_norm"),
+            "cores": each.cores,
+            "memory (GB)": each.memory_bytes / 1e9 if each.memory_bytes else None,
+        }
+        for each in runs
+    ]
+    st.dataframe(
+        columns(rows),
+        hide_index=True,
+        key="watched",
+        column_config={
+            "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width="small"),
+            "step": number(format="localized"),
+            "train loss": number(format="%.4f"),
+            "val loss": number(format="%.4f"),
+            "tokens/s": number(format="%.0f"),
+            "learning rate": number(format="%.3e"),
+            "gradient norm": number(format="%.3f"),
+            "cores": number(format="%.2f", help="That rank 0's process keeps busy, on this machine."),
+            "memory (GB)": number(format="%.2f", help="Resident, of rank 0's process, on this machine."),
+        },
+        alt="Every watched run with its state, progress, losses and speed",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,336 +246,93 @@ class GpuSample:
     """By heading of ``FIGURES``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessUse:
-    """What a process has used."""
-
-    process: int
-    at: float
-    """When this was read: a clock in seconds."""
-    cpu_sec: float
-    memory_bytes: int
-
-    def cores_since(self, earlier: "ProcessUse | None") -> float | None:
-        """Cores that it kept busy since ``earlier``; None without an earlier reading of this process."""
-        if earlier is None or earlier.process != self.process or self.at <= earlier.at:
-            return None
-        return (self.cpu_sec - earlier.cpu_sec) / (self.at - earlier.at)
-
-
 def recent_samples(run_dir: Path) -> list[GpuSample]:
     """The samples of the last minutes of every GPU of a run, oldest first.
 
     Lines that are no sample are left out, and so are files that cannot be read.
     """
-    files = [path for path in sorted(run_dir.glob("hardware*.jsonl")) if _FILE.fullmatch(path.name)]
-    found = [sample for path in files if is_regular_file(path) for sample in _samples(path)]
-    return sorted(found, key=lambda sample: (sample.time, sample.gpu))
-
-
-def _samples(path: Path) -> Iterator[GpuSample]:
-    machine = path.name.removeprefix("hardware").removesuffix(".jsonl")
-    for line in _last_lines(path):
+    samples = []
+    for path in sorted(run_dir.glob("hardware*.jsonl")):
+        machine = path.name.removeprefix("hardware").removesuffix(".jsonl")
+        if not _HARDWARE.fullmatch(path.name) or not is_regular_file(path):
+            continue
         try:
-            value = parse_json(line)
-        except JsonError:
+            lines = end_of(path, _SAMPLES_BYTES).split(b"\n")
+        except OSError:
             continue
-        if not isinstance(value, dict) or not is_number(value.get("time")) or not isinstance(value.get("gpus"), list):
-            continue
-        for place, gpu in enumerate(value["gpus"]):
-            if isinstance(gpu, dict):
-                yield GpuSample(time=value["time"], gpu=f"GPU {place}{machine}", figures=_figures(gpu))
+        for line in lines:
+            try:
+                sample = parse_json(line)
+            except JsonError:  # the first and the last line may be parts
+                continue
+            if not isinstance(sample, dict) or not is_number(sample.get("time")):
+                continue
+            gpus = sample.get("gpus")
+            for place, gpu in enumerate(gpus if isinstance(gpus, list) else ()):
+                if isinstance(gpu, dict):
+                    known = {key: value for key, value in gpu.items() if is_number(value) and is_figure(value)}
+                    figures = {
+                        name: known[key] * unit if key in known else None for key, (name, unit) in FIGURES.items()
+                    }
+                    samples.append(GpuSample(time=sample["time"], gpu=f"GPU {place}{machine}", figures=figures))
+    return sorted(samples, key=lambda sample: (sample.time, sample.gpu))
 
 
-def _last_lines(path: Path) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, 2) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
-    except OSError:
-        return []
-    return lines[1:] if start else lines
-
-
-def _figures(gpu: dict[str, Any]) -> dict[str, float | None]:
-    found = {key: gpu[key] if is_number(gpu.get(key)) and is_figure(gpu[key]) else None for key in FIGURES}
-    return {FIGURES[key]: None if value is None else value * _UNITS.get(key, 1.0) for key, value in found.items()}
-
-
-def latest(samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """The last sample of each GPU."""
-    return [*{sample.gpu: sample for sample in samples}.values()]
-
-
-def process_use(process: int | None) -> ProcessUse | None:
-    """What a process of this machine has used; None if there is none, or if it may not be asked."""
-    if process is None:
-        return None
-    try:
-        asked = psutil.Process(process)
-        spent, memory = asked.cpu_times(), asked.memory_info().rss
-    except psutil.Error:
-        return None
-    return ProcessUse(process=process, at=time.monotonic(), cpu_sec=spent.user + spent.system, memory_bytes=memory)
-
-
-# What the live page shows of runs at one instant.
-
-AT_ONCE = 10
-"""Runs that are watched together."""
-LOG_LINES, LOG_BYTES = 20, 1 << 14
-"""Of the end of a log, at most."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A picture of the live page."""
-
-    column: str
-    """Of a step in ``Steps``."""
-    title: str
-    """With its unit."""
-    smooth: bool = True
-    """Whether the reader's smoothing is for it."""
-
-
-PANELS = (
-    Panel("loss", "training loss (nats per token)"),
-    Panel("tokens_per_sec", "throughput (tokens/s)"),
-    Panel("lr", "learning rate", smooth=False),
-    Panel("grad_norm", "gradient norm"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """A run under watch."""
-
-    label: str
-    summary: Summary
-    steps: Steps | None
-    """None before the first."""
-    cores: float | None = None
-    """That rank 0's process kept busy since the last look; None on another machine."""
-    memory_bytes: float | None = None
-    """Resident, of the same process."""
-
-    def last(self, column: str) -> float | None:
-        """The value of the last step; None if it is unknown."""
-        if self.steps is None or not len(self.steps.train[column]):
-            return None
-        value = float(self.steps.train[column][-1])
-        return None if np.isnan(value) else value
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the last step, while it runs."""
-        if self.steps is None or self.summary.status != Status.RUNNING:
-            return None
-        return seconds_left(self.steps, self.summary.recorded.total_steps)
-
-    @property
-    def throughput(self) -> float | None:
-        """Median tokens per second of the last steps."""
-        if self.steps is None:
-            return None
-        recent = self.steps.train["tokens_per_sec"][-20:]
-        recent = recent[~np.isnan(recent)]
-        return float(np.median(recent)) if len(recent) else None
-
-    def progress_line(self) -> str:
-        """``step 412 of 800, 3 min 05 s left``."""
-        done, total = self.summary.step, self.summary.recorded.total_steps
-        if done is None:
-            return "no step yet"
-        parts = [f"step {done:,.0f}" + (f" of {total:,.0f}" if total else "")]
-        if self.left is not None:
-            parts.append(f"{formats.seconds(round(self.left))} left")
-        return ", ".join(filter(None, (*parts, self.summary.recorded.plan)))
-
-
-def last_lines(path: Path) -> str:
-    """The end of a log, as a terminal would show it: what a progress bar has overwritten is left out.
+def end_of(path: Path, most: int) -> bytes:
+    """The last bytes of a file.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-        lines = file.read(LOG_BYTES).decode(errors="replace").rstrip().split("\n")[-LOG_LINES:]
-    shown = (line.rstrip("\r").rpartition("\r")[2].expandtabs() for line in lines)
-    return "\n".join("".join(each if each.isprintable() else "\ufffd" for each in line) for line in shown)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
 
 
-def to_watch(summaries: Sequence[Summary], chosen: Sequence[str]) -> list[Summary]:
-    """The chosen runs; else all that run; else the newest. At most ``AT_ONCE``."""
-    wanted = [each for each in summaries if each.name in chosen]
-    running = [each for each in summaries if each.status == Status.RUNNING]
-    return (wanted or running or list(summaries[:1]))[:AT_ONCE]
-
-
-def table_of(watched: Sequence[Watched]) -> Table:
-    """A row for each run."""
-    return {
-        "run": [each.label for each in watched],
-        "state": [each.summary.status.value for each in watched],
-        "progress": [each.summary.progress for each in watched],
-        "step": [each.summary.step for each in watched],
-        "left": [formats.seconds(round(each.left)) if each.left is not None else None for each in watched],
-        "train loss": [each.summary.train_loss for each in watched],
-        "val loss": [each.summary.val_loss for each in watched],
-        "tokens/s": [each.throughput for each in watched],
-        "learning rate": [each.last("lr") for each in watched],
-        "gradient norm": [each.last("grad_norm") for each in watched],
-        "cores": [each.cores for each in watched],
-        "memory (GB)": [each.memory_bytes / 1e9 if each.memory_bytes else None for each in watched],
-    }
-
-
-def panel_series(watched: Sequence[Watched], panel: Panel, *, window: int) -> list[Series]:
-    """The curves of a panel, in full."""
-    found = []
-    for each in watched:
-        if each.steps is not None and len(each.steps.train["step"]):
-            values = each.steps.train[panel.column]
-            shown = smoothed(values, window=window) if panel.smooth else values
-            found.append(Series(name=each.label, x=each.steps.train["step"], y=shown))
-    return found
-
-
-def gpu_table(samples: Mapping[str, Sequence[GpuSample]]) -> Table:
-    """A row for each GPU of each run, as it was at its last sample."""
-    rows = [(label, sample) for label, own in samples.items() for sample in latest(own)]
-    headings = dict.fromkeys(heading for _, sample in rows for heading in sample.figures)
-    return {
-        "run": [label for label, _ in rows],
-        "GPU": [sample.gpu for _, sample in rows],
-        **{heading: [sample.figures.get(heading) for _, sample in rows] for heading in headings},
-    }
+def _show_gpus(samples: Mapping[str, Sequence[GpuSample]]) -> None:
+    """The GPUs of the runs, as the runs have sampled them."""
+    if not samples:
+        return
+    st.header("GPUs")
+    last = [(label, each) for label, own in samples.items() for each in {sample.gpu: sample for sample in own}.values()]
+    rows = [{"run": label, "GPU": sample.gpu, **sample.figures} for label, sample in last]
+    show_table(columns(rows), key="gpus", name="GPUs now")
+    for key, heading in (("utilisation", "utilisation (%)"), ("power", "power (W)")):
+        series = gpu_series(samples, heading)
+        _show_curves(series, [*samples], x="seconds before now", y=heading, key=key, level=3)
 
 
 def gpu_series(samples: Mapping[str, Sequence[GpuSample]], heading: str) -> list[Series]:
     """The mean of a run's GPUs over the last minutes, in seconds before the last sample."""
-    found = []
+    series = []
     for label, own in samples.items():
         at: dict[int, list[float]] = {}
         for sample in own:
-            value = sample.figures.get(heading)
+            value = sample.figures[heading]
             if value is not None:
                 at.setdefault(int(sample.time), []).append(value)
-        seconds = sorted(at)
-        if seconds:
-            x = np.array([float(second - seconds[-1]) for second in seconds])
-            found.append(Series(name=label, x=x, y=np.array([float(np.mean(at[second])) for second in seconds])))
-    return found
+        if times := sorted(at):
+            x = np.array([float(time - times[-1]) for time in times])
+            series.append(Series(name=label, x=x, y=np.array([float(np.mean(at[time])) for time in times])))
+    return series
 
 
-def labels_of(summaries: Sequence[Summary]) -> Mapping[str, str]:
-    """Short names of the watched runs."""
-    return curves.labels([each.name for each in summaries])
+def _show_curves(series: Sequence[Series], names: Sequence[str], *, x: str, y: str, key: str, level: int) -> None:
+    most = max(100, POINTS // max(1, len(series)) * 2)
+    title = y[0].upper() + y[1:]
+    show_curves(series, names, x=x, y=y, title=title, key=key, most=most, level=level, keeps_zoom=True)
 
 
-# Runs that differ in the seed alone, shown as one: the mean of each figure, and its range.
-
-
-def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in their order; those of the same work and setup but for the seed are one group."""
-    groups: list[list[Run]] = []
-    for run in runs:
-        own = next((group for group in groups if all(_seed_alone(each, run) for each in group)), None)
-        if own is None:
-            groups.append([run])
-        else:
-            own.append(run)
-    return groups
-
-
-def _seed_alone(one: Run, other: Run) -> bool:
-    seed, other_seed = one.work["seed"], other.work["seed"]
-    if None in (seed, other_seed) or seed == other_seed or _setups(one) != _setups(other):
-        return False
-    same = replace(other, work={**other.work, "seed": seed})
-    return judge([one, same]).answer == "yes" and not inference_stamps([one, other])
-
-
-def _setups(run: Run) -> set[frozenset[tuple[str, str | None]]]:
-    return {frozenset((k, v) for k, v in each.setup.items() if k not in NOTED) for each in run.segments}
-
-
-def mean_run(group: Sequence[Run]) -> Run:
-    """The mean of every figure that all runs of a group have; a group of one is its run."""
-    first = group[0]
-    if len(group) == 1:
-        return first
-    figures: dict[str, Any] = {}
-    for field in fields(Run):
-        if field.type == float | None:
-            values = [getattr(run, field.name) for run in group]
-            figures[field.name] = None if None in values else float(np.mean(values))
-    latencies = [latency for run in group for latency in run.latency_range or ()]
-    return replace(
-        first,
-        **figures,
-        name=f"{first.name} (mean of {len(group)} seeds)",
-        status=next((run.status for run in group if run.status != "completed"), first.status),
-        segments=tuple(segment for run in group for segment in run.segments),
-        work={**first.work, "seed": ", ".join(sorted((run.work["seed"] for run in group), key=int))},
-        latency_range=(min(latencies), max(latencies)) if latencies else None,
-        notes=tuple(f"{run.name}: {note}" for run in group for note in run.notes),
-    )
-
-
-def aligned(group: Sequence[Steps]) -> list[Steps]:
-    """Each with the steps and the validations that all have."""
-    if len(group) == 1:
-        return [*group]
-    train, validation = (
-        reduce(np.intersect1d, [getattr(each, part)["step"] for each in group]) for part in ("train", "validation")
-    )
-    return [replace(each, train=_at(train, each.train), validation=_at(validation, each.validation)) for each in group]
-
-
-def _at(steps: Values, columns: Mapping[str, Values]) -> dict[str, Values]:
-    places = np.isin(columns["step"], steps)
-    return {name: values[places] for name, values in columns.items()}
-
-
-def mean_steps(group: Sequence[Steps]) -> Steps:
-    """The mean of every column of aligned steps."""
-    if len(group) == 1:
-        return group[0]
-    train = {name: np.mean([each.train[name] for each in group], axis=0) for name in group[0].train}
-    validation = {name: np.mean([each.validation[name] for each in group], axis=0) for name in group[0].validation}
-    return replace(group[0], train=train, validation=validation)
-
-
-def band(group: Sequence[Series], *, name: str) -> Series:
-    """The mean of curves of aligned steps, and their least and most; a group of one is its curve."""
-    if len(group) == 1:
-        return group[0]
-    y = np.stack([each.y for each in group])
-    x = np.mean([each.x for each in group], axis=0)
-    return Series(name=name, x=x, y=y.mean(axis=0), low=y.min(axis=0), high=y.max(axis=0))
-
-
-def with_ranges(rows: Sequence[Sequence[str]], groups: Sequence[Sequence[Run]]) -> list[list[str]]:
-    """The rows of ``reports.comparison.result_rows``, with the range of what was measured beside each mean.
-
-    Means whose ranges overlap have no difference.
-    """
-    measured = {row.label: row for row in ROWS}
-    found = [[*cells] for cells in rows]
-    for cells in found:
-        row, base = measured.get(cells[0]), None
-        for place, group in enumerate(groups, start=1):
-            values = [value for run in group if row and (value := row.value(run)) is not None]
-            if row is None or len(group) == 1 or len(values) < len(group):
-                continue
-            least, most = min(values), max(values)
-            cells[place] += f" ({row.form(least)} to {row.form(most)})"
-            if place == 1:
-                base = least, most
-            elif base and no_difference(least, most, than=base):
-                cells[len(groups) + place - 1] = NO_DIFFERENCE
-    return found
+def _show_log(folder: Path, run: Watched, *, only: bool) -> None:
+    """The end of what the run has printed, as a terminal would show it: what a progress bar overwrote is left out."""
+    text = ""
+    try:
+        if path := own_file(folder / run.summary.name, LOG_FILE):
+            lines = end_of(path, LOG_BYTES).decode(errors="replace").rstrip().split("\n")[-LOG_LINES:]
+            shown = "\n".join(line.rstrip("\r").rpartition("\r")[2].expandtabs() for line in lines)
+            text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in shown)
+    except (UserError, OSError) as error:
+        text = str(error)
+    if text:
+        with st.expander(f"train.log of {plain(run.label)}", expanded=only, key=f"log-{run.summary.name}"):
+            st.code(printable(text), language=None, wrap_lines=True)

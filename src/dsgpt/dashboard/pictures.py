@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from dsgpt.charts.options import Theme, contrast
-from dsgpt.dashboard.formats import memory
+from dsgpt.dashboard.figures import memory
 from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.model_state import ModelState, model_state
 from dsgpt.planner.plan import held_in_words, place_of

@@ -1,27 +1,34 @@
-"""What the page "How it is split" explains, and its sentences."""
+"""The page "How it is split": what each rank holds and sends, and why. All figures are the planner's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from dsgpt.common.errors import Problems
-from dsgpt.dashboard.pictures import LINKS, Block, Holding, operation_name, waits
+import streamlit as st
+
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.text import REPOSITORY
+from dsgpt.config.options import PRECISIONS
+from dsgpt.dashboard.figures import columns, drawing, memory, page_theme, plain, refusal, show_metrics, show_table
+from dsgpt.dashboard.pictures import LINKS, Holding, holding_svg, holdings, operation_name, step_lines, step_svg, waits
+from dsgpt.model.config import PRESETS
+from dsgpt.planner.hardware import gpus
 from dsgpt.planner.memory import Peak
 from dsgpt.planner.options import PlanOptions
-from dsgpt.planner.plan import fullest_rank, usable_bytes
+from dsgpt.planner.plan import fullest_rank, strategy_name, usable_bytes
 from dsgpt.planner.request import fixed_setup, read_request
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_order import Copied, Placed, copied, placed_traffic
 from dsgpt.planner.step_time import bubble_fraction
-
-# What the page "How it is split" explains: strategies of the shipped recipes, resolved as ``src/plan.py`` does.
+from dsgpt.planner.traffic import sent_bytes
 
 RECIPES = Path("ds_configs")
+_RANKS = (1, 2, 4, 8, 16, 32, 64)
+_MOST_DRAWN = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """A strategy that can be picked."""
 
     name: str
@@ -31,21 +38,21 @@ class Choice:
 
 
 CHOICES = (
-    Choice(name="DDP", run_type="ddp", recipe="zero0.json"),
-    Choice(name="FSDP", run_type="fsdp", recipe="zero0.json"),
-    Choice(name="ZeRO-0", run_type="optimized", recipe="zero0.json"),
-    Choice(name="ZeRO-1", run_type="optimized", recipe="zero1.json"),
-    Choice(name="ZeRO-2", run_type="optimized", recipe="zero2.json"),
-    Choice(name="ZeRO-2, offload", run_type="optimized", recipe="zero2_offload.json"),
-    Choice(name="ZeRO-3", run_type="optimized", recipe="zero3.json"),
-    Choice(name="ZeRO-3, offload", run_type="optimized", recipe="zero3_offload.json"),
-    Choice(name="ZeRO-3, NVMe", run_type="optimized", recipe="zero3_nvme.json"),
-    Choice(name="ZeRO++", run_type="optimized", recipe="zeropp.json"),
-    Choice(name="Tensor parallel", run_type="optimized", recipe="tensor.json"),
-    Choice(name="Sequence parallel", run_type="optimized", recipe="sequence.json"),
-    Choice(name="Pipeline parallel", run_type="optimized", recipe="pipeline.json"),
-    Choice(name="3D: pipeline and tensor", run_type="optimized", recipe="3d.json"),
-    Choice(name="One device", run_type="baseline", recipe="zero0.json"),
+    Choice("DDP", "ddp", "zero0.json"),
+    Choice("FSDP", "fsdp", "zero0.json"),
+    Choice("ZeRO-0", "optimized", "zero0.json"),
+    Choice("ZeRO-1", "optimized", "zero1.json"),
+    Choice("ZeRO-2", "optimized", "zero2.json"),
+    Choice("ZeRO-2, offload", "optimized", "zero2_offload.json"),
+    Choice("ZeRO-3", "optimized", "zero3.json"),
+    Choice("ZeRO-3, offload", "optimized", "zero3_offload.json"),
+    Choice("ZeRO-3, NVMe", "optimized", "zero3_nvme.json"),
+    Choice("ZeRO++", "optimized", "zeropp.json"),
+    Choice("Tensor parallel", "optimized", "tensor.json"),
+    Choice("Sequence parallel", "optimized", "sequence.json"),
+    Choice("Pipeline parallel", "optimized", "pipeline.json"),
+    Choice("3D: pipeline and tensor", "optimized", "3d.json"),
+    Choice("One device", "baseline", "zero0.json"),
 )
 
 
@@ -86,21 +93,141 @@ def split_of(choice: Choice, *, repository: Path, **flags: Any) -> Split:
     return Split(setup=setup, rank=rank, peak=peak, usable_bytes=usable_bytes(request.machine))
 
 
-def held_rows(held: Sequence[Holding]) -> list[dict[str, Any]]:
-    """The figures of the picture of who holds what, a row for each block."""
-    return [_held_row(each, block) for each in held for block in each.blocks]
+def show() -> None:
+    """Show the page."""
+    st.caption("Every figure is computed by the planner's formulas from the recipe below. Nothing here is measured.")
+    choice, flags = _asked()
+    try:
+        split = split_of(choice, repository=REPOSITORY, **flags)
+    except UserError as error:
+        st.error(f"This combination is refused.\n\n{refusal(error)}")
+        _recipe(choice)
+        return
+    _summary(split)
+    for heading, sentences in explanations(split.setup):
+        st.markdown(f"**{heading}.** {sentences}")
+    _held(split)
+    _sent(split)
+    _recipe(choice)
 
 
-def _held_row(each: Holding, block: Block) -> dict[str, Any]:
-    return {
-        "rank": each.rank,
-        "holds": each.words,
-        "kind": block.kind,
-        "bytes": block.size,
-        "without a split, bytes": block.whole,
-        "share": block.size / block.whole,
-        "where": block.place,
+def _asked() -> tuple[Choice, dict[str, Any]]:
+    """The strategy, and the flags of ``src/plan.py`` that the widgets stand for."""
+    one, two, three, four = st.columns(4)
+    choice = one.selectbox("Strategy", CHOICES, index=3, format_func=lambda each: each.name, key="split-strategy")
+    model = two.selectbox("Model size", list(PRESETS), index=list(PRESETS).index("small"), key="split-model")
+    ranks = three.select_slider("Ranks", _RANKS, value=4, key="split-ranks", help="Processes, one for each GPU.")
+    gpu = four.selectbox("GPU", list(gpus()), index=list(gpus()).index("a100-80gb"), key="split-gpu")
+    with st.expander("Batch, length and precision"):
+        five, six, seven, eight = st.columns(4)
+        total = five.number_input(
+            "Global batch, sequences", 1, 4096, None, key="split-global", placeholder="the recipe's"
+        )
+        micro = six.number_input("Micro batch, sequences", 1, 1024, None, key="split-micro", placeholder="up to 8")
+        length = seven.number_input("Sequence, tokens", 1, 1 << 20, None, key="split-length", placeholder="the model's")
+        precision = eight.selectbox("Precision", PRECISIONS, key="split-precision")
+        again = st.checkbox("Activation checkpointing: recompute each block in the backward pass", key="split-again")
+    return choice, {
+        "model_size": model,
+        "gpus": ranks,
+        "gpu": gpu,
+        "global_batch_size": total,
+        "micro_batch_size_per_gpu": micro,
+        "seq_length": length,
+        "precision": precision,
+        "activation_checkpointing": again,
     }
+
+
+def _summary(split: Split) -> None:
+    setup, used = split.setup, split.peak.total / split.usable_bytes
+    micro, batches, ranks = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
+    most = max(sent_bytes(setup, rank=rank) for rank in setup.first_ranks)
+    fits = f"{used:.0%} of what fits" if split.fits else f"does not fit: {used:.0%} of the room"
+    work = f"micro batch {micro} x {batches} accumulated x {ranks} data ranks"
+    name = plain(strategy_name(setup))
+    st.markdown(f"**{name}** in {setup.precision}, {setup.seq_length:,} tokens a sequence")
+    show_metrics(
+        [
+            ("Sequences in a step", f"{micro * batches * ranks:,}", work),
+            (f"Peak memory of rank {split.rank}", memory(split.peak.total), fits),
+            ("Sent by a rank in a step", memory(most), "if collectives are rings"),
+        ]
+    )
+
+
+def _held(split: Split) -> None:
+    st.header("Who holds what")
+    st.caption(
+        "True to scale in bytes. A filled box is what a rank holds at the moment of its peak, which is named below it. "
+        "A dashed frame is what it would hold without the split. An empty box with a coloured edge is in the host's "
+        "memory or in files. New gradients are those of the backward pass before they are added up or sent. Buckets "
+        "and gathered weights are temporary."
+    )
+    setup = split.setup
+    svg = holding_svg(holdings(setup, ranks=_MOST_DRAWN), ranks=setup.world_size, theme=page_theme())
+    drawing(svg, key="split-held-picture", name=f"who-holds-what-{strategy_name(setup)}")
+    with st.expander("Numbers: what each rank holds"):
+        rows = held_rows(holdings(setup, ranks=setup.world_size))
+        show_table(columns(rows), key="split-held", name="What each rank holds")
+    with st.expander(f"Numbers: the peak of rank {split.rank}"):
+        st.caption(f"The moment with the most memory is: {split.peak.moment}. `src/plan.py` prints the same.")
+        parts = {name.replace("_", " "): count for name, count in split.peak.parts.items() if count}
+        table: dict[str, list[Any]] = {"part": [*parts, "all"], "bytes": [*parts.values(), split.peak.total]}
+        show_table(table, key="split-peak", name="Peak memory")
+
+
+def _sent(split: Split) -> None:
+    st.header("What is sent in a step")
+    setup = split.setup
+    st.caption(
+        "Time goes from left to right. The order and the bytes are those of the recipe; lengths are not seconds. What "
+        "lies below a pass is sent during it, layer by layer. Point at a box for its sentence."
+    )
+    try:
+        svg = step_svg(step_lines(setup), page_theme())
+    except ValueError as error:
+        st.info(plain(str(error)))
+    else:
+        drawing(svg, key="split-step-picture", name=f"step-{strategy_name(setup)}")
+    if copies := copied_rows(setup):
+        with st.expander("Numbers: what offload copies"):
+            show_table(columns(copies), key="split-copied", name="What offload copies in a step")
+    rows = sent_rows(setup)
+    if not rows:
+        st.write("A single rank sends nothing.")
+        return
+    with st.expander("Numbers: every operation"):
+        st.caption(
+            "The payload is the whole buffer of an operation. What a rank sends for it follows from the ring "
+            "algorithm. Losses, norms and counters, a few bytes each, are left out."
+        )
+        show_table(columns(rows), key="split-sent", name="What is sent in a step")
+
+
+def _recipe(choice: Choice) -> None:
+    with st.expander(f"The recipe: {(RECIPES / choice.recipe).as_posix()}, executed as {choice.run_type}"):
+        st.code((REPOSITORY / RECIPES / choice.recipe).read_text(encoding="utf-8"), language="json")
+
+
+# The tables below the pictures.
+
+
+def held_rows(held: Iterable[Holding]) -> list[dict[str, Any]]:
+    """The figures of the picture of who holds what, a row for each block."""
+    return [
+        {
+            "rank": each.rank,
+            "holds": each.words,
+            "kind": block.kind,
+            "bytes": block.size,
+            "without a split, bytes": block.whole,
+            "share": block.size / block.whole,
+            "where": block.place,
+        }
+        for each in held
+        for block in each.blocks
+    ]
 
 
 def sent_rows(setup: Setup) -> list[dict[str, Any]]:
@@ -108,92 +235,56 @@ def sent_rows(setup: Setup) -> list[dict[str, Any]]:
 
     Micro batches that send the same are one row.
     """
-    return [row for rank in setup.first_ranks for row in _sent_rows(setup, rank)]
+    rows = []
+    for rank in setup.first_ranks:
+        of_stage = {"stage": setup.stage(rank)} if setup.sizes.pipeline > 1 else {}
+        for same in _alike(placed_traffic(setup, rank=rank), "what", "operation", "axis", "payload_bytes"):
+            traffic = same[0].traffic
+            row = {
+                "operation": operation_name(traffic),
+                "among": f"{traffic.group_size} {traffic.axis} ranks",
+                "times": len(same),
+                "payload, bytes": traffic.payload_bytes,
+                "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
+                "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
+                "meanwhile": waits(setup, same[0]),
+            }
+            rows.append({**of_stage, "when": _when(same[0]), **row})
+    return rows
 
 
 def copied_rows(setup: Setup) -> list[dict[str, Any]]:
     """What offload copies in a step, a row for each kind at each place."""
-    rows: dict[tuple[Any, ...], list[Copied]] = {}
-    for each in copied(setup):
-        rows.setdefault((each.moment, each.what, each.link, each.to_device, each.size), []).append(each)
     return [
         {
-            "when": same[0].moment if same[0].micro_batch is None else f"in the {same[0].moment} pass",
+            "when": _when(same[0]),
             "what": same[0].what,
             "between": LINKS[same[0].link, same[0].to_device],
             "times": len(same),
             "bytes": same[0].size,
             "bytes per step": sum(each.size for each in same),
         }
-        for same in rows.values()
+        for same in _alike(copied(setup), "what", "link", "to_device", "size")
     ]
 
 
-def _sent_rows(setup: Setup, rank: int) -> list[dict[str, Any]]:
-    rows: dict[tuple[Any, ...], list[Placed]] = {}
-    for each in placed_traffic(setup, rank=rank):
-        traffic = each.traffic
-        key = (each.moment, traffic.what, traffic.operation, traffic.axis, traffic.payload_bytes)
-        rows.setdefault(key, []).append(each)
-    return [
-        {
-            **({"stage": setup.stage(rank)} if setup.sizes.pipeline > 1 else {}),
-            "when": same[0].moment if same[0].micro_batch is None else f"in the {same[0].moment} pass",
-            "operation": operation_name(same[0].traffic),
-            "among": f"{same[0].traffic.group_size} {same[0].traffic.axis} ranks",
-            "times": len(same),
-            "payload, bytes": same[0].traffic.payload_bytes,
-            "payload per step, bytes": sum(each.traffic.payload_bytes for each in same),
-            "sent by a rank per step, bytes": sum(each.traffic.ring_bytes for each in same),
-            "meanwhile": waits(setup, same[0]),
-        }
-        for same in rows.values()
-    ]
+Moved = TypeVar("Moved", Placed, Copied)
+
+
+def _alike(moved: Iterable[Moved], *fields: str) -> Iterable[list[Moved]]:
+    """Those of one moment whose ``fields`` are equal, together, in the order of the first of each."""
+    groups: dict[tuple[Any, ...], list[Moved]] = {}
+    for each in moved:
+        about: Any = each.traffic if isinstance(each, Placed) else each
+        groups.setdefault((each.moment, *(getattr(about, field) for field in fields)), []).append(each)
+    return groups.values()
+
+
+def _when(moved: Placed | Copied) -> str:
+    return moved.moment if moved.micro_batch is None else f"in the {moved.moment} pass"
 
 
 # The sentences that explain a setup: what is divided, what is sent for that, and what it costs.
-
-
-def lessons(setup: Setup) -> list[tuple[str, str]]:
-    """A heading and its sentences for each way in which this setup divides the work, in Markdown."""
-    return list(_lessons(setup))
-
-
-def _lessons(setup: Setup) -> Iterator[tuple[str, str]]:
-    if setup.world_size == 1:
-        yield _alone(setup)
-    elif setup.data_parallel_size > 1 or setup.run_type != "optimized":
-        yield _data(setup)
-    if setup.run_type == "ddp":
-        yield _DDP
-    elif setup.run_type == "fsdp":
-        yield _FSDP
-    elif setup.run_type == "optimized":
-        yield _ZERO[setup.recipe.zero_stage] if setup.zero_ranks > 1 else _nothing_to_divide(setup)
-        yield from _offload(setup)
-        yield from _split_model(setup)
-    if setup.activation_checkpointing:
-        yield _RECOMPUTATION
-
-
-def _alone(setup: Setup) -> tuple[str, str]:
-    batches = setup.gradient_accumulation_steps
-    return "One device", (
-        f"One rank holds everything and sends nothing. It computes {batches} micro batch{'es' * (batches != 1)} of "
-        f"{setup.micro_batch_size} sequences, adds up their gradients, and steps once."
-    )
-
-
-def _data(setup: Setup) -> tuple[str, str]:
-    copies = setup.data_parallel_size
-    sequences = setup.micro_batch_size * setup.gradient_accumulation_steps
-    return "Data parallel", (
-        f"{copies} {'copies of the model' if setup.sizes.ranks_per_copy > 1 else 'ranks'} read different sequences: "
-        f"{sequences} each, {sequences * copies} in a step. Every rank must step with the average of all gradients, so "
-        "gradients are sent in every step. The number of ranks does not change the global batch, so the training stays "
-        "the same."
-    )
-
 
 _DDP = (
     "DDP: everything is whole",
@@ -237,61 +328,72 @@ _RECOMPUTATION = (
 )
 
 
-def _nothing_to_divide(setup: Setup) -> tuple[str, str]:
-    stage = setup.recipe.zero_stage
-    return f"ZeRO-{stage} has nothing to divide", (
-        "ZeRO divides state among ranks that hold the same parameters. Here no two ranks do, so each keeps all of the "
-        "state of its own parameters. With more ranks it would be divided."
-    )
+def explanations(setup: Setup) -> Iterator[tuple[str, str]]:
+    """A heading and its sentences for each way in which this setup divides the work, in Markdown."""
+    micro, batches, copies = setup.micro_batch_size, setup.gradient_accumulation_steps, setup.data_parallel_size
+    if setup.world_size == 1:
+        yield (
+            "One device",
+            f"One rank holds everything and sends nothing. It computes {batches} micro batch{'es' * (batches != 1)} of "
+            f"{micro} sequences, adds up their gradients, and steps once.",
+        )
+    elif copies > 1 or setup.run_type != "optimized":
+        yield (
+            "Data parallel",
+            f"{copies} {'copies of the model' if setup.sizes.ranks_per_copy > 1 else 'ranks'} read different "
+            f"sequences: {micro * batches} each, {micro * batches * copies} in a step. Every rank must step with the "
+            "average of all gradients, so gradients are sent in every step. The number of ranks does not change the "
+            "global batch, so the training stays the same.",
+        )
+    if setup.run_type == "ddp":
+        yield _DDP
+    elif setup.run_type == "fsdp":
+        yield _FSDP
+    elif setup.run_type == "optimized":
+        stage = setup.recipe.zero_stage
+        nothing = (
+            f"ZeRO-{stage} has nothing to divide",
+            "ZeRO divides state among ranks that hold the same parameters. Here no two ranks do, so each keeps all of "
+            "the state of its own parameters. With more ranks it would be divided.",
+        )
+        yield _ZERO[stage] if setup.zero_ranks > 1 else nothing
+        yield from _of_deepspeed(setup)
+    if setup.activation_checkpointing:
+        yield _RECOMPUTATION
 
 
-def _offload(setup: Setup) -> Iterator[tuple[str, str]]:
-    recipe = setup.recipe
-    if recipe.offload_optimizer == "none" and recipe.offload_param == "none":
-        return
-    with_weights = recipe.offload_param != "none"
-    kept = (
-        "The optimizer state and, between their uses, the weights lie" if with_weights else "The optimizer state lies"
-    )
-    where = "files on a local drive" if recipe.offload_optimizer == "nvme" else "the memory of the host"
-    yield (
-        "Offload",
-        (
-            f"{kept} in {where}. The CPU steps. Gradients go to the host and new weights "
-            "come back in every step, over the link between device and host, which is far slower than the device's "
-            "memory."
-        ),
-    )
-
-
-def _split_model(setup: Setup) -> Iterator[tuple[str, str]]:
-    sizes, batches = setup.sizes, setup.gradient_accumulation_steps
+def _of_deepspeed(setup: Setup) -> Iterator[tuple[str, str]]:
+    """Offload, and the ways to split the model."""
+    recipe, sizes, batches = setup.recipe, setup.sizes, setup.gradient_accumulation_steps
+    if recipe.offload_optimizer != "none" or recipe.offload_param != "none":
+        state = "The optimizer state lies"
+        if recipe.offload_param != "none":
+            state = "The optimizer state and, between their uses, the weights lie"
+        where = "files on a local drive" if recipe.offload_optimizer == "nvme" else "the memory of the host"
+        yield (
+            "Offload",
+            f"{state} in {where}. The CPU steps. Gradients go to the host and new weights come back in every step, "
+            "over the link between device and host, which is far slower than the device's memory.",
+        )
     if sizes.tensor > 1:
         yield (
             "Tensor parallel",
-            (
-                f"{sizes.tensor} neighbouring ranks hold a part of every matrix and compute the same sequences. They "
-                "sum activations twice per block in the forward pass and twice in the backward pass, and wait for each "
-                "sum. So tensor ranks belong on one machine. Embeddings and LayerNorms stay whole."
-            ),
+            f"{sizes.tensor} neighbouring ranks hold a part of every matrix and compute the same sequences. They sum "
+            "activations twice per block in the forward pass and twice in the backward pass, and wait for each sum. "
+            "So tensor ranks belong on one machine. Embeddings and LayerNorms stay whole.",
         )
     if sizes.sequence > 1:
         yield (
             "Sequence parallel (Ulysses)",
-            (
-                f"{sizes.sequence} ranks hold all weights and read different positions of the same sequences. For "
-                "attention they exchange positions for heads, four all-to-alls per block in each direction. "
-                "Activations of a rank are a part; ZeRO divides the state over these ranks too."
-            ),
+            f"{sizes.sequence} ranks hold all weights and read different positions of the same sequences. For "
+            "attention they exchange positions for heads, four all-to-alls per block in each direction. Activations "
+            "of a rank are a part; ZeRO divides the state over these ranks too.",
         )
     if sizes.pipeline > 1:
-        waiting = bubble_fraction(sizes.pipeline, batches)
         yield (
             "Pipeline parallel (1F1B)",
-            (
-                f"{sizes.pipeline} stages hold different layers. A micro batch passes through all of them; only one "
-                f"residual stream goes from stage to stage. With {batches} micro batches a stage waits for "
-                f"{waiting:.0%} of the time that the passes take: the bubble, (p - 1) / (m + p - 1). The first and the "
-                "last stage both hold the tied embedding and sum its gradients."
-            ),
+            f"{sizes.pipeline} stages hold different layers. A micro batch passes through all of them; only one "
+            f"residual stream goes from stage to stage. With {batches} micro batches a stage waits for "
+            f"{bubble_fraction(sizes.pipeline, batches):.0%} of the time that the passes take: the bubble, "
+            "(p - 1) / (m + p - 1). The first and the last stage both hold the tied embedding and sum its gradients.",
         )

@@ -1,9 +1,8 @@
-"""The lines of a ``metrics.jsonl`` as columns, and fewer points of long curves."""
+"""The lines of a ``metrics.jsonl`` as columns."""
 
 import os
 import threading
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +16,7 @@ from dsgpt.common.errors import is_number
 from dsgpt.record.fields import LARGEST, is_figure
 from dsgpt.record.schema import step_entry
 
-# Fewer points of a long curve, such that its picture stays the same.
-
 Values = NDArray[np.float64]
-POINTS = 1200
-"""Of a curve in a picture: about one for each pixel of its width."""
-
-
-def kept(values: Values, *, points: int = POINTS) -> NDArray[np.intp]:
-    """The places of at most ``points`` values: of each stretch the smallest and the largest, so no peak is lost.
-
-    The first and the last value are always kept. NaN is kept only where a stretch holds nothing else.
-
-    Args:
-        values: shape (n,), in the order in which they are drawn.
-        points: at least 4.
-
-    Returns:
-        Ascending, each once.
-    """
-    if len(values) <= points:
-        return np.arange(len(values))
-    edges = np.linspace(0, len(values), (points - 2) // 2 + 1).astype(np.intp)
-    low, high = np.where(np.isnan(values), np.inf, values), np.where(np.isnan(values), -np.inf, values)
-    found = [0, len(values) - 1]
-    for start, end in pairwise(edges):
-        found += [start + int(low[start:end].argmin()), start + int(high[start:end].argmax())]
-    return np.unique(found)
-
-
-def smoothed(values: Values, *, window: int) -> Values:
-    """The mean of each value and the ``window - 1`` before it, shape (n,); NaN counts as missing."""
-    if window <= 1 or len(values) == 0:
-        return values
-    known = ~np.isnan(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    amount = counts[ends] - counts[starts]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(amount > 0, (sums[ends] - sums[starts]) / amount, np.nan)
-
-
 TRAIN = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_sec"),
     *("step_time_sec", "train_time_sec", "wall_time_sec", "warm_up"),

@@ -1,9 +1,10 @@
-"""What the pages say about a run in a few figures, and which of equal runs was fastest."""
+"""The runs of a folder: what lies in it, each run in a few figures, and which of equal runs was fastest."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,108 @@ import streamlit as st
 
 from dsgpt.charts.comparison import speed_up
 from dsgpt.common.errors import UserError
-from dsgpt.dashboard.formats import model_name, money
-from dsgpt.dashboard.runs import Contents, contents, inside, is_reference, own_file
+from dsgpt.common.files import is_regular_file, is_utf8, link_between, printable
+from dsgpt.dashboard.command import parse
+from dsgpt.dashboard.figures import money
 from dsgpt.dashboard.steps import StepReader, Steps, Values, last_entries
+from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.fields import Fields
 from dsgpt.record.runs import Curve, Run, read_record, run_of
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
-from dsgpt.training.status import Signs, Status, signs_of_life, status_of
+from dsgpt.record.sweeps import SWEEP_FILE
+from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
+
+# What lies in the folder of runs, and the only way from a name to a path.
+
+DEEPEST = 6
+"""Folders below the folder of runs; deeper ones are not searched."""
+_OF_RUNS = (RECORD_FILE, STEPS_FILE, LOCK_FILE)
+"""A folder with one of them holds a run. A run that has just started has only its lock."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Names below the folder of runs, with ``/``, sorted. Links are not followed."""
+
+    runs: tuple[str, ...] = ()
+    """Folders."""
+    sweeps: tuple[str, ...] = ()
+    """Records of sweeps: files."""
+    concurrency: tuple[str, ...] = ()
+    """Records of many requests at once: files."""
+    unnamed: tuple[str, ...] = ()
+    """Runs and records that a browser cannot name, because their path is not UTF-8: as they are printed."""
+
+
+def is_reference(name: str) -> bool:
+    """Whether a run is one that the repository brings, measured on another machine."""
+    return name.startswith("reference/")
+
+
+def current_folder() -> Path:
+    """The folder of runs that the command line names.
+
+    Raises:
+        UserError: the command line has mistakes.
+    """
+    folder: Path = parse().runs
+    return folder
+
+
+@st.cache_resource(ttl=1.0, max_entries=8, show_spinner=False)
+def contents(folder: Path) -> Contents:
+    """What lies in ``folder``, at most a second old; nothing if it does not exist.
+
+    Checkpoints, hidden folders and links are left out.
+    """
+    kinds = runs, sweeps, concurrency = list[str](), list[str](), list[str]()
+    for place, inner, files in os.walk(folder):
+        here = Path(place).relative_to(folder)
+        is_run = bool(here.parts) and not set(_OF_RUNS).isdisjoint(files)
+        inner[:] = [] if is_run or len(here.parts) >= DEEPEST else [name for name in inner if not name.startswith(".")]
+        if is_run:
+            runs.append(here.as_posix())
+        for file in files:
+            if file == SWEEP_FILE or (file.startswith("sweep-") and file.endswith(".json")):
+                sweeps.append((here / file).as_posix())
+            elif file == "inference.json":
+                concurrency.append((here / file).as_posix())
+    unnamed = sorted(printable(name) for names in kinds for name in names if not is_utf8(name))
+    named = [tuple(sorted(filter(is_utf8, names))) for names in kinds]
+    return Contents(named[0], named[1], named[2], tuple(unnamed))
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of ``name``, which ``contents`` returned, or which an address of a page holds.
+
+    Raises:
+        UserError: it leads out of ``folder``, there is no such file or folder, or a link is on the way.
+    """
+    relative = PurePosixPath(name)
+    if not name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
+        raise UserError(f"{name!r} is not in the folder of runs")
+    path = folder / relative
+    if (link := link_between(folder, path)) is not None:
+        raise UserError(f"{link} is a link, and links in the folder of runs are not followed")
+    if not path.exists():
+        raise UserError(f"{name}: there is no such run or record any more")
+    return path
+
+
+def own_file(folder: Path, name: str) -> Path | None:
+    """The file ``name`` of a run's ``folder``; None if it is missing.
+
+    Raises:
+        UserError: it is a link, or no regular file.
+    """
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    if not is_regular_file(path):
+        raise UserError(f"{path} is a link or no regular file, and is not read")
+    return path
+
 
 # What the pages say about a run in a few figures: its state, its progress, its loss.
 
@@ -92,6 +187,31 @@ def read_recorded(folder: Path, *, name: str) -> Recorded:
         plan=_plan_in_words(record.section("plan")),
         started=_moment(record.text("timestamp_utc")),
     )
+
+
+_SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
+"""Without the vocabulary, which the data decide, and the dropout, which belongs to training."""
+
+
+def model_name(config: Fields) -> str | None:
+    """``small (124M)``, ``2 x 128 (0.452M)`` (layers and width) or, of a published model, ``distilgpt2 (81.9M)``.
+
+    A record calls a model by its ``--model_size``, also if other flags changed its shape: the name of a size is used
+    only for its shape. What the record does not say is left out; None if it says nothing.
+
+    Args:
+        config: the ``training_config`` of a record.
+    """
+    name, parameters, model = config.text("model_size"), config.number("parameters"), config.section("model")
+    preset, shape = PRESETS.get(name or ""), {field: model.whole(field) for field in _SHAPE}
+    layers, width = shape["n_layer"], shape["n_embd"]
+    is_preset = preset and all(value in {None, getattr(preset, field)} for field, value in shape.items())
+    if layers is not None and width is not None and not is_preset and (preset or not name):
+        name = f"{layers} x {width}"
+    if parameters is None:
+        return name
+    count = f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
+    return f"{name} ({count})" if name else count
 
 
 def _plan_in_words(plan: Fields) -> str:
@@ -195,21 +315,19 @@ def seconds_left(steps: Steps, total_steps: float | None) -> float | None:
 
 def in_order(summaries: Sequence[Summary]) -> list[Summary]:
     """Those of this machine first; of these, running first, then the newest."""
-    return sorted(
-        summaries,
-        key=lambda each: (is_reference(each.name), each.status != Status.RUNNING, -_when(each), each.name),
-    )
+
+    def place(each: Summary) -> tuple[bool, bool, float, str]:
+        started = each.recorded.started
+        newest_first = -started.timestamp() if started else 0.0
+        return is_reference(each.name), each.status != Status.RUNNING, newest_first, each.name
+
+    return sorted(summaries, key=place)
 
 
 def own(summaries: Sequence[Summary]) -> list[Summary]:
     """Those of this machine, in order; all if none is."""
     ordered = in_order(summaries)
     return [each for each in ordered if not is_reference(each.name)] or ordered
-
-
-def _when(summary: Summary) -> float:
-    started = summary.recorded.started
-    return 0.0 if started is None else started.timestamp()
 
 
 # Records and steps, read once for all sessions: each result is kept by the identity of the file that it came from.
@@ -234,12 +352,6 @@ def identity(path: Path) -> Identity:
     """
     found = path.stat()
     return Identity(str(path), found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-@st.cache_resource(ttl=1.0, max_entries=8, show_spinner=False)
-def contents_of(folder: Path) -> Contents:
-    """What lies in ``folder``, at most a second old."""
-    return contents(folder)
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
@@ -300,7 +412,7 @@ def summary_of(folder: Path, name: str) -> Summary:
 
 def summaries_of(folder: Path) -> list[Summary]:
     """Every run below ``folder``."""
-    return [summary_of(folder, name) for name in contents_of(folder).runs]
+    return [summary_of(folder, name) for name in contents(folder).runs]
 
 
 def runs_with_records(summaries: list[Summary]) -> list[Run]:
@@ -333,29 +445,33 @@ class Answer:
         return min(known, key=lambda run: device_seconds(run) or 0.0, default=None)
 
 
-def answers(runs: Sequence[Run]) -> list[Answer]:
-    """An answer for each work that at least two finished runs did, in the order of the first run of each."""
+def grouped(runs: Iterable[Run], belongs: Callable[[list[Run], Run], bool]) -> list[list[Run]]:
+    """The runs in their order, each in the first group that it ``belongs`` to, or else in one of its own."""
     groups: list[list[Run]] = []
     for run in runs:
-        if not run.train_time or run.status not in {None, "completed"}:
-            continue
-        own = next((group for group in groups if judge([group[0], run]).answer == "yes"), None)
-        if own is None:
+        group = next((group for group in groups if belongs(group, run)), None)
+        if group is None:
             groups.append([run])
         else:
-            own.append(run)
-    return [_answer(group) for group in groups if len(group) > 1]
+            group.append(run)
+    return groups
+
+
+def answers(runs: Sequence[Run]) -> list[Answer]:
+    """An answer for each work that at least two finished runs did, in the order of the first run of each."""
+    finished = (run for run in runs if run.train_time and run.status in {None, "completed"})
+    found = []
+    for group in grouped(finished, lambda group, run: judge([group[0], run]).answer == "yes"):
+        ordered = sorted(group, key=lambda run: run.train_time or 0.0)
+        baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
+        if len(group) > 1:
+            found.append(Answer(ordered[0], baseline, tuple(ordered)))
+    return found
 
 
 def newest(found: Sequence[Answer]) -> Answer:
     """The answer with the run that began last."""
     return max(found, key=lambda each: max(run.date or "" for run in each.runs))
-
-
-def _answer(group: Sequence[Run]) -> Answer:
-    ordered = sorted(group, key=lambda run: run.train_time or 0.0)
-    baseline = min(ordered, key=lambda run: (run.device_count or float("inf"), -(run.train_time or 0.0)))
-    return Answer(ordered[0], baseline, tuple(ordered))
 
 
 def device_seconds(run: Run) -> float | None:

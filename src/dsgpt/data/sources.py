@@ -1,8 +1,8 @@
 """Where text comes from: files, downloaded sets, sets of the hub, the standard library.
 
 The corpus ``python-stdlib``: the sources and language documentation that ship with this Python. Every machine has this
-text without a download: about 12 MB with CPython from python.org, pyenv or conda, and somewhat less where a
-distribution splits the library (Debian has tkinter, idlelib and others in separate packages). It depends on the Python
+text without a download: about 12 MB with CPython from python.org, pyenv or conda. It is somewhat less where a
+distribution splits the library: Debian has tkinter, idlelib and others in separate packages. It depends on the Python
 version: two machines have the same text if the hashes are equal.
 """
 

@@ -427,7 +427,7 @@ def _offload_buffers(setup: Setup, held: list[ParameterSize], device: str) -> di
 def zero3(setup: Setup, rank: int, *, device: str) -> list[Moment]:
     """Gathered weights, a flat buffer of this rank's gradients, the bucket; in the step a second copy of the gradients.
 
-    Weights that are gathered together stay in the buffer of their all-gather until the last of them has been used: so
+    Weights that are gathered together stay in the buffer of their all-gather until the last of them has been used. So
     they exist twice during the forward pass, and the embedding once more if it has been freed. On a CPU those that are
     being gathered exist twice as well, because gloo copies them. A full bucket is reduced from a copy in the order of
     the ranks, and gloo makes one more.

@@ -1,9 +1,13 @@
 """Predicts the bytes of model state of a rank, for every strategy; ``dsgpt.telemetry.memory`` measures them.
 
-The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. P is the number of parameters of a rank, padded
-embedding rows included, w the bytes of a number in the precision of the activations (4 in fp32, 2 in bf16 and fp16),
-m the numbers that the optimizer keeps per weight (2 for Adam), N the ranks that share the state. Buckets, activations
-and weights that are gathered for a layer are not model state; see ``ds_configs/README.md``.
+The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. Their letters:
+
+* P: the parameters of a rank, padded embedding rows included;
+* w: the bytes of a number in the precision of the activations, 4 in fp32, 2 in bf16 and fp16;
+* m: the numbers that the optimizer keeps per weight, 2 for Adam;
+* N: the ranks that share the state.
+
+Buckets, activations and weights that are gathered for a layer are not model state; see ``ds_configs/README.md``.
 """
 
 from collections.abc import Mapping

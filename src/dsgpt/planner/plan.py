@@ -305,8 +305,8 @@ def _tried(
 ) -> tuple[dict[str, float], list[str]]:
     """The time of the training at other values of these rates, and the values at which another way gets the fastest.
 
-    Times are monotone in a rate. So at no value up to the last one that is tried does a rival take less than at the
-    better of the two ends, and it is timed in between only if that would win.
+    Times are monotone in a rate. Up to the last value that is tried, no rival takes less than at the better of
+    the two ends. It is timed in between only if that would win.
     """
 
     def at(each: Plan, value: float) -> float:

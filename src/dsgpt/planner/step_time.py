@@ -15,7 +15,7 @@ Predicts the seconds of an optimizer step: a roofline of every operation, from t
 head with its loss, each collective operation, and the optimizer take the time of their FLOPs and bytes at the
 machine's rates, plus a constant for every operation. ``dsgpt.planner.step_time`` says which communication overlaps
 with computation. In a pipeline of p stages and m micro batches, a step takes m + p - 1 times as long as the slowest
-stage needs for one micro batch: the other p - 1 are the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+stage needs for one micro batch. The other p - 1 are the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 ``--compile`` is not modelled.
 """
 

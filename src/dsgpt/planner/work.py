@@ -1,11 +1,11 @@
 """The work of one micro batch on one rank: FLOPs, bytes, operations, activations, passes over gradients.
 
 Predicts the bytes of activations: what a forward pass keeps, what the loss needs, what a backward pass adds. For a
-block without dropout, in units of the residual stream (B, T, C) of a rank, with T tensor peers: the outputs of both
-LayerNorms, of the attention's residual sum and of the block are 1 each; queries, keys and values are 3/T, the
-attention's output 1/T, the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Those are the 16 numbers of
-Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two dropout
-masks. Their quadratic term does not exist: fused attention keeps one number per token and head of its scores.
+block without dropout, they are in units of the residual stream (B, T, C) of a rank, with T tensor peers. The
+outputs of both LayerNorms, of the attention's residual sum and of the block are 1 each. Queries, keys and values are
+3/T, the attention's output 1/T, the MLP's inner layer before and after GELU 4/T each: 4 + 12/T. Those are the 16
+numbers of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), whose 34 bytes are 16 numbers in 16 bits and two
+dropout masks. Their quadratic term does not exist: fused attention keeps one number per token and head of its scores.
 
 The work of one micro batch on one rank: FLOPs, bytes and operations of a block, of the head and of the embedding.
 Letters: M tokens of a micro batch on a rank, T tokens of a sequence, C width, V vocabulary, t tensor ranks, w bytes of
@@ -187,7 +187,7 @@ def block_backward(setup: Setup) -> Work:
 
     Attention multiplies five times instead of twice, because it computes its scores again (FlashAttention, Dao et al.
     2022, algorithm 4). Streams: 5 by each LayerNorm, 3 by each sum of gradients, 12/t by GELU, 6/t to join the
-    gradients of queries, keys and values, 2 + 7/t for the sums that are the gradients of biases, 16 around the
+    gradients of queries, keys and values. 2 + 7/t are for the sums that are the gradients of biases, 16 around the
     all-to-alls of sequence ranks.
     """
     forward, tensor = block_forward(setup), setup.sizes.tensor

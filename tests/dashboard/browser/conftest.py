@@ -1,5 +1,6 @@
 """Runs, a dashboard of them and a browser, which the tests of this folder share."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +21,16 @@ PROBES = re.compile(r"/\w+/_stcore/(health|host-config)$")
 PATIENCE_MS = 60_000
 """Far more than a page needs; the default is 5 s, and some machines are slow."""
 expect.set_options(timeout=PATIENCE_MS)
+LISTENING = """\
+import sys
+def note(event, about):
+    if event in {"socket.connect", "socket.sendto", "socket.getaddrinfo"}:
+        with open(FILE, "a") as file:
+            print(repr(about[1] if event == "socket.connect" else about[:2]), file=file)
+open(FILE, "w").close()
+sys.addaudithook(note)
+"""
+"""What the server runs first, so that a file lists where it connects to."""
 
 Visit = Callable[..., Page]
 
@@ -44,8 +55,15 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def server(folder: Path, words: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A dashboard of two equal runs, of one whose name is markup, and of one with a damaged record."""
-    with serving(folder, log=tmp_path_factory.mktemp("server") / "log.txt") as started:
+    """A dashboard of two equal runs, of one whose name is markup, and of one with a damaged record.
+
+    ``connections.txt`` beside its log lists where it connects to.
+    """
+    own = tmp_path_factory.mktemp("server")
+    (own / "sitecustomize.py").write_text(f"FILE = {str(own / 'connections.txt')!r}\n{LISTENING}")
+    environment = os.environ | {"PYTHONPATH": str(own)}
+    flags = ["--allowed_host", "Lab.example"]
+    with serving(folder, log=own / "log.txt", flags=flags, environment=environment) as started:
         assert train(words(checkpoint_path=folder / "first", max_train_steps=3)) == 0
         shutil.copytree(folder / "first", folder / SECOND)
         shutil.copytree(folder / "first", folder / HOSTILE, ignore=shutil.ignore_patterns("step-*"))

@@ -1,11 +1,13 @@
-"""The dashboard in its own process, as users start it, and the browser that looks at it."""
+"""A dashboard in a process of its own, and trainings that it watches."""
 
+import re
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,11 @@ from playwright.sync_api import Browser, Page, Playwright
 from system_packages import browser
 
 from dsgpt.common.errors import UserError
+from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port
+
+# The dashboard in its own process, as users start it, and the browser that looks at it.
+
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGES = {
@@ -61,13 +67,15 @@ class Server:
 
 
 @contextmanager
-def serving(runs: Path, *, log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+def serving(
+    runs: Path, *, log: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A dashboard of ``runs`` on a free port, which may still be starting; ``log`` gets what it prints."""
     port = free_port()
     command = [sys.executable, "-m", "streamlit", "run", REPOSITORY / "charts" / "dashboard.py"]
     command += ["--server.headless", "true", "--server.port", port, "--", "--runs", runs, *flags]
     with log.open("wb") as file:
-        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
         yield Server(process, port, log)
     finally:
@@ -92,3 +100,28 @@ def settle(page: Page, title: str) -> None:
     page.get_by_role("heading", level=1, name=title, exact=True).wait_for()
     page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
     page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton], [data-stale=true]')")
+
+
+# A real training that waits after some steps, so that what is seen of it does not depend on its speed.
+
+
+SCRIPT = str(REPOSITORY / "src" / "gpt2.py")
+
+
+@contextmanager
+def paused(words: Sequence[str], *, after: int) -> Iterator[subprocess.Popen[str]]:
+    """Train with the flags ``words``, of which one prints every step, and stop the process after some steps."""
+    command = [*launcher_command("python", 1), SCRIPT, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            lines = []
+            for line in run.stdout:
+                lines.append(line)
+                if re.match(rf"step +{after}/", line):
+                    break
+            else:
+                raise AssertionError("".join(lines))
+            run.send_signal(signal.SIGSTOP)
+            yield run
+        finally:
+            run.kill()

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlencode
 
-from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, serving, settle
-from paused_training import paused
+from dashboard_server import PAGES, REPOSITORY, Server, launch_browser, paused, serving, settle
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 

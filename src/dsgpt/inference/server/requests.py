@@ -1,8 +1,8 @@
 """Requests for completions, checked field by field, and how each draws its tokens.
 
 Draws the next token of every sequence of a batch, each by the settings of its request. transformers' own processors
-have no seeds and no ``min_p`` per request, and one row of logits that is not finite makes ``torch.multinomial`` end
-the thread with all requests.
+have no seeds and no ``min_p`` per request. With them, one row of logits that is not finite makes ``torch.multinomial``
+end the thread with all requests.
 """
 
 import random

@@ -1,8 +1,8 @@
 """``src/serve.py``: the paths of the server, its connections, and its start and end.
 
-Connections: how many, how long they may be silent, and what of HTTP is refused. uvicorn counts connections only when a
-request has arrived, gives the head of a request all the time that it takes, and hangs up on a client that shuts its
-writing side.
+Connections: how many, how long they may be silent, and what of HTTP is refused. Left alone, uvicorn counts connections
+only when a request has arrived, and gives the head of a request all the time that it takes. It also hangs up on a
+client that shuts its writing side.
 """
 
 import asyncio

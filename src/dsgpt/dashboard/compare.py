@@ -1,0 +1,433 @@
+"""The page "Compare": any runs side by side, their figures and losses, and whether they are the same training."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import streamlit as st
+
+from dsgpt.charts.comparison import result_rows, speed_up, work_rows
+from dsgpt.common.errors import UserError
+from dsgpt.common.text import NO_DIFFERENCE, no_difference
+from dsgpt.dashboard.curves import (
+    NUMBERS,
+    Series,
+    aligned,
+    band,
+    by_seed,
+    labels,
+    lines,
+    look,
+    mean_run,
+    mean_steps,
+    show_curves,
+    smoothed,
+    with_ranges,
+)
+from dsgpt.dashboard.figures import UNKNOWN, Table, columns, figure, memory, money, plain, seconds, show_table
+from dsgpt.dashboard.overview import FAVOURITES, asked_price
+from dsgpt.dashboard.steps import Steps
+from dsgpt.dashboard.summaries import (
+    answers,
+    contents,
+    cost,
+    current_folder,
+    inside,
+    is_reference,
+    newest,
+    own,
+    recorded_of,
+    runs_with_records,
+    steps_of,
+    summaries_of,
+    with_steps,
+)
+from dsgpt.record.equal_work import (
+    LOSS_TOLERANCE,
+    LOSS_TOLERANCE_OTHERWISE,
+    equal_loss_line,
+    inference_stamps,
+    judge,
+    partial_stamps,
+    setup_stamps,
+)
+from dsgpt.record.runs import Run, window_of
+from dsgpt.record.suites import TITLES, read_concurrency
+from dsgpt.record.sweeps import Comparison, Sweep, read_sweep, strategy_of
+
+MOST_RUNS = 8
+"""As many colours has the palette."""
+ROOM = 1.2
+"""For the value behind the longest bar."""
+LEAST_DIFFERENCE = 1e-8
+"""Where a difference is drawn that is exactly 0: a logarithmic axis has no 0. It is below fp32's rounding of a loss."""
+
+
+def show() -> None:
+    """Show the page."""
+    folder = current_folder()
+    found = contents(folder)
+    kinds = ["Runs"] + (["Sweeps"] if found.sweeps else []) + (["Many requests"] if found.concurrency else [])
+    kind = kinds[0]
+    if len(kinds) > 1:
+        kind = st.segmented_control("Compare", kinds, default=kinds[0], key="kind", required=True)
+    if kind == "Sweeps":
+        _show_sweep(folder, found.sweeps)
+    elif kind == "Many requests":
+        _show_concurrency(folder, found.concurrency)
+    elif found.runs:
+        _show_runs(folder, sorted(found.runs, key=is_reference))
+    else:
+        st.info("There is no run to compare yet: Overview says how to make one.")
+
+
+def _show_runs(folder: Path, names: Sequence[str]) -> None:
+    chosen = _choose(folder, names)
+    short, recorded = labels(chosen), dict[str, Run]()
+    for name in chosen:
+        record = recorded_of(folder, name)
+        if record.run is None:
+            st.warning(f"**{plain(name)}** {plain(record.problem or 'has no record yet')}")
+        else:
+            recorded[name] = replace(record.run, name=short[name])
+    above = st.container()
+    if not recorded:
+        st.info("Choose two or more runs. The first is the baseline.")
+        return
+    groups = by_seed([*recorded.values()])
+    together = "Show runs that differ in the seed alone as their mean"
+    if len(groups) == len(recorded) or not st.toggle(together, key="seeds"):
+        groups = [[run] for run in recorded.values()]
+    price = _show_bars([mean_run(group) for group in groups])
+    with above:
+        runs, steps = _with_steps(folder, recorded, groups)
+        _show_verdict(runs)
+    if steps:
+        _show_losses(runs, steps, price)
+        _show_difference(runs, {name: mean_steps(group) for name, group in steps.items()})
+    st.header("All figures")
+    results = with_ranges(result_rows(runs), groups)
+    show_table(as_table(results, first="figure"), key="results", name="figures of the runs")
+    with st.expander("What was trained, and how"):
+        show_table(as_table(work_rows(runs), first="fact"), key="work", name="work of the runs")
+    notes = [(run.name, note) for run in runs for note in run.notes]
+    if notes:
+        with st.expander("Notes on the records"):
+            for name, note in notes:
+                st.markdown(f"**{plain(name)}** {plain(note)}")
+
+
+def _choose(folder: Path, names: Sequence[str]) -> list[str]:
+    """The runs that the address names, else the favourites, else those of the first answer, else the newest two."""
+    if "runs" not in st.session_state:
+        asked = [name for name in st.query_params.get_all("runs") if name in names]
+        first = asked or [name for name in st.session_state.get(FAVOURITES, []) if name in names]
+        if not first:
+            summaries = own(summaries_of(folder))
+            first = [each.name for each in summaries[:2]]
+            if found := answers(runs_with_records(summaries)):
+                answer = newest(found)
+                first = [answer.baseline.name, *[run.name for run in answer.runs if run is not answer.baseline][:2]]
+        st.session_state["runs"] = first[:MOST_RUNS]
+    chosen: list[str] = st.multiselect(
+        "Runs (the first is the baseline)", names, key="runs", max_selections=MOST_RUNS, placeholder="Choose runs"
+    )
+    st.query_params["runs"] = chosen
+    return chosen
+
+
+def _with_steps(
+    folder: Path, named: Mapping[str, Run], groups: Sequence[Sequence[Run]]
+) -> tuple[list[Run], dict[str, list[Steps]]]:
+    """The runs of the groups with the losses of their steps, and by their names the steps of each seed."""
+    of_runs: dict[str, Steps] = {}
+    for name, run in named.items():
+        try:
+            with st.spinner(f"Reading the steps of {plain(name)}", show_time=True):
+                steps = steps_of(folder, name)
+        except UserError as error:
+            st.warning(f"**{plain(name)}** {plain(str(error))}")
+            steps = None
+        if steps is not None and len(steps.train["step"]):
+            of_runs[run.name] = steps
+    means = [mean_run(group) for group in groups]
+    of_means = {
+        mean.name: aligned([of_runs[run.name] for run in group])
+        for mean, group in zip(means, groups, strict=True)
+        if all(run.name in of_runs for run in group)
+    }
+    runs = [with_steps(mean, mean_steps(of_means[mean.name])) if mean.name in of_means else mean for mean in means]
+    return runs, of_means
+
+
+def _show_verdict(runs: Sequence[Run]) -> None:
+    if len(runs) < 2:
+        return
+    verdict = judge(runs)
+    text = "  \n".join(plain(equal_loss_line(runs[0], other)) for other in runs[1:])
+    if verdict.answer == "yes":
+        st.success(f"**The same work.**  \n{text}", icon=":material/check:")
+    else:
+        reason = "; ".join(part for part in (verdict.differences_text(), verdict.unknown_text()) if part)
+        st.warning(f"**{verdict.mark}**: {plain(reason)}  \n{text}", icon=":material/warning:")
+    for line in (*partial_stamps(runs), *setup_stamps(runs), *inference_stamps(runs)):
+        st.warning(plain(line))
+
+
+# One figure of all runs, as bars.
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a run."""
+
+    title: str
+    """With its unit."""
+    value: Callable[[Run, Run], float | None]
+    """Of the baseline and the run."""
+    form: Callable[[float], str]
+    compares: bool = False
+    """Whether it is a ratio to the baseline, which only equal work allows."""
+
+
+def efficiency(base: Run, run: Run) -> float | None:
+    """The speed-up per device, of the devices of the baseline; 1 is ideal."""
+    ratio = speed_up(base, run)
+    return ratio * base.device_count / run.device_count if ratio and base.device_count and run.device_count else None
+
+
+def _memory(base: Run, run: Run) -> float | None:
+    """Of one kind for all: on GPUs what PyTorch allocated, otherwise the resident memory of rank 0."""
+    size = run.gpu_memory if base.gpu_memory is not None else run.host_memory
+    return None if size is None else size / 1e9
+
+
+MEASURES = {
+    "time": Measure("training time (s)", lambda _, run: run.train_time, seconds),
+    "throughput": Measure("tokens/s, all devices", lambda _, run: run.tokens_per_sec, "{:,.0f} tokens/s".format),
+    "speed-up": Measure("speed-up in training time", speed_up, "{:.2f}x".format, compares=True),
+    "efficiency": Measure("speed-up per device", efficiency, "{:.0%}".format, compares=True),
+    "memory": Measure("peak memory of rank 0 (GB)", _memory, lambda value: memory(value * 1e9)),
+    "latency": Measure("inference latency, batch 1 (s)", lambda _, run: run.inference_latency, seconds),
+}
+
+
+def _show_bars(runs: Sequence[Run]) -> float | None:
+    """Show one figure of all runs; returns the price of a device hour."""
+    left, right = st.columns([7, 3])
+    price, known = asked_price(right), MEASURES
+    if price:
+        known = MEASURES | {"money": Measure("cost of all devices ($)", lambda _, run: cost(run, price), money)}
+    name = left.segmented_control("Figure", list(known), default="time", key="figure", required=True)
+    measure = known.get(name, known["time"])
+    marks = [judge([runs[0], run]).mark for run in runs[1:]] if measure.compares else []
+    unequal = ", ".join(dict.fromkeys(mark for mark in marks if mark))
+    names, values = [run.name for run in runs], [measure.value(runs[0], run) for run in runs]
+    shown = [UNKNOWN if value is None else measure.form(value) for value in values]
+    figure(
+        bars(names, x=measure.title, values=values),
+        points={"run": names, "value": values, "label": shown},
+        numbers={"run": names, measure.title: values},
+        title=measure.title[0].upper() + measure.title[1:] + (f" ({unequal})" if unequal else ""),
+        alternative="; ".join(f"{name} {text}" for name, text in zip(names, shown, strict=True)),
+        key="bars",
+        level=2,
+    )
+    return price
+
+
+def bars(names: Sequence[str], *, x: str, values: Sequence[Any], groups: Sequence[str] = ()) -> dict[str, Any]:
+    """A horizontal bar from 0 for each name, which is above it; the fields are ``run``, ``value`` and ``label``.
+
+    Args:
+        names: of the runs, from the top.
+        x: title of the axis, with its unit.
+        values: of the bars; None where there is none.
+        groups: by the field ``group``, bars of one group have one colour; without, each has its own.
+    """
+    run = {"field": "run", "type": "nominal", "sort": list(names), "title": None}
+    most = max((value for value in values if value), default=None)
+    scale = {"zero": True} if most is None else {"zero": True, "domainMax": ROOM * most}
+    base = {
+        "y": {**run, "axis": None},
+        "x": {"field": "value", "type": "quantitative", "title": x, "scale": scale, "axis": NUMBERS},
+        "tooltip": [{**run, "title": "run"}, {"field": "value", "type": "quantitative", "title": x, "format": ",.6~g"}],
+    }
+    colour = {**look(names, names)["color"], "legend": None}
+    if groups:
+        colour |= {"field": "group", "scale": {"domain": list(dict.fromkeys(groups))}}
+    text = {"type": "text", "align": "left"}
+    bar = {"mark": {"type": "bar", "height": 16, "yOffset": 8}, "encoding": {**base, "color": colour}}
+    value = {"mark": {**text, "dx": 5, "dy": 8}, "encoding": {**base, "text": {"field": "label"}}}
+    mark = {**text, "dy": -11, "limit": {"expr": "width"}}
+    name = {"mark": mark, "encoding": {**base, "x": {"value": 0}, "text": run}}
+    return {"height": {"step": 44}, "layer": [bar, value, name]}
+
+
+# Losses against steps, tokens, time or money, and the difference of two runs.
+
+
+def _show_losses(runs: Sequence[Run], steps: Mapping[str, Sequence[Steps]], price: float | None) -> None:
+    st.header("Loss")
+    left, middle, right = st.columns([3, 4, 3])
+    kind = left.segmented_control("Loss", ["training", "validation"], default="training", key="loss", required=True)
+    axes = {
+        "steps": ("step", "optimizer steps"),
+        "tokens": ("tokens", "tokens"),
+        "time": ("train_time_sec", "training time (s)"),
+    }
+    if price:
+        axes["money"] = ("train_time_sec", "cost of all devices ($)")
+    axis = middle.segmented_control("Against", list(axes), default="steps", key="axis", required=True)
+    validation, (column, x) = kind == "validation", axes[axis]
+    usual = max(window_of(len(group[0].train["step"])) for group in steps.values())
+    window = right.slider("Smoothing (steps)", 1, 200, min(200, usual), key="smoothing", disabled=validation)
+    series = []
+    for run in runs:
+        if run.name not in steps or (axis == "money" and run.device_count is None):
+            continue
+        factor = (price or 0.0) * (run.device_count or 0.0) / 3600 if axis == "money" else 1.0
+        seeds = []
+        for each in steps[run.name]:
+            part = each.validation if validation else each.train
+            losses = part["val_loss"] if validation else smoothed(part["loss"], window=window)
+            seeds.append(Series(name=run.name, x=part[column] * factor, y=losses))
+        series.append(band(seeds, name=run.name))
+    y = f"{kind} loss (nats per token)"
+    title = f"{kind.capitalize()} loss against {x}"
+    show_curves(series, [run.name for run in runs], x=x, y=y, title=title, key="losses")
+
+
+def _show_difference(runs: Sequence[Run], steps: Mapping[str, Steps]) -> None:
+    base, *others = runs
+    compared = [run.name for run in others if run.name in steps]
+    if base.name not in steps or not compared:
+        return
+    series, theirs = [], steps[base.name].train
+    for name in compared:
+        ours = steps[name].train
+        common, own, other = np.intersect1d(ours["step"], theirs["step"], assume_unique=True, return_indices=True)
+        distance = np.abs(ours["loss"][own] - theirs["loss"][other])
+        series.append(Series(name=name, x=common, y=np.maximum(distance, LEAST_DIFFERENCE)))
+    tolerance = LOSS_TOLERANCE.get(base.work["precision"], LOSS_TOLERANCE_OTHERWISE)
+    show_curves(
+        series,
+        [run.name for run in runs],
+        x="optimizer steps",
+        y="distance (nats per token)",
+        title="Are they the same training? Distance of each training loss from the baseline's",
+        key="difference",
+        logarithmic=True,
+        rules={"the same training stays below": tolerance},
+        drawn=compared,
+    )
+    st.caption(
+        "Rounding alone begins near 1e-6 and grows slowly. Training on other data is above 1e-2 soon. "
+        f"Equal losses are drawn at {LEAST_DIFFERENCE:g}."
+    )
+
+
+def as_table(rows: Sequence[Sequence[str]], *, first: str) -> Table:
+    """Rows of ``charts.comparison``, the first of which is the header, as columns; equal headings get a number."""
+    header, *body = rows
+    table: dict[str, list[str]] = {}
+    for place, heading in enumerate(header):
+        name = heading or first
+        table[name if name not in table else f"{name} ({place})"] = [row[place] for row in body]
+    return table
+
+
+# Records of suites: sweeps, and many requests at once.
+
+
+def _show_sweep(folder: Path, names: Sequence[str]) -> None:
+    name = st.selectbox("Sweep", names, key="sweep")
+    try:
+        sweep = read_sweep(inside(folder, name))
+    except UserError as error:
+        st.warning(plain(str(error)))
+        return
+    if not sweep.comparisons:
+        st.info("This sweep compares no cells.")
+        return
+    by_name = {each.name: each for each in sweep.comparisons}
+    comparison = by_name[st.selectbox("Comparison", list(by_name), key="comparison")]
+    if comparison.kind != "same training":
+        st.warning(f"**Not equal work**: this is a comparison of {plain(comparison.kind)}.")
+    table = comparison_table(sweep, comparison)
+    cells, ratios = table["cell"], table["speed-up"]
+    groups = [strategy_of(cell) for cell in cells]
+    shown = ["not comparable" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+    figure(
+        bars(cells, x="speed-up (median of the repeats)", values=ratios, groups=groups),
+        points={"run": cells, "group": groups, "value": ratios, "label": shown},
+        numbers=table,
+        title=f"Speed-up over {comparison.baseline}",
+        alternative="; ".join(f"{cell} {text}" for cell, text in zip(cells, shown, strict=True)),
+        key="sweep-bars",
+        level=2,
+    )
+    show_table(table, key="sweep-table", name=f"sweep {sweep.suite}")
+
+
+def comparison_table(sweep: Sweep, comparison: Comparison) -> Table:
+    """A row for each cell of a comparison of a sweep, the baseline first."""
+    compared = {each.cell: each for each in comparison.cells}
+    rows = []
+    for cell in map(sweep.cell, dict.fromkeys([comparison.baseline, *compared])):
+        each = compared.get(cell.name)
+        ratio = each.speed_up if each else None
+        rows.append(
+            {
+                "cell": cell.name,
+                "devices": cell.devices,
+                "tokens/s": float(round(cell.tokens_per_sec.median)) if cell.tokens_per_sec else None,
+                "speed-up": 1.0 if each is None else (ratio.median if ratio else None),
+                "smallest": ratio.smallest if ratio else None,
+                "largest": ratio.largest if ratio else None,
+                "judged": NO_DIFFERENCE if ratio and no_difference(ratio.smallest, ratio.largest) else "",
+                "efficiency": each.efficiency if each else 1.0,
+                "work": each.same_work if each else "baseline",
+                "loss minus baseline": each.loss_difference if each else None,
+                "failures": len(cell.failures),
+            }
+        )
+    return columns(rows)
+
+
+def _show_concurrency(folder: Path, names: Sequence[str]) -> None:
+    name = st.selectbox("Record", names, key="concurrency")
+    try:
+        record = read_concurrency(inside(folder, name))
+    except UserError as error:
+        st.warning(plain(str(error)))
+        return
+    table = columns(
+        {
+            "engine": TITLES.get(engine.name, engine.name),
+            "requests at once": float(at_once) if at_once.isdecimal() else None,
+            "tokens/s": load.tokens_per_sec.median,
+            "latency, median (s)": load.latency_sec.p50,
+            "latency, 95% (s)": load.latency_sec.p95,
+            "first token, 95% (s)": load.ttft_sec.p95,
+            "peak memory (GB)": load.peak_memory_bytes / 1e9 if load.peak_memory_bytes else None,
+        }
+        for engine in record.engines
+        for at_once, load in engine.by_concurrency.items()
+    )
+    if not table:
+        st.info("This record has no figures.")
+        return
+    engines, x, y = list(dict.fromkeys(table["engine"])), table["tokens/s"], table["latency, 95% (s)"]
+    figure(
+        lines(engines, x="tokens/s", y="latency, 95% (s)", from_zero=True, ordered=True),
+        points={"run": table["engine"], "x": x, "y": y, "order": table["requests at once"]},
+        numbers=table,
+        title="Latency that 95% of the requests do not exceed, against throughput",
+        alternative=f"Engines: {', '.join(engines)}; the table has every figure.",
+        key="concurrency-lines",
+        level=2,
+    )
+    show_table(table, key="concurrency-table", name="many requests")

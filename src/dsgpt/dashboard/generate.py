@@ -1,0 +1,251 @@
+"""The page "Try it": a model that continues a prompt, or two of them side by side. Torch is imported for a text."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import MANIFEST
+from dsgpt.common.errors import UserError
+from dsgpt.dashboard.figures import aligned, figure, heading, parts, plain
+from dsgpt.dashboard.summaries import Identity, contents, current_folder, identity, inside
+from dsgpt.inference.requests import GenerateRequest as Request
+
+if TYPE_CHECKING:
+    from dsgpt.inference.generation import Candidate
+    from dsgpt.inference.sample import Opened
+
+
+MODELS = 2
+"""That stay in memory, over all sessions."""
+CANDIDATES = 10
+STOPPED = "stopped"
+_ANSWERS = "generate-answers"
+_NONE = "no second checkpoint"
+_BETWEEN_SEC = 0.05
+"""Seconds between two updates of a text on the page."""
+_LABELS = {
+    "prompt": "Prompt",
+    "checkpoint": "Checkpoint",
+    "max_new_tokens": "New tokens",
+    "temperature": "Temperature",
+    "top_k": "Top k",
+    "top_p": "Top p",
+    "min_p": "Min p",
+    "repetition_penalty": "Repetition penalty",
+    "seed": "Seed",
+    "stop": "Stop text",
+    "precision": "Precision",
+}
+"""Of the page, by flag of ``src/generate.py``."""
+_ENDED = {
+    STOPPED: "Not finished.",
+    "end of text": "The model ended the text.",
+    "stop": "Ended before the stop text.",
+    "length": "Ended after the new tokens that were asked for.",
+    "context": "Ended where the model's context is full.",
+}
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """A text of one checkpoint, while it is generated and afterwards."""
+
+    name: str
+    """The checkpoint's."""
+    prompt: str
+    text: str = ""
+    """Prompt included."""
+    ids: tuple[int, ...] = ()
+    """That were generated; known at the end."""
+    ended: str = STOPPED
+    """Why, as ``dsgpt.inference.sample.Text`` says; ``stopped`` until it ends by itself."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """From the prompt to the last token, without loading the model."""
+    refused: str = ""
+    """Why there is no text."""
+    likeliest: list[tuple[str, "Candidate"]] = field(default_factory=list)
+    """The ids that the model finds likeliest after the prompt, and their text."""
+
+    @property
+    def tokens_per_sec(self) -> float | None:
+        """None before the first token."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+
+def show() -> None:
+    """Show the page."""
+    folder = current_folder()
+    names = checkpoints_of(folder, contents(folder).runs)
+    if not names:
+        st.info("No run here has a checkpoint yet. `make demo` trains two small models; then come back.")
+        return
+    asked, stop = _asked(folder, names), st.empty()
+    if asked is not None:
+        st.session_state[_ANSWERS] = [Answer(name=name, prompt=prompt) for name, prompt, _ in asked]
+        stop.button("Stop", icon=":material/stop_circle:", key="generate-stop")
+    answers: list[Answer] = st.session_state.get(_ANSWERS, [])
+    if not answers:
+        return
+    for number, (answer, column) in enumerate(zip(answers, aligned(len(answers)), strict=True)):
+        with column:
+            shown = _Shown(answer)
+            if asked is not None:
+                shown.caption("Loading the model.")
+                generate(answer, asked[number][2], show=shown.update)
+            shown.finish(number)
+    stop.empty()
+
+
+def checkpoints_of(folder: Path, runs: Sequence[str]) -> list[str]:
+    """The names of all checkpoints, ``run/step-00000200``, the newest of each run first."""
+    return [f"{run}/{path.name}" for run in runs for path in store.checkpoints(folder / run)]
+
+
+def _asked(folder: Path, names: list[str]) -> list[tuple[str, str, Request]] | None:
+    """Name, prompt and request of each text, if the button was pressed."""
+    with st.form("generate-form"):
+        one, two = st.columns(2)
+        first = one.selectbox("Checkpoint", names, key="generate-first")
+        second = two.selectbox("Beside it", [_NONE, *names], key="generate-second")
+        prompt = st.text_area("Prompt", "def main(", key="generate-prompt", height=100)
+        flags = _sampling()
+        pressed = st.form_submit_button("Generate", icon=":material/play_arrow:")
+    if not pressed:
+        return None
+    chosen = [first] if second == _NONE else [first, second]
+    try:
+        return [(name, prompt, Request(checkpoint=inside(folder, name), **flags)) for name in chosen]
+    except UserError as error:
+        st.error(plain(str(error)))
+        return None
+
+
+def _sampling() -> dict[str, Any]:
+    """How ids are drawn: the flags of ``src/generate.py`` and its defaults."""
+    one, two, three = st.columns(3)
+    tokens = one.number_input("New tokens", 1, 4096, Request.max_new_tokens, key="generate-tokens")
+    warm = "0 always takes the likeliest token."
+    temperature = two.slider("Temperature", 0.0, 2.0, Request.temperature, 0.05, key="generate-temperature", help=warm)
+    seed = three.number_input("Seed", 0, (1 << 53) - 1, Request.seed, key="generate-seed")
+    with st.expander("More about sampling"):
+        four, five, six = st.columns(3)
+        top_k = four.number_input("Top k", 1, 1 << 20, Request.top_k, key="generate-top-k")
+        top_p = five.slider("Top p", 0.01, 1.0, Request.top_p, 0.01, key="generate-top-p")
+        min_p = six.slider("Min p", 0.0, 0.99, Request.min_p, 0.01, key="generate-min-p")
+        penalty = four.number_input(
+            "Repetition penalty", 0.1, 10.0, Request.repetition_penalty, 0.1, key="generate-penalty"
+        )
+        stop = five.text_input("Stop text", key="generate-stop-text", help="The text ends before it.")
+    flags = {"max_new_tokens": tokens, "temperature": temperature, "seed": seed, "top_k": top_k, "top_p": top_p}
+    return flags | {"min_p": min_p, "repetition_penalty": penalty, "stop": (stop,) if stop else ()}
+
+
+class _Shown:
+    """The place of an answer on the page."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self._updated = answer, 0.0
+        heading(answer.name, level=2)
+        self._text, self._speed = st.empty(), st.empty()
+
+    def caption(self, text: str) -> None:
+        """Show a line below the text."""
+        self._speed.caption(text)
+
+    def update(self) -> None:
+        """Show the text so far; a press of a button ends the script here."""
+        if time.monotonic() - self._updated >= _BETWEEN_SEC:
+            rate = self._answer.tokens_per_sec
+            self._draw(f"{self._answer.tokens} tokens so far, {rate:,.0f} tokens/s" if rate else "Reads the prompt.")
+            self._updated = time.monotonic()
+
+    def finish(self, number: int) -> None:
+        """Show the whole text, how it ended, and what the model found likeliest; ``number`` is the answer's."""
+        answer, rate = self._answer, self._answer.tokens_per_sec or 0.0
+        if answer.refused:
+            self._speed.error(plain(answer.refused))
+        elif not answer.text:
+            self.caption("Not begun.")
+        else:
+            speed = f"{answer.tokens} tokens in {answer.seconds:.1f} s, {rate:,.0f} tokens/s"
+            self._draw(f"{speed}. {_ENDED[answer.ended]}")
+            if answer.likeliest:
+                _show_likeliest(answer, number)
+
+    def _draw(self, measured: str) -> None:
+        self._text.code(self._answer.text, language=None, wrap_lines=True)
+        self.caption(measured)
+
+
+def _show_likeliest(answer: Answer, number: int) -> None:
+    ranks = [f"{rank}. {text}" for rank, (text, _) in enumerate(answer.likeliest, start=1)]
+    shares = [100 * each.probability for _, each in answer.likeliest]
+    figure(
+        parts("token", "probability", unit="probability, %"),
+        points={"token": ranks, "probability": shares},
+        numbers={
+            "token": [text for text, _ in answer.likeliest],
+            "id": [each.id for _, each in answer.likeliest],
+            "probability, %": shares,
+            "drawn with these settings, %": [100 * each.drawn for _, each in answer.likeliest],
+        },
+        title="Likeliest first tokens after the prompt, %",
+        alternative="A bar for each of the ten likeliest tokens, the likeliest on top.",
+        key=f"generate-likeliest-{number}",
+    )
+
+
+def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lambda: None) -> None:
+    """Generate the text of ``answer`` as ``src/generate.py`` does; ``show`` is called after every token.
+
+    What ``show`` raises ends the text as it is. A request or checkpoint that cannot be used is noted in ``answer``.
+    """
+    from dsgpt.inference.generation import likeliest  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.inference.sample import Writer, encode_prompt, sampling_of  # noqa: PLC0415
+
+    files: list[Identity] = []
+    for name in (MANIFEST, store.WEIGHTS, store.MODEL):
+        with suppress(OSError):  # opening the model says what is missing
+            files.append(identity(request.checkpoint / name))
+    try:
+        opened = _opened(files, request.precision, request.device, request.quantize, request.compile, _request=request)
+        writer = Writer(request, opened=opened)
+        ids = encode_prompt(answer.prompt, opened.tokenizer, opened.config)
+        for each in likeliest(opened.decoder, ids, count=CANDIDATES, sampling=sampling_of(request)):
+            token = str(opened.tokenizer.decode([each.id])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+            answer.likeliest.append((token, each))
+        began = time.monotonic()
+
+        def add(piece: str) -> None:
+            answer.text += piece
+            answer.seconds = time.monotonic() - began
+            show()
+            answer.tokens += 1  # the first piece is the prompt, and the last has no token
+
+        for text in writer.texts([answer.prompt], show=add):
+            answer.text, answer.ended, answer.ids = str(text), text.ended, text.ids
+        answer.tokens = len(answer.ids)
+    except UserError as error:
+        answer.refused = " ".join(in_page(line) for line in error.problems)
+
+
+@st.cache_resource(max_entries=MODELS, show_spinner=False)
+def _opened(files: list[Identity], *made: object, _request: Request) -> "Opened":  # noqa: ARG001 - they are the key
+    """The model of a request, opened once for every version of its ``files`` and every way in which it is ``made``."""
+    from dsgpt.inference.sample import open_model  # noqa: PLC0415 - torch takes seconds
+
+    return open_model(_request)
+
+
+def in_page(line: str) -> str:
+    """A refusal of ``src/generate.py`` with the labels of the page instead of flags."""
+    line = re.sub(r"^--checkpoint (.*?): ", r"\1: ", line)
+    return re.sub(r"--([a-z_]+)", lambda flag: _LABELS.get(flag[1], flag[0]), line)

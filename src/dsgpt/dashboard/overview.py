@@ -1,0 +1,217 @@
+"""The page "Overview": every run in a table, and which of those that did the same work was fastest."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import pyarrow as pa
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+from dsgpt.dashboard.app import go_to
+from dsgpt.dashboard.curves import labels
+from dsgpt.dashboard.figures import UNKNOWN, money, plain, seconds, written
+from dsgpt.dashboard.summaries import (
+    Answer,
+    Summary,
+    answers,
+    cost,
+    current_folder,
+    device_seconds,
+    in_order,
+    newest,
+    own,
+    runs_with_records,
+    summaries_of,
+)
+from dsgpt.training.status import Status
+
+SYMBOLS = {
+    Status.RUNNING: "▶",
+    Status.FINISHED: "✓",
+    Status.INTERRUPTED: "⏸",
+    Status.FAILED: "✕",
+    Status.ABANDONED: "⚠",
+    Status.UNKNOWN: "?",
+}
+FAVOURITES = "favourites"
+"""In the session's state: names of runs, in the order in which they were chosen."""
+PRICE = "price"
+FIRST_RUN = """\
+make demo                                  # two small trainings of the same work, in about five minutes
+.venv/bin/python src/gpt2.py --help        # a training of your own
+"""
+
+
+def show() -> None:
+    """Show the page."""
+    summaries = in_order(summaries_of(current_folder()))
+    if not summaries:
+        st.header("No run yet")
+        st.write(
+            "A run appears here as soon as it starts. To make the first one, in a terminal beside this repository:"
+        )
+        st.code(FIRST_RUN, language=None, wrap_lines=True)
+        st.write(
+            "**Plan and cost** says what it will cost and which setup is best; **How it is split** explains setups."
+        )
+        return
+    _show_answer(summaries)
+    _show_table(_search(summaries))
+    _show_favourites(summaries)
+    for each in summaries:
+        if each.problem:
+            st.warning(f"**{plain(each.name)}** {plain(each.problem)}", icon=":material/broken_image:")
+        elif each.status == Status.ABANDONED:
+            st.info(f"**{plain(each.name)}** is abandoned: {plain(each.reason)}.", icon=":material/link_off:")
+
+
+def _show_answer(summaries: Sequence[Summary]) -> None:
+    found = answers(runs_with_records(own(summaries)))
+    columns = st.columns([3, 3, 2, 2], vertical_alignment="top")
+    if found:
+        answer = newest(found)
+        _show_fastest(answer, columns)
+        if len(found) > 1:
+            st.caption(
+                f"Of {len(answer.runs)} runs that did the same work, the newest of {len(found)} such groups; "
+                "Compare shows the others."
+            )
+    else:
+        columns[0].metric("Fastest of equal work", "not known yet", help="It takes two finished runs of the same work.")
+    running = sum(each.status == Status.RUNNING for each in summaries)
+    columns[2].metric("Running now", f"{running}", help="Live watches them.")
+    columns[3].metric("Runs", f"{len(summaries)}")
+
+
+def _show_fastest(answer: Answer, columns: Sequence[DeltaGenerator]) -> None:
+    fastest, baseline, cheapest = answer.fastest, answer.baseline, answer.cheapest
+    # A metric reads Markdown.
+    short = {run.name: plain(labels([run.name])[run.name]) for run in answer.runs}
+    columns[0].metric(
+        "Fastest of equal work",
+        short[fastest.name],
+        help=f"Of {len(answer.runs)} finished runs that did the same work. The baseline is "
+        f"{plain(baseline.name)}, the slowest on the fewest devices.",
+    )
+    if fastest is baseline:
+        columns[0].caption(f"{seconds(fastest.train_time)}. It is the baseline: no other run is faster.")
+    else:
+        columns[0].caption(
+            f"{seconds(fastest.train_time)} instead of {seconds(baseline.train_time)}: "
+            f"**{written(answer.speed_up, '{:.2f}x')}** the speed of the baseline"
+        )
+    columns[1].metric("Cheapest of equal work", short[cheapest.name] if cheapest else UNKNOWN)
+    if cheapest:
+        spent = cost(cheapest, st.session_state.get(PRICE))
+        amount = f"{seconds(device_seconds(cheapest))} of device time"
+        columns[1].caption(amount if spent is None else f"{amount}: **{plain(money(spent))}**")
+
+
+def asked_price(place: DeltaGenerator) -> float | None:
+    """The price of a device hour, as the reader gives it in ``place``; pages share it."""
+    price: float | None = place.number_input(
+        "Price of a device hour ($)",
+        min_value=0.0,
+        value=None,
+        step=0.1,
+        key=PRICE,
+        placeholder="unknown",
+        persist_state="session",
+    )
+    return price
+
+
+def _search(summaries: Sequence[Summary]) -> list[Summary]:
+    """The runs that the reader asks for."""
+    left, middle, right = st.columns([4, 4, 2])
+    words = left.text_input("Search", placeholder="name, strategy, model or state", key="search").lower().split()
+    states = [status.value for status in SYMBOLS if any(each.status == status for each in summaries)]
+    wanted = middle.pills("State", states, selection_mode="multi", key="states")
+    asked_price(right)
+    shown = []
+    for each in summaries:
+        run = each.recorded.run
+        parts = (each.name, each.status.value, run and run.strategy, each.recorded.model)
+        text = " ".join(part for part in parts if part).lower()
+        if (not wanted or each.status.value in wanted) and all(word in text for word in words):
+            shown.append(each)
+    return shown
+
+
+def _show_table(summaries: Sequence[Summary]) -> None:
+    if not summaries:
+        st.info("No run matches.")
+        return
+    names = [each.name for each in summaries]
+    chosen = st.session_state.setdefault(FAVOURITES, [])
+    key = "runs-" + sha256("\0".join(names).encode()).hexdigest()[:16]
+
+    def choose() -> None:
+        ticked = {names[row] for row in st.session_state[key].selection.rows if row < len(names)}
+        before = [name for name in st.session_state[FAVOURITES] if name not in names or name in ticked]
+        st.session_state[FAVOURITES] = before + [name for name in names if name in ticked and name not in before]
+
+    rows = []
+    for name, each in zip(labels(names).values(), summaries, strict=True):
+        run, started = each.recorded.run, each.recorded.started
+        devices, rate = run.device_count if run else None, each.tokens_per_sec
+        rows.append(
+            {
+                "run": name,
+                "state": f"{SYMBOLS[each.status]} {each.status.value}",
+                "strategy": run.strategy if run else None,
+                "model": each.recorded.model,
+                "devices": None if devices is None else round(devices),
+                "progress": each.progress,
+                "train loss": each.train_loss,
+                "val loss": each.val_loss,
+                "tokens/s": None if rate is None else round(rate),
+                "when": started.strftime("%Y-%m-%d %H:%M") if started else None,
+                "folder": each.name.rpartition("/")[0],
+            }
+        )
+    column = st.column_config
+    st.dataframe(
+        pa.Table.from_pylist(rows, schema=_SCHEMA),
+        hide_index=True,
+        key=key,
+        on_select=choose,
+        selection_mode="multi-row",
+        selection_default={"selection": {"rows": [names.index(name) for name in chosen if name in names]}},
+        column_config={
+            "run": column.TextColumn(width=225, pinned=True),
+            "state": column.TextColumn(width=105),
+            "strategy": column.TextColumn(width=75),
+            "model": column.TextColumn(),
+            "devices": column.NumberColumn(format="%d", width=60),
+            "progress": column.ProgressColumn(format="percent", min_value=0.0, max_value=1.0, width=80),
+            "train loss": column.NumberColumn(format="%.4f", width=75, help="Of the last step, nats per token."),
+            "val loss": column.NumberColumn(format="%.4f", width=65, help="Of the last validation, nats per token."),
+            "tokens/s": column.NumberColumn(format="localized", width=75, help="Of all devices."),
+            "when": column.TextColumn(width=125, help="When its last process began, in UTC."),
+        },
+        placeholder="",
+        alt="Every run with its state, strategy, model, progress, losses and speed",
+    )
+
+
+_TEXTS, _FIGURES = ("run", "state", "strategy", "model"), ("devices", "progress", "train loss", "val loss", "tokens/s")
+_SCHEMA = pa.schema(
+    dict.fromkeys(_TEXTS, pa.string())
+    | dict.fromkeys(_FIGURES, pa.float64())
+    | dict.fromkeys(("when", "folder"), pa.string())
+)
+"""Of the table, whose columns may be empty."""
+
+
+def _show_favourites(summaries: Sequence[Summary]) -> None:
+    known = {each.name for each in summaries}
+    chosen = [name for name in st.session_state.get(FAVOURITES, []) if name in known]
+    left, right = st.columns([2, 8], vertical_alignment="center")
+    label = "Compare favourites" if len(chosen) < 2 else f"Compare {len(chosen)} favourites"
+    if left.button(label, type="primary", disabled=len(chosen) < 2, key="compare", width="stretch"):
+        go_to("compare", runs=chosen)
+    if chosen:
+        right.caption("Favourites: " + ", ".join(map(plain, chosen)))
+    else:
+        right.caption("Tick runs in the table: they are your favourites until you close this tab.")

@@ -1,0 +1,459 @@
+"""The page "Plan and cost": what a training needs, in memory, time and money, and the best setup for it.
+
+A plan is a command line of ``src/plan.py``, carried out here without writing anything.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.files import is_regular_file, is_utf8, link_between
+from dsgpt.common.text import REPOSITORY
+from dsgpt.config.options import PRECISIONS
+from dsgpt.dashboard.figures import Table, columns, download, figure, parts, plain, refusal, show_metrics, show_table
+from dsgpt.dashboard.split import CHOICES, Choice
+from dsgpt.dashboard.summaries import current_folder
+from dsgpt.model.config import PRESETS
+from dsgpt.planner.hardware import PRICES as TABLE
+from dsgpt.planner.hardware import Cost, gpus, read_prices
+from dsgpt.planner.options import HEADROOM, PlanOptions, read_plan_options, words_of
+from dsgpt.planner.plan import (
+    Plan,
+    assumption_in_words,
+    between,
+    dollars,
+    duration,
+    needs_in_words,
+    plan_of,
+    size,
+    strategy_name,
+    usable_in_words,
+    what_would_fit,
+)
+from dsgpt.planner.rates import CALIBRATION, read_calibration
+from dsgpt.planner.request import PlanRequest, fixed_setup, read_request
+from dsgpt.planner.search import Judged, best_of, recommendation_files, search
+
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_TOKENS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11)
+_BEST = "Search for the best"
+_SEARCHES = 16
+"""Results in memory, over all sessions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineChoice:
+    """A machine that can be planned for."""
+
+    name: str
+    flags: dict[str, Any]
+    """Fields of ``PlanOptions`` that name it."""
+    devices: int | None
+    """That were measured; None for a GPU of the table, of which there are as many as wanted."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its rates were measured."""
+        return self.devices is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What ``src/plan.py`` predicts for a command line."""
+
+    request: PlanRequest
+    plan: Plan
+    """Of the setup that was asked for, or of the recommended one."""
+    advice: tuple[str, ...] = ()
+    """What would fit, if the plan does not."""
+    best: Judged | None = None
+    """The recommended way; None if one setup was asked for."""
+    searched: tuple[Judged, ...] = ()
+    """Every way that was searched."""
+
+
+def show() -> None:
+    """Show the page."""
+    options = _options()
+    if options.recommend:
+        st.caption("The search plans every strategy, split and micro batch: a few seconds.")
+    try:
+        calibration = options.machine
+        written = calibration.stat().st_mtime_ns if calibration and calibration.exists() else 0
+        done = _planned(tuple(words_of(options)), written)
+    except UserError as error:
+        st.error(refusal(error))
+    else:
+        if done.plan.fits:
+            _show_plan(done)
+        else:  # no time and no price: nobody can train so
+            st.caption(plain(usable_in_words(done.plan)))
+            for line in done.advice:
+                st.warning(plain(line))
+            st.error(f"### DOES NOT FIT\n{plain(needs_in_words(done.plan))}")
+    st.header("The same on a command line")
+    st.code(command_line(options), language=None, wrap_lines=True)
+
+
+def _show_plan(done: Planned) -> None:
+    _show_answer(done.plan)
+    if done.best is not None:
+        _show_recommended(done, done.best)
+    _show_costs(done)
+    st.header("What it is made of")
+    plan = done.plan
+    unit, scale = ("milliseconds", 1e3) if plan.step.seconds < 1 else ("seconds", 1.0)
+    pictures = (
+        ("memory", f"Memory of rank {plan.rank}, GB", "GB", parts_table(plan.peak.parts, "GB", scale=1e-9)),
+        ("step", f"A step, {unit}", unit, parts_table(plan.step.parts, unit, scale=scale)),
+        ("training", "The training, hours", "hours", parts_table(plan.run.parts, "hours", scale=1 / 3600)),
+    )
+    for column, (name, title, unit, table) in zip(st.columns(3), pictures, strict=True):
+        with column:
+            figure(
+                parts("part", unit, unit=unit, sort="-x", tickCount=4),
+                points={"part": table["part"], unit: table[unit]},
+                numbers=table,
+                title=title,
+                alternative=f"{title}: a bar for each part. The table has the figures.",
+                key=f"plan-parts-{name}",
+            )
+    if done.best is None:
+        with st.expander("The same setup on every GPU of the table"):
+            st.caption("Times are likely ones at assumed rates; costs are those of the cheapest offer.")
+            if st.toggle("Plan them all", key="plan-others"):
+                table = gpus_table(on_other_gpus(done, repository=REPOSITORY))
+                show_table(table, key="plan-gpus", name="The same setup on every GPU")
+
+
+# What is asked for.
+
+
+def machines(folder: Path) -> tuple[list[MachineChoice], list[str]]:
+    """Every machine, measured ones first; and why a calibration cannot be used.
+
+    Args:
+        folder: of runs. Its ``calibration.json`` is what ``src/plan.py --calibrate`` writes. Each record of
+            ``benchmark.py plan`` in ``reference`` holds a calibration, and steps to which its rates are fitted.
+    """
+    measured: list[MachineChoice] = []
+    broken: list[str] = []
+    for path in (folder / CALIBRATION.name, *sorted(folder.glob("reference/*/plan.json"))):
+        if is_regular_file(path) and is_utf8(path) and link_between(folder, path) is None:
+            try:
+                calibration = read_calibration(path)
+            except UserError as error:
+                broken += error.problems
+                continue
+            name = f"{calibration.machine}, {calibration.timestamp_utc[:10]}"
+            fitted = {} if path.name == CALIBRATION.name else {"measured": (path,)}
+            count = max(each.devices for each in calibration.ceilings)
+            measured.append(MachineChoice(name=name, flags={"machine": path, **fitted}, devices=count))
+    table = [MachineChoice(name=key, flags={"gpu": key}, devices=None) for key in gpus()]
+    return [*measured, *table], broken
+
+
+def _options() -> PlanOptions:
+    """The flags that the widgets stand for."""
+    known, broken = machines(current_folder())
+    for line in broken:
+        st.warning(plain(line))
+    one, two, three = st.columns(3)
+    sizes = list(PRESETS)
+    model = one.selectbox("Model size", sizes, index=sizes.index("small"), key="plan-model")
+    default = next(place for place, each in enumerate(known) if each.name == "a100-80gb")
+    machine = two.selectbox("Machine", known, index=default, format_func=_named, key="plan-machine")
+    counts = [number for number in _COUNTS if machine.devices is None or number <= machine.devices]
+    count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
+    four, five, six = st.columns(3)
+    strategies = {_BEST: None} | {choice.name: choice for choice in CHOICES}
+    strategy = strategies[four.selectbox("Strategy", list(strategies), index=4, key="plan-strategy")]
+    tokens = five.select_slider("Tokens of the training", _TOKENS, value=1e10, format_func=_short, key="plan-tokens")
+    total = six.number_input("Sequences in a step", 1, 4096, None, key="plan-batch", placeholder="the recipe's")
+    flags = machine.flags | {"model_size": model, "gpus": count, "tokens": tokens, "global_batch_size": total}
+    more = _limits() if strategy is None else _fixed(strategy)
+    return PlanOptions(**(flags | more | _details(machine)))
+
+
+def _named(machine: MachineChoice) -> str:
+    return f"{machine.name}: measured" if machine.is_measured else machine.name
+
+
+def _short(tokens: float) -> str:
+    """``10 billion``."""
+    unit, name = (1e9, "billion") if tokens >= 1e9 else (1e6, "million")
+    return f"{tokens / unit:g} {name}"
+
+
+def _limits() -> dict[str, Any]:
+    one, two = st.columns(2)
+    budget = one.number_input("Budget, US dollars", 1.0, 1e9, None, key="plan-budget", placeholder="no limit")
+    hours = two.number_input("Deadline, hours", 0.1, 1e6, None, key="plan-deadline", placeholder="no limit")
+    return {"recommend": True, "budget": budget, "deadline": None if hours is None else hours * 3600}
+
+
+def _fixed(choice: Choice) -> dict[str, Any]:
+    one, two = st.columns(2)
+    micro = one.number_input("Micro batch, sequences", 1, 1024, None, key="plan-micro", placeholder="up to 8")
+    two.caption("Recompute blocks in the backward pass")
+    again = two.toggle("Activation checkpointing", key="plan-again")
+    return {
+        "strategy": Path(choice.recipe).stem if choice.run_type == "optimized" else choice.run_type,
+        "micro_batch_size_per_gpu": micro,
+        "activation_checkpointing": again,
+    }
+
+
+def _details(machine: MachineChoice) -> dict[str, Any]:
+    with st.expander("Precision, machines, prices, checkpoints"):
+        one, two, three = st.columns(3)
+        headroom = three.number_input("Headroom, percent of the memory", 0.0, 90.0, HEADROOM, key="plan-headroom")
+        found: dict[str, Any] = {"precision": one.selectbox("Precision", PRECISIONS, key="plan-precision")}
+        found["seq_length"] = two.number_input(
+            "Sequence, tokens", 1, 1 << 20, None, key="plan-length", placeholder="the model's"
+        )
+        found["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
+        found["headroom"] = headroom
+        price = one.number_input(
+            "Your price, US dollars per GPU and hour", 0.01, 1e4, None, key="plan-price", placeholder="list prices"
+        )
+        found["price_per_gpu_hour"] = price
+        if price is None:
+            found["spot"] = two.toggle("Judge by spot prices", key="plan-spot")
+        if not machine.is_measured:
+            found["gpus_per_machine"] = two.number_input("GPUs of a machine", 1, 64, None, key="plan-together")
+            found["network_gbps"] = three.number_input(
+                "Network between machines, Gbit/s", 1.0, 1e5, None, key="plan-network", placeholder="100"
+            )
+            found["host_memory_gb"] = one.number_input(
+                "Host memory of a machine, GB", 1.0, 1e6, None, key="plan-host", placeholder="twice the GPUs'"
+            )
+    return found
+
+
+def command_line(options: PlanOptions) -> str:
+    """The command that prints the same plan."""
+    return shlex.join([".venv/bin/python", "src/plan.py", *words_of(options)])
+
+
+# The plan.
+
+
+@st.cache_resource(max_entries=_SEARCHES, show_spinner="Planning")
+def _planned(words: tuple[str, ...], written: int) -> Planned:  # noqa: ARG001 - another calibration, another plan
+    return planned(words, repository=REPOSITORY)
+
+
+def planned(words: Sequence[str], *, repository: Path) -> Planned:
+    """What ``src/plan.py`` does with these words, without writing anything.
+
+    Args:
+        words: as on a command line. The path of a recipe begins at ``repository``.
+        repository: has the shipped recipes.
+
+    Raises:
+        UserError: it would refuse them, or nothing fits; every mistake, a line each.
+    """
+    given, problems = read_plan_options(words)
+    recipe = given.deepspeed_config
+    options = replace(given, deepspeed_config=recipe and repository / recipe)
+    request = read_request(options, problems, repository=repository)
+    prices = read_prices(options.prices or TABLE)
+    if options.recommend:
+        searched = search(request, prices, repository=repository)
+        best = best_of(searched, request)
+        assert best.plan is not None
+        return Planned(request=request, plan=best.plan, best=best, searched=tuple(searched))
+    plan = plan_of(fixed_setup(request, problems), request, prices)
+    return Planned(request=request, plan=plan, advice=tuple(what_would_fit(plan)))
+
+
+def _show_answer(plan: Plan) -> None:
+    """The first screen: does it fit, how fast, how long, how much."""
+    used, cost = plan.peak.total / plan.usable_bytes, plan.costs[0] if plan.costs else None
+    fits = f"fits: {used:.0%}, rank {plan.rank}. {usable_in_words(plan)}"
+    rate, slow, fast = map(plan.tokens_per_sec, (plan.step.seconds, plan.step.most, plan.step.least))
+    price, offer = "unknown", "no list price: give yours"
+    if cost:
+        price = dollars(cost.usd)
+        offer = f"{between(cost.least, cost.most, dollars)} on {cost.offer}, price of {cost.known_on or 'yours'}"
+    show_metrics(
+        [
+            ("Memory of a device", size(plan.peak.total), plain(fits)),
+            ("Tokens/s", f"{rate:,.0f}", plain(between(slow, fast, "{:,.0f}".format))),
+            ("Training", duration(plan.run.seconds), plain(between(plan.run.least, plan.run.most, duration))),
+            ("Cost", price, plain(offer)),
+        ]
+    )
+    for line in plan.notes:
+        st.warning(plain(line))
+    mfu = "" if plan.mfu is None else f" Model FLOPs utilisation: {plan.mfu:.0%}."
+    rates = f"Rates: {plain(plan.machine.basis)}.{mfu}"
+    if plan.machine.assumed:
+        st.info(f"**Not measured.** {rates}", icon=":material/straighten:")
+    else:
+        st.success(f"**Measured.** {rates}", icon=":material/speed:")
+    for line in map(assumption_in_words, plan.assumptions):
+        st.caption(plain(f"Assumed: {line}."))
+    setup = plan.setup
+    st.caption(
+        f"{plain(strategy_name(setup))}, {setup.precision}, micro batch {setup.micro_batch_size}, "
+        f"{setup.gradient_accumulation_steps} accumulated, {setup.data_parallel_size} data ranks, "
+        f"{plan.run.steps:,} steps of {plan.tokens_per_step:,} tokens. Overlap: {plain(plan.step.overlap)}."
+    )
+
+
+def _show_recommended(done: Planned, best: Judged) -> None:
+    st.header(f"Recommended: {plain(best.name)}")
+    files, folder = recommendation_files(best, done.request), done.request.options.into
+    st.write(
+        f"Save the files in the folder `{folder}` of the repository. Then `sh {folder}/train.sh` starts the training."
+    )
+    for column, (path, content) in zip(st.columns(len(files)), files.items(), strict=True):
+        with column:
+            label, key = f"Download {path.name}", f"plan-file-{path.name}"
+            download(label, content, file=path.name, key=key, width="stretch")
+    recipe, command, _ = files.values()
+    with st.expander("The command"):
+        st.code(command.decode(), language=None, wrap_lines=True)
+    with st.expander("The recipe"):
+        st.code(recipe.decode(), language="json")
+    ranked = sum(each.fits for each in done.searched)
+    with st.expander(f"All {len(done.searched)} ways that were planned; {ranked} are within the limits"):
+        show_table(ways_table(done.searched), key="plan-ways", name="Ways to train")
+
+
+def _show_costs(done: Planned) -> None:
+    st.header("Clouds side by side")
+    table = offers_table(offers(done))
+    if not table:
+        name = plain(done.plan.machine.name)
+        st.write(f"No list price of {name} is known. Give your price above.")
+        return
+    points = {
+        "offer": table["offer"],
+        "usd": table["US dollars"],
+        "least": table["at least"],
+        "most": table["at most"],
+        "price": table["price"],
+    }
+    figure(
+        RANGES,
+        points=points,
+        numbers=table,
+        title="Cost of the training, US dollars",
+        alternative="For each offer a line from the least to the most that the training may cost, and the likely cost.",
+        key="plan-offers",
+    )
+    dates = sorted(set(table["list price of"]))
+    notice = read_prices(done.request.options.prices or TABLE).notice
+    st.caption(plain(f"List prices of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {notice}"))
+
+
+_COST = {"field": "usd", "type": "quantitative", "title": "US dollars", "scale": {"zero": True}}
+_OFFER = {"field": "offer", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 260}}
+_PRICE = {"field": "price", "type": "nominal", "legend": {"orient": "top", "title": None}}
+_RANGE = {"x": {**_COST, "field": "least"}, "x2": {"field": "most"}, "y": _OFFER, "color": {"field": "price"}}
+_LINE = {"type": "rule", "strokeWidth": 7, "opacity": 0.4, "strokeCap": "round"}
+_POINT = {"type": "point", "filled": True, "size": 90, "opacity": 1, "tooltip": {"content": "data"}}
+RANGES: dict[str, Any] = {
+    "layer": [
+        {"mark": _LINE, "encoding": _RANGE},
+        {"mark": _POINT, "encoding": {"x": _COST, "y": _OFFER, "color": _PRICE}},
+    ],
+    "height": {"step": 30},
+}
+"""A line from the least to the most of each offer, and a point at the likely cost, in Vega-Lite."""
+
+
+def offers(done: Planned) -> Iterator[tuple[str, Cost]]:
+    """What the training costs on each offer, on demand and spot; a price of the user's own is the only one."""
+    plan, options = done.plan, done.request.options
+    if options.price_per_gpu_hour is not None:
+        yield from (("yours", cost) for cost in plan.costs)
+        return
+    for kind, spot in (("on demand", False), ("spot", True)):
+        again = replace(plan, request=replace(done.request, options=replace(options, spot=spot)))
+        yield from ((kind, cost) for cost in again.costs)
+
+
+def offers_table(costs: Iterable[tuple[str, Cost]]) -> Table:
+    """Every offer, with the date and the source of its list price; the cheapest first."""
+    return columns(
+        {
+            "offer": cost.offer,
+            "price": kind,
+            "instances": cost.instances,
+            "US dollars an hour": round(cost.usd_per_hour, 2),
+            "US dollars": round(cost.usd, 2),
+            "at least": round(cost.least, 2),
+            "at most": round(cost.most, 2),
+            "list price of": cost.known_on or "your own",
+            "source": cost.source or "",
+        }
+        for kind, cost in sorted(costs, key=lambda each: each[1].usd)
+    )
+
+
+def parts_table(amounts: Mapping[str, float], unit: str, *, scale: float = 1.0) -> Table:
+    """What a figure is made of, each part times ``scale``, in ``unit``; parts that are 0 are left out."""
+    shown = {name.replace("_", " "): scale * value for name, value in amounts.items() if value}
+    whole = sum(shown.values())
+    return {"part": list(shown), unit: list(shown.values()), "share": [value / whole for value in shown.values()]}
+
+
+def ways_table(searched: Iterable[Judged]) -> Table:
+    """Every way to train that was searched: those within the limits, the fastest first, then the others with why."""
+    rows = []
+    for judged in searched:
+        plan = judged.plan if judged.fits else None
+        batch, peak = (plan.setup.micro_batch_size, plan.peak.total) if plan else (None, None)
+        row = {"way": judged.name, "micro batch": batch, "peak, bytes": peak} | _time(plan) | _price(plan)
+        rows.append(row | {"why not": judged.reason})
+    return columns(rows)
+
+
+def on_other_gpus(done: Planned, *, repository: Path) -> Iterator[tuple[str, Plan | str]]:
+    """The setup that was asked for on each GPU of the table: its plan, or why it is refused."""
+    options = done.request.options
+    prices = read_prices(options.prices or TABLE)
+    for gpu in gpus():
+        problems, other = Problems(), replace(options, gpu=gpu, instance=None, machine=None, measured=())
+        try:
+            request = read_request(other, problems, repository=repository)
+            yield gpu, plan_of(fixed_setup(request, problems), request, prices)
+        except UserError as error:
+            yield gpu, error.problems[0]
+
+
+def gpus_table(plans: Iterable[tuple[str, Plan | str]]) -> Table:
+    """The same setup on other GPUs."""
+    rows = []
+    for gpu, planned in plans:
+        plan = planned if isinstance(planned, Plan) and planned.fits else None
+        fits = planned if isinstance(planned, str) else "yes" if plan else "no"
+        least, most = (_hours(plan.run.least), _hours(plan.run.most)) if plan else (None, None)
+        row = {"GPU": gpu, "precision": plan.setup.precision if plan else None, "fits": fits, **_time(plan)}
+        row |= {"at least, hours": least, "at most, hours": most, **_price(plan)}
+        rows.append(row | {"offer": plan.costs[0].offer if plan and plan.costs else ""})
+    return columns(rows)
+
+
+def _time(plan: Plan | None) -> dict[str, Any]:
+    rate, hours = (round(plan.tokens_per_sec(plan.step.seconds)), _hours(plan.run.seconds)) if plan else (None, None)
+    return {"tokens/s": rate, "training, hours": hours}
+
+
+def _price(plan: Plan | None) -> dict[str, Any]:
+    cost = plan.costs[0] if plan and plan.costs else None
+    usd, date = (round(cost.usd, 2), cost.known_on or "your own") if cost else (None, "")
+    return {"US dollars": usd, "list price of": date}
+
+
+def _hours(seconds: float) -> float:
+    return round(seconds / 3600, 2)

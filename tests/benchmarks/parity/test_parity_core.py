@@ -1,0 +1,88 @@
+"""The core of the parity suite: every cell agrees, bugs are caught, traffic is as predicted."""
+
+import pytest
+
+from dsgpt.benchmarks.cells import STRATEGIES
+from dsgpt.benchmarks.parity import core, whole_matrix
+from dsgpt.benchmarks.parity_page import failure_words
+from dsgpt.benchmarks.parity_rank import BUGS
+
+# Every strategy trains the same model as plain PyTorch, on the fewest ranks that split anything.
+
+
+@pytest.mark.parametrize("cell", core(), ids=lambda cell: cell.name)
+def test_same_training_as_plain_pytorch(result_of, cell):
+    result = result_of(cell)
+    assert result.status == "passed", result.message or "\n".join(map(failure_words, result.failures))
+
+
+def test_the_core_contains_every_strategy():
+    whole = {strategy.name for strategy in STRATEGIES.values() if strategy.whole}
+    unclipped = {strategy.name for strategy in STRATEGIES.values() if strategy.training == "unclipped sgd"}
+    assert {cell.strategy for cell in core()} == whole | unclipped
+    assert set(core()) <= set(whole_matrix())
+
+
+def test_the_matrix_has_no_cell_twice():
+    assert len(set(whole_matrix())) == len(whole_matrix())
+
+
+# The suite can fail: it reports every bug that is planted in a strategy, by the facts that must show it.
+
+
+FACTS = {
+    # Adam hides a wrong scale of the gradients from the loss; their norm shows it in the first step.
+    "sum-over-ranks": {"gradient norm": "step 1", "first gradient": None},
+    "accumulation-counted-twice": {"gradient norm": "step 1", "first gradient": None},
+    "clipping-before-averaging": {"gradient norm": "step 1", "loss": "step 4"},
+    # All samples are read and the loss is that of all of them: only the gradients lack some.
+    "dropped-last-micro-batch": {"gradient norm": "step 1", "first gradient": None},
+    "positions-not-shifted": {"loss": "step 1", "first gradient": None},
+    "not-reduced-over-sequence-ranks": {"gradient norm": "step 1", "replicated weights": None},
+    "skipped-tied-gradient-sum": {"first gradient": "wte.weight", "replicated weights": None},
+    # The reported norm is right. The third step is the first with a learning rate; the fourth uses its weights.
+    "clipping-norm-of-one-stage": {"loss": "step 4", "weights": None},
+    # 6 of 17 windows are the second rank's; gradients, and so everything else, are right.
+    "mean-of-ranks-means": {"validation loss": "step 4, rank 0"},
+    # One more rounding in each of two sums: 1e-3 of the gradient; another split of the batch changes it by 5e-2.
+    "micro-batches-summed-in-bf16": {"first gradient": None},
+    "rounded-before-the-reduction": {"first gradient": None},
+    # Norm and clipping are right, but there is no clipping to undo the factor.
+    "scaled-after-the-norm": {"first gradient": None, "loss": "step 4"},
+    # The reported rate is right; the first two steps of the schedule have none.
+    "second-group-keeps-its-rate": {"learning rate": "step 1, rank 0", "first update": None},
+    # 3e-4 of each LayerNorm's weight in one step.
+    "biases-decay": {"first update": None},
+    "large-epsilon": {"first update": None, "weights": None},
+}
+"""For each bug the facts that must be reported, and the first place where each is out of bounds; None for any."""
+
+
+def test_every_bug_is_planted():
+    assert FACTS.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize("cell", [bug.cell(name) for name, bug in BUGS.items()], ids=lambda cell: cell.bug)
+def test_the_bug_is_caught(result_of, cell):
+    result = result_of(cell)
+    assert result.status == "failed", result.message or result.measured
+    found = {failure["fact"]: failure["where"] for failure in result.failures}
+    for fact, where in FACTS[cell.bug].items():
+        assert fact in found
+        assert where in (None, found[fact])
+    assert "samples" not in found
+
+
+# Bytes of model state and traffic, measured in every training of the core, are what the formulas say.
+
+
+WITHIN = 0.05
+
+
+@pytest.mark.parametrize("cell", core(), ids=lambda cell: cell.name)
+def test_bytes_are_what_the_formulas_say(result_of, cell):
+    found = result_of(cell).bytes_per_rank
+    assert set(found) == {"parameters", "gradients", "optimizer", "master", "sent"}
+    for name, size in found.items():
+        assert size["measured"] is not None, name
+        assert abs(size["measured"] - size["formula"]) <= WITHIN * size["measured"], f"{name}: {size}"

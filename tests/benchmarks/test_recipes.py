@@ -1,0 +1,96 @@
+"""The search for recipes, and those that it found."""
+
+import json
+from typing import Any
+
+import pytest
+from small_run import REPOSITORY
+from suite_commands import refusal
+
+from dsgpt.benchmarks import recipes as command
+from dsgpt.benchmarks.recipes import (
+    SEARCHES,
+    SEED,
+    SHIPPED_BEFORE,
+    RecipesOptions,
+    Search,
+    Trial,
+    other_seeds,
+    recipes_page,
+    run_recipes,
+)
+from dsgpt.record.provenance import without_sources
+
+# `python src/benchmark.py recipes`: what it trains, how it chooses, its page, and the recipe that is shipped.
+
+
+@pytest.mark.parametrize("arguments", ["--size huge", "--core", "--table-from no.json"])
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal("recipes", *arguments.split(), cwd=tmp_path) == snapshot
+
+
+@pytest.mark.parametrize("size", SEARCHES)
+def test_every_training_sees_the_same_tokens(size):
+    search = SEARCHES[size]
+    for trial in [SHIPPED_BEFORE, *search.grid()]:
+        assert search.steps(trial) * trial.batch * search.length == search.tokens
+
+
+def test_the_choice_is_made_on_one_seed_and_shown_on_others():
+    best = Trial(batch=8, lr=1e-3)
+    changed = SEARCHES["demo"].changes_of(best)
+    assert {trial.seed for trial in changed} == {SEED}
+    assert len(set(changed) - {best}) == 5
+    assert SEED not in {trial.seed for trial in other_seeds(best)}
+    assert {trial.lr for trial in other_seeds(best)} == {1e-3}
+
+
+def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_path, monkeypatch, capsys):
+    """With trainings that only pretend: the loss is made up from the settings."""
+    trained = []
+
+    def pretend(_self, search, trial):
+        trained.append(trial)
+        unstable = trial.lr > 4e-3 or (trial.lr == 4e-3 and trial.seed != SEED)
+        loss = 9.0 if unstable else abs(trial.lr - 4e-3) * 100 + abs(trial.beta2 - 0.99)
+        return {"size": search.size, **trial.as_dict(), "steps": 1, "val_loss": loss}
+
+    search = Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
+    monkeypatch.setattr(command, "SEARCHES", {"demo": search})
+    monkeypatch.setattr(command, "prepare_demo", lambda _repository, folder: folder)
+    monkeypatch.setattr(command._RecipesCommand, "_train", pretend)
+    record, page = tmp_path / "recipes.json", tmp_path / "recipes.md"
+    options = RecipesOptions(output=record, page=page, keep=None, size=(), device="cpu")
+    assert run_recipes(options, repository=REPOSITORY) == 0
+    best = Trial(batch=8, lr=2e-3, beta2=0.99)
+    assert set(trained[5:10]) == set(search.changes_of(Trial(batch=8, lr=2e-3)))  # side by side, in whatever order
+    assert set(trained[10:13]) == set(other_seeds(best))
+    assert set(trained[13:]) == set(other_seeds(SHIPPED_BEFORE))
+    stages = [trial["stage"] for trial in json.loads(record.read_text())["trials"]]
+    assert stages == 5 * ["grid"] + 5 * ["change"] + 3 * ["seed"] + 3 * ["before"]
+    assert "| 8 | 0.002 | 0.05 | 0.99 | 0.1 | 0.1 | 1 | **0.2000** |" in page.read_text()
+    assert "demo: validation loss 0.2000 with batch 8, lr 0.002" in capsys.readouterr().out
+
+
+# The recipes of small models are those that the committed search chose, and its page is made from its record.
+
+
+RECORD = "checkpoint/reference/cpu-2-cores/recipes.json"
+
+
+def record() -> dict[str, Any]:
+    return json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("size", SEARCHES)
+def test_the_shipped_recipe_is_the_one_that_was_chosen(size):
+    trial = next(trial for trial in record()["trials"] if trial["size"] == size and trial["stage"] == "seed")
+    chosen = Trial(**{key: trial[key] for key in Trial(batch=1, lr=1).as_dict()}).recipe(steps=trial["steps"])
+    shipped = json.loads((REPOSITORY / "ds_configs" / "sizes" / f"{size}.json").read_text(encoding="utf-8"))
+    assert shipped.pop("zero_optimization")["stage"] == 1
+    assert shipped == chosen
+
+
+def test_the_committed_page_is_made_from_the_committed_record():
+    committed = (REPOSITORY / "docs" / "recipe-search.md").read_text(encoding="utf-8")
+    assert without_sources(committed) == recipes_page(record(), source=RECORD)

@@ -1,0 +1,186 @@
+"""The resume suite, its core, and the suite of saves."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from small_run import REPOSITORY
+from suite_commands import REFERENCE, benchmark, refusal
+from training_runs import read_lines, roll_back
+
+from dsgpt.benchmarks import resume as command
+from dsgpt.benchmarks import saving as saving_command
+from dsgpt.benchmarks.cells import by, flags, write_recipe
+from dsgpt.benchmarks.resume import ResumeOptions, cells, core_pairs, core_rewritten, run_resume, seeded_pairs
+from dsgpt.benchmarks.resume_rank import BASELINE, BOUND, WHOLE, Length, ResumeSuite, wrong_in
+from dsgpt.benchmarks.saving import SAVES, SavingOptions, run_saving
+from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS
+from dsgpt.record.provenance import without_sources
+from dsgpt.training.command import train
+
+# `python src/benchmark.py resume` and `saving`: the commands, their records and their pages.
+
+
+@pytest.mark.parametrize(
+    "arguments", ["resume --pairs many", "resume --table-from nowhere.json", "saving --rounds 0", "saving --pairs 3"]
+)
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal(*arguments.split(), cwd=tmp_path) == snapshot
+
+
+def test_a_suite_must_be_named(tmp_path):
+    assert refusal(cwd=tmp_path) == "error: the following arguments are required: what; see --help"
+
+
+@pytest.mark.parametrize("name", ["resume", "saving"])
+def test_the_committed_page_is_made_from_the_committed_record(name, tmp_path):
+    record, page = REFERENCE / f"{name}.json", tmp_path / "page.md"
+    assert benchmark(name, "--table-from", record, "--page", page).returncode == 0
+    assert without_sources(page.read_text()) == without_sources((REPOSITORY / "docs" / f"{name}.md").read_text())
+
+
+def test_the_committed_record_holds_30_pairs_and_all_passed():
+    record = json.loads((REPOSITORY / REFERENCE / "resume.json").read_text())
+    assert len(record["pairs"]) == 30
+    assert {pair["status"] for pair in record["pairs"]} == {"passed"}
+    assert {one["status"] for one in record["rewritten"]} == {"passed"}
+
+
+def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "core_rewritten", lambda: [BASELINE])
+    monkeypatch.setattr(command, "core_pairs", list)
+    record, page = tmp_path / "out" / "resume.json", tmp_path / "out" / "resume.md"
+    options = ResumeOptions(pairs=30, seed=4, core=True, output=record, page=page, keep=None)
+    assert run_resume(options, repository=REPOSITORY) == 0
+    assert "[  1/1] baseline on 1 rank, fp32, writes what it read: passed" in capsys.readouterr().out
+    found = json.loads(record.read_text())
+    assert found["rewritten"][0]["measured"]["optimizer.safetensors"] is True
+    assert found["reference"]["last_loss"] < found["reference"]["first_loss"]
+    assert "| baseline | yes |" in page.read_text()
+
+
+def test_saving_writes_its_record_and_page(tmp_path, monkeypatch):
+    small = {
+        "model_size": "demo",
+        "vocab_size": 300,
+        "seq_length": 16,
+        "save_every": 2,
+        "max_train_steps": 2 * SAVES + 1,
+    }
+    monkeypatch.setattr(saving_command, "WORK", saving_command.WORK | small)
+    record, page = tmp_path / "saving.json", tmp_path / "saving.md"
+    options = SavingOptions(rounds=1, device="cpu", output=record, page=page, keep=None)
+    assert run_saving(options, repository=REPOSITORY) in {0, 1}  # the ratio is not meaningful for so small a model
+    found = json.loads(record.read_text())
+    assert [(run["mode"], len(run["saves"])) for run in found["runs"]] == [("sync", SAVES), ("async", SAVES)]
+    for run in found["runs"]:
+        for save in run["saves"]:
+            assert (save["save_stall_sec"] == save["save_total_sec"]) == (run["mode"] == "sync")
+    assert f"waits **{found['ratio']:.0%}** of the time" in page.read_text()
+
+
+# Any strategy resumes the run of any other: each writes what it read, and pairs of strategies share a run.
+
+
+LENGTH = Length(steps=8)
+"""Enough to notice state that is lost: the tests below lose some. The record has 20 steps."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """How the core ended, by name: one run for all tests."""
+    suite = ResumeSuite(tmp_path_factory.mktemp("resume"), repository=REPOSITORY, length=LENGTH)
+    return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
+
+
+@pytest.mark.parametrize("cell", core_rewritten(), ids=lambda cell: f"{by(cell)}, {cell.precision}")
+def test_writes_what_it_read(results, cell):
+    result = results[f"{by(cell)}, {cell.precision}, writes what it read"]
+    assert result.status == "passed", result.message
+    assert set(result.measured) == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "training_state.json",
+        "weights that a rank computes with",
+        "validation loss",
+    }
+
+
+@pytest.mark.parametrize("pair", core_pairs(), ids=lambda pair: pair.name)
+def test_resumes_as_if_undisturbed(results, pair):
+    result = results[pair.name]
+    assert result.status == "passed", result.message
+
+
+def test_the_pairs_are_the_same_for_a_seed_and_hold_every_strategy():
+    pairs = seeded_pairs(30, seed=4)
+    assert pairs == seeded_pairs(30, seed=4)
+    assert pairs != seeded_pairs(30, seed=5)
+    assert len({pair.name for pair in pairs}) == 30
+    strategies = {cell.strategy for cell in cells()}
+    assert {pair.source.strategy for pair in pairs} == {pair.target.strategy for pair in pairs} == strategies
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "said"),
+    [
+        ("loss", 6e-6, "loss is off by 6.0e-06"),
+        ("validation loss", 0.4, "validation loss is off by 4.0e-01"),
+        ("validation loss", float("nan"), "validation loss is off by nan"),
+        ("validated", [15, 20], "it validated after steps [15, 20]"),  # but not with the weights that it loaded
+        ("steps", list(range(1, 20)), "its steps are "),
+    ],
+)
+def test_why_a_pair_fails(fact, value, said):
+    pair = core_pairs()[0]
+    before, after = by(pair.source), by(pair.target)
+    measured = {
+        "changes": [{"step": WHOLE.saved, "name": "executed by", "before": before, "after": after}],
+        "line": f"resuming from step-{WHOLE.saved:08d} ({before}) as {after}",
+        "steps": list(range(1, WHOLE.steps + 1)),
+        "validated": [10, 15, 20],
+        "loss": 1e-6,
+        "validation loss": 1e-6,
+    }
+    assert wrong_in(pair, measured) == ""
+    assert wrong_in(pair, measured | {fact: value}).startswith(said)
+
+
+def trained(run, folder, corpus, *more):
+    """The baseline of the suite, in ``run``; its losses."""
+    recipe = write_recipe(folder / "recipe.json", BASELINE, recipes=REPOSITORY / "ds_configs")
+    words = flags(BASELINE, recipe=recipe, corpus=corpus, run_dir=run, device="cpu", steps=LENGTH.steps)
+    assert (
+        train([*words, "--save_every", str(LENGTH.saved), "--keep_checkpoints", "9", "--max_val_steps", "1", *more])
+        == 0
+    )
+    return {line["step"]: line["loss"] for line in read_lines(run)}
+
+
+def lose_the_moments(checkpoint: Path) -> dict[str, bytes | None]:
+    return {MOMENTS: None}
+
+
+def miscount(checkpoint: Path) -> dict[str, bytes | None]:
+    counters = json.loads((checkpoint / COUNTERS).read_text()) | {"optimizer_steps": 2 * LENGTH.saved}
+    return {COUNTERS: json.dumps(counters).encode()}
+
+
+@pytest.mark.parametrize("harm", [lose_the_moments, miscount])
+def test_state_that_a_strategy_loses_is_noticed(tmp_path, corpus, harm):
+    """The bound is far below what a checkpoint without moments, or with another count of steps, does to the loss."""
+    straight = trained(tmp_path / "run", tmp_path, corpus)
+    copy = roll_back(tmp_path / "run", tmp_path / "copy", LENGTH.saved)
+    checkpoint = copy / f"step-{LENGTH.saved:08d}"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, data in harm(checkpoint).items():
+        if data is None:
+            (checkpoint / name).unlink()
+            del manifest["files"][name]
+        else:
+            (checkpoint / name).write_bytes(data)
+            manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    resumed = trained(copy, tmp_path, corpus, "--resume")
+    assert max(abs(resumed[step] - straight[step]) for step in range(LENGTH.saved + 1, LENGTH.steps + 1)) > 400 * BOUND

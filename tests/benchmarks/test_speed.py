@@ -1,0 +1,273 @@
+"""The suite of speed, and the time to a loss."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from small_run import REPOSITORY, random_ids, write_tokens
+from stand_in_nanogpt import STAND_IN
+from suite_commands import benchmark, refusal
+
+from dsgpt.benchmarks import speed as command
+from dsgpt.benchmarks import speed_rounds as measure
+from dsgpt.benchmarks import time_to_loss
+from dsgpt.benchmarks.speed import SpeedOptions, reached, run_speed, speed_page, verdict
+from dsgpt.benchmarks.speed_rounds import measure_memory, measure_row, span
+from dsgpt.benchmarks.speed_trainers import open_loop
+from dsgpt.benchmarks.speed_work import (
+    ENGINE,
+    HUGGING_FACE,
+    NANOGPT,
+    OURS,
+    PEERS,
+    Entry,
+    Row,
+    Shape,
+    Work,
+    published,
+    rows,
+    synchronisations,
+    work_from,
+)
+from dsgpt.benchmarks.time_to_loss import DEFAULTS, Defaults, seconds_to, share_of, train_peer
+from dsgpt.common.errors import UserError
+from dsgpt.record.provenance import without_sources
+
+# `python src/benchmark.py speed`: what it measures, its figures, its page.
+
+
+SMALL = Shape(name="2 x 32", n_layer=2, n_head=2, n_embd=32, vocab_size=257, length=16)
+WORK = Work(shape=SMALL, batch=2, precision="fp32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nanogpt")
+    (folder / "model.py").write_text(STAND_IN, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "257.bin", random_ids(500))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--rounds 0",
+        "--peer nanogpt",
+        "--peer torchtitan=.",
+        "--peer nanogpt=.",
+        "--only nothing",
+        "--table-from no.json",
+    ],
+)
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal("speed", *arguments.split(), cwd=tmp_path) == snapshot
+
+
+def test_every_contender_of_a_row_takes_its_turns(checkout, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
+    entries = tuple(Entry(name=kind, kind=kind) for kind in (OURS, ENGINE, *PEERS))
+    row = Row(key="row", title="row", work=WORK, entries=entries, target=1.0)
+    found = measure_row(row, rounds=2, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
+    assert [entry["name"] for entry in found["entries"]] == [OURS, ENGINE, NANOGPT, HUGGING_FACE]
+    for entry in found["entries"]:
+        assert len(entry["tokens_per_sec"]["values"]) == 2
+        assert 4 < entry["loss"] < 7.5  # ids below 257 at random: ln 257 is 5.5
+        assert entry["peak_bytes"] > 1e8
+    first, *others = (entry["tokens_per_sec"] for entry in found["entries"])
+    best = max(others, key=lambda speeds: speeds["median"])
+    assert found["ratio"]["values"] == pytest.approx(
+        [ours / theirs for ours, theirs in zip(first["values"], best["values"], strict=True)]
+    )
+
+
+def test_weak_scaling_compares_tokens_of_a_rank(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "SHORTEST_TURN_SEC", 0)
+    row = next(row for row in rows("cpu", cores=2, peers=()) if row.key == "weak-scaling-1-to-2-cores-tiny-ddp")
+    found = measure_row(replace(row, work=WORK), rounds=1, tokens=tokens, folder=tmp_path, peers={})
+    (two,), (one,), (apart,) = (entry["tokens_per_sec"]["values"] for entry in found["entries"])
+    assert found["ratio"]["median"] == pytest.approx(two / one / 2)
+    assert found["limit"]["median"] == pytest.approx(apart / one / 2)
+    losses = [entry["loss"] for entry in found["entries"]]
+    assert losses[1] == losses[2] != losses[0]  # ranks that are apart train what one rank alone trains
+
+
+def test_a_contender_that_fails_is_named(tokens, tmp_path):
+    empty = tmp_path / "checkout"
+    empty.mkdir()
+    (empty / "model.py").write_text("raise RuntimeError('another version')\n", encoding="utf-8")
+    row = Row(key="row", title="a row", work=WORK, entries=(Entry(name=NANOGPT, kind=NANOGPT),), target=1)
+    with pytest.raises(UserError, match=r"(?s)nanogpt, a row: ended: .*another version"):
+        measure_row(row, rounds=1, tokens=tokens, folder=tmp_path / "work", peers={NANOGPT: empty})
+
+
+def test_memory_is_compared_with_nanogpt(checkout, tokens, tmp_path):
+    found = measure_memory(WORK, steps=1, tokens=tokens, folder=tmp_path, peers={NANOGPT: checkout})
+    assert found["other"] == NANOGPT
+    assert found["share"] == found["peak_bytes"][OURS] / found["peak_bytes"][NANOGPT]
+
+
+def test_a_peer_with_another_model_is_refused(tokens, tmp_path):
+    (tmp_path / "model.py").write_text(STAND_IN.replace("block_size + 2", "block_size + 3"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"^nanogpt has a model of 68,512 parameters instead of 68,480: "):
+        open_loop(NANOGPT, WORK, tokens=tokens, peer=tmp_path)
+
+
+def test_every_wait_for_the_gpu_is_counted(monkeypatch):
+    """With the warnings of PyTorch's debug mode, but without a GPU."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with synchronisations("cuda") as waits:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (at x.cpp:1)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert len(waits) == 2
+    assert modes == ["warn", "default"]
+    with synchronisations("cpu") as waits:
+        pass
+    assert not waits
+    assert len(modes) == 2
+
+
+def test_rows_without_a_peer_are_left_out():
+    titles = {row.title for row in rows("cpu", cores=2, peers=(HUGGING_FACE,))}
+    assert not any("compiled" in title for title in titles)
+    with_peer = rows("cpu", cores=2, peers=PEERS)
+    assert titles < {row.title for row in with_peer}
+    assert len({row.key for row in with_peer}) == len(with_peer)
+    assert not [row for row in rows("cpu", cores=1, peers=PEERS) if "scaling" in row.title]
+    assert {row.work.device for row in rows("cuda", cores=2, peers=PEERS)} == {"cuda"}
+
+
+def test_work_is_what_it_was_after_a_round_through_json():
+    assert work_from(json.loads(json.dumps(WORK.as_dict()))) == WORK
+
+
+def test_flops_are_those_of_the_palm_paper():
+    small = published("small", length=1024)
+    without_positions = 124_439_808 - 1024 * 768
+    assert small.flops_per_token() == 6 * without_positions + 12 * 12 * 768 * 1024
+
+
+def waiting(kind, times):
+    return {"kind": kind, "synchronisations": times}
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.2, "entries": [waiting(OURS, None)]}, True),
+        ({"ratio": span([1.0, 1.3, 1.2]), "target": 1.21, "entries": [waiting(OURS, 0)]}, False),
+        ({"ratio": span([1.3]), "target": 1.2, "entries": [waiting(OURS, 1)]}, False),
+        ({"ratio": span([1.3]), "target": 1.2, "entries": [waiting(ENGINE, 1)]}, True),
+        ({"seconds": span([0.4]), "target": 0.3}, False),
+        ({"share": 0.7, "target": 0.7}, True),
+        ({"share": span([0.02]), "target": 0.01}, False),
+        ({"products_sec": 1.0}, None),
+    ],
+)
+def test_targets(result, expected):
+    assert reached(result) is expected
+    if expected is False:
+        assert verdict({"title": "it", "best_other": "theirs", **result}).endswith(", NOT REACHED")
+
+
+def test_a_small_part_of_the_command(tmp_path):
+    """Record and page of the row that needs no other trainer."""
+    record, page = tmp_path / "speed.json", tmp_path / "speed.md"
+    done = benchmark("speed", "--only", "help", "--rounds", 2, "--output", record, "--page", page)
+    assert "src/gpt2.py --help" in done.stdout, done.stderr
+    (result,) = json.loads(record.read_text())["results"]
+    assert len(result["seconds"]["values"]) == 2
+    assert "| src/gpt2.py --help |" in page.read_text()
+    assert done.returncode == (result["seconds"]["median"] > result["target"])
+
+
+def test_without_a_checkout_record_page_and_console_name_the_rows_that_are_missing(tmp_path, monkeypatch, capsys):
+    """Otherwise a record without nanoGPT reads as if nothing else had been meant to be compared."""
+
+    def fail(_self, _row):
+        raise UserError("not measured here")
+
+    monkeypatch.setattr(command._SpeedCommand, "_row", fail)
+    record, page = tmp_path / "speed.json", tmp_path / "speed.md"
+    only = ("4-x-256-t-256-b-8-bf16", "time-to-loss")
+    options = SpeedOptions(output=record, page=page, keep=None, rounds=1, peer=(), only=only, device="cpu")
+    run_speed(options, repository=REPOSITORY)
+    found = json.loads(record.read_text())
+    assert [result["title"] for result in found["results"]] == ["4-x-256-t-256-b-8-bf16"]
+    title = "4 x 256, T=256, B=8, bf16"
+    assert found["missing"] == {NANOGPT: [title, f"{title}, compiled", command.TIME_TO_LOSS]}
+    line = f"nanogpt (`--peer nanogpt=FOLDER`) it is missing in: {title}; {title}, compiled; {command.TIME_TO_LOSS}."
+    assert line in page.read_text()
+    assert line in capsys.readouterr().out
+
+
+def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
+    def fail(_self):
+        raise UserError("no memory left")
+
+    monkeypatch.setattr(command._SpeedCommand, "_memory", fail)
+    record, page = tmp_path / "speed.json", tmp_path / "speed.md"
+    options = SpeedOptions(
+        output=record, page=page, keep=None, rounds=1, peer=(), only=("memory", "help"), device="cpu"
+    )
+    assert run_speed(options, repository=REPOSITORY) == 1
+    failed, measured = json.loads(record.read_text())["results"]
+    assert failed == {"key": "memory", "title": "memory", "failed": "no memory left"}
+    assert measured["key"] == "help"
+    assert "| memory | no memory left | **no** |" in page.read_text()
+    assert "memory: FAILED: no memory left" in capsys.readouterr().out
+
+
+def test_the_committed_page_is_made_from_the_committed_record():
+    source = "checkpoint/reference/cpu-2-cores/speed.json"
+    record = json.loads((REPOSITORY / source).read_text(encoding="utf-8"))
+    committed = (REPOSITORY / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert without_sources(committed) == speed_page(record, source=source)
+
+
+# The time until a training reaches a loss.
+
+
+CURVE = [(10.0, 6.0), (20.0, 5.0), (30.0, 4.0)]
+
+
+@pytest.mark.parametrize(("loss", "seconds"), [(5.0, 20.0), (4.5, 25.0), (4.0, 30.0), (6.5, 10.0), (3.9, None)])
+def test_the_loss_is_reached_on_a_line_between_two_validations(loss, seconds):
+    found = seconds_to(CURVE, loss)
+    assert found is None if seconds is None else found == pytest.approx(seconds)
+
+
+def test_the_share_is_that_of_the_same_round():
+    assert share_of(CURVE, [(25.0, 7.0), (50.0, 4.5)]) == pytest.approx(25 / 50)
+    assert share_of(CURVE, [(50.0, 3.0)]) is None
+
+
+def test_rates_are_those_of_nanogpts_schedule():
+    nanogpt, steps = DEFAULTS[NANOGPT], 500
+    assert nanogpt.rate(0, steps=steps) == 1e-3 / 101
+    assert nanogpt.rate(100, steps=steps) == 1e-3
+    assert nanogpt.rate(300, steps=steps) == pytest.approx(1e-4 + 0.5 * 9e-4)
+    assert nanogpt.rate(500, steps=steps) == pytest.approx(1e-4)
+
+
+def test_a_peer_learns(corpus, tmp_path, monkeypatch):
+    """The stand-in predicts each id from the one before, which a table can learn."""
+    (tmp_path / "model.py").write_text(STAND_IN, encoding="utf-8")
+    monkeypatch.setattr(time_to_loss, "TOKENS", 12 * 128 * 6)
+    monkeypatch.setattr(time_to_loss, "VALIDATION_WINDOWS", 3)
+    monkeypatch.setattr(time_to_loss, "VOCABULARY", 300)
+    fast = Defaults(batch=12, lr=0.1, beta2=0.99, weight_decay=0.0, warm_up_steps=0)
+    monkeypatch.setitem(DEFAULTS, NANOGPT, fast)
+    files = {"train": str(corpus.train), "val": str(corpus.val), "peer": str(tmp_path)}
+    job = {"device": "cpu", "threads": 1, **files}
+    curve = train_peer(job)
+    assert len(curve) == 6
+    assert [seconds for seconds, _ in curve] == sorted(seconds for seconds, _ in curve)
+    assert curve[-1][1] < curve[0][1] - 0.1

@@ -1,0 +1,377 @@
+"""Sweeps: how they are planned and compared, and the committed ones."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from messages import without_paths
+from small_run import REPOSITORY, command_line, random_ids, write_inputs, write_tokens
+from suite_commands import benchmark, refusal
+from sweep_files import WORK, cell, made_up, options, write_description
+
+from dsgpt.benchmarks.compare import compare
+from dsgpt.benchmarks.records import REFERENCE, SWEEPS
+from dsgpt.benchmarks.sweep import run_sweep
+from dsgpt.benchmarks.sweep_cells import (
+    BATCH,
+    SUITES,
+    Cell,
+    built_in,
+    planned_work,
+    read_description,
+    require_equal_work,
+)
+from dsgpt.benchmarks.sweep_page import block_length, speed_difference, sweep_page
+from dsgpt.benchmarks.sweep_turns import cell_of, ordered_turns
+from dsgpt.common.errors import UserError
+from dsgpt.record.provenance import without_sources
+from dsgpt.record.sweeps import State, Sweep, read_sweep
+from dsgpt.training.command import train
+
+# What a sweep trains and in which order, and which suites are refused before anything runs.
+
+
+CELLS = [Cell(name=name, devices=1, launcher="python", flags=()) for name in "abcdef"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "run",
+        "run --suite scalling --devices 1,x --repeats 0 --limit 0 --model_size huge --price -1 --pairs 3",
+        "run --suite scaling --devices 3",
+        "run --suite nowhere.json",
+        "run --table-from nowhere.json",
+        "compare",
+        "compare a b",
+        "compare a b --allow-unequal",
+    ],
+)
+def test_mistakes(arguments, tmp_path, snapshot):
+    assert refusal(*arguments.split(), cwd=tmp_path) == snapshot
+
+
+def test_all_mistakes_of_a_description_are_reported_together(tmp_path, snapshot):
+    wrong = [
+        {"name": "a", "devices": 0, "flags": ["--run_typ", "x", "--seed", "many"], "flag": []},
+        cell("b", "--resume", run_type="ddp", launcher="mpi"),
+        cell("c d", run_type="ddp"),
+        cell("c-d", devices=2, launcher="torchrun"),
+        cell("e", devices=2),
+        cell("f\x1b[2J", run_type="ddp", launcher=["torchrun"]),
+        {"flags": 3},
+    ]
+    comparisons = [{"baseline": "q", "kind": "strong"}, {"baseline": "c d", "cells": ["c"]}]
+    file = write_description(tmp_path, wrong, schema_version=1, comparisons=comparisons)
+    with pytest.raises(UserError) as refused:
+        read_description(file, devices=None)
+    assert without_paths("\n".join(refused.value.problems), tmp_path) == snapshot
+
+
+def test_a_description_on_some_devices_keeps_its_baseline(tmp_path):
+    file = write_description(tmp_path, [cell("one"), cell("two", run_type="ddp", devices=2)])
+    assert [one.name for one in read_description(file, devices=(1,)).cells] == ["one"]
+    with pytest.raises(UserError, match=r"--devices 2: leaves out the baseline 'one'"):
+        read_description(file, devices=(2,))
+
+
+def test_every_repeat_has_all_cells_in_an_order_of_its_own():
+    turns = ordered_turns(CELLS, repeats=4, seed=3)
+    orders = [[turn.cell.name for turn in turns if turn.repeat == repeat] for repeat in (1, 2, 3, 4)]
+    assert [turn.repeat for turn in turns] == sorted(turn.repeat for turn in turns)
+    assert [turn.place for turn in turns] == list(range(1, 25))
+    assert all(Counter(order) == Counter("abcdef") for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_the_seed_alone_draws_the_order_and_more_repeats_continue_it():
+    turns = ordered_turns(CELLS, repeats=3, seed=3)
+    assert ordered_turns(CELLS, repeats=5, seed=3)[: len(turns)] == turns
+    assert ordered_turns(CELLS, repeats=3, seed=4) != turns
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    """Flags of data for the largest batch of a suite on 8 devices."""
+    folder = tmp_path_factory.mktemp("data")
+    for number, name in enumerate(("train", "val")):
+        write_tokens(folder / f"{name}.bin", random_ids(16 * BATCH * 8 + 1, seed=number))
+    words = [word for name in ("train", "val") for word in (f"--{name}_data_path", str(folder / f"{name}.bin"))]
+    return [*words, "--model_size", "demo", "--seq_length", "16", "--max_train_steps", "4", "--device", "cpu"]
+
+
+def works_of(suite, data, tmp_path):
+    return {
+        one.name: planned_work(
+            one, [*data, *one.flags, "--checkpoint_path", str(tmp_path / "run")], repository=REPOSITORY
+        )
+        for one in suite.cells
+    }
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_built_in_suites_compare_equal_work(name, data, tmp_path):
+    suite = built_in(name, devices=(1, 2, 8))
+    assert len({one.folder for one in suite.cells}) == len(suite.cells)
+    works = works_of(suite, data, tmp_path)
+    assert [name for name, work in works.items() if work is None] == []
+    require_equal_work(suite, works)
+    compared = {name for plan in suite.comparisons for name in (plan.baseline, *plan.cells)}
+    assert compared == works.keys()
+
+
+def test_weak_scaling_keeps_the_batch_of_a_device_and_is_not_called_the_same_training(data, tmp_path):
+    suite = built_in("scaling", devices=(1, 2, 4))
+    strong, weak = suite.comparisons
+    works = works_of(suite, data, tmp_path)
+    assert {works[name]["global batch"] for name in strong.cells} == {BATCH}
+    assert {works[name]["global batch"] / suite.cell(name).devices for name in weak.cells} == {BATCH}
+    assert (strong.kind, weak.kind) == ("same training", "weak scaling")
+
+
+def test_a_cell_with_another_batch_is_refused_before_anything_runs(tmp_path, snapshot):
+    cells = [cell("one"), cell("larger", "--global_batch_size", "16"), cell("longer", "--max_train_steps", "7")]
+    weak = {"name": "weak", "kind": "weak scaling", "baseline": "one", "cells": ["larger"]}
+    same = {"name": "strong", "baseline": "one"}
+    file = write_description(tmp_path, cells, comparisons=[same, weak])
+    with pytest.raises(UserError) as refused:
+        run_sweep(options(tmp_path, file), repository=REPOSITORY)
+    assert "\n".join(refused.value.problems) == snapshot
+    assert not (tmp_path / "out").exists()
+
+
+# `python src/benchmark.py compare`: the interval on made-up numbers with known answers, and the exit codes.
+
+
+SPEEDS = [1000.0, 1010.0, 990.0, 1005.0]
+
+
+def test_a_constant_ratio_has_no_spread():
+    found = speed_difference(SPEEDS, [0.9 * speed for speed in SPEEDS])
+    assert (found.change, found.low, found.high) == pytest.approx((-0.1, -0.1, -0.1))
+    assert (found.verdict, found.pairs) == ("slower", 4)
+
+
+def test_pairing_removes_the_noise_that_both_share():
+    """Speeds differ twofold between repeats, and B is 2% faster in each: only pairs can show it."""
+    noise = [1.0, 0.5, 0.8, 0.6, 0.9]
+    a, b = [1000 * share for share in noise], [1020 * share for share in noise]
+    assert speed_difference(a, b).verdict == "faster"
+    assert speed_difference(a, sorted(b)).verdict == "no difference"
+
+
+def test_the_interval_of_three_pairs_is_that_of_students_t_test():
+    """By hand; B was slower in every repeat, which of two equal programs happens once in eight comparisons."""
+    found = speed_difference([100, 100, 100], [90, 99, 95])
+    logs = [math.log(ratio) for ratio in (0.9, 0.99, 0.95)]
+    mean = sum(logs) / 3
+    half = 4.303 * math.sqrt(sum((each - mean) ** 2 for each in logs) / 2 / 3)
+    assert (found.change, found.low, found.high) == pytest.approx(
+        (math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
+    )
+    assert found.verdict == "no difference"
+
+
+def test_the_interval_of_many_pairs_is_that_of_the_normal_distribution():
+    random = np.random.default_rng(0)
+    logs = random.normal(0.05, 0.2, size=400)
+    found = speed_difference([1.0] * 400, np.exp(logs).tolist())
+    mean, half = logs.mean(), 1.96 * logs.std() / 20
+    assert math.log1p(found.low) == pytest.approx(mean - half, abs=0.002)
+    assert math.log1p(found.high) == pytest.approx(mean + half, abs=0.002)
+
+
+@pytest.mark.parametrize(("pairs", "most"), [(2, 20), (3, 20), (5, 20), (12, 30)])
+def test_equal_programs_are_rarely_called_different(pairs, most):
+    """Of 200 comparisons of equal programs 10 are expected, of 12 pairs by the percentile interval 16.
+
+    The percentile interval of two pairs calls half of them different, of three pairs a quarter, of five 15%.
+    """
+    random = np.random.default_rng(1)
+    wrong = 0
+    for seed in range(200):
+        a, b = np.exp(random.normal(0, 0.1, size=(2, pairs))).tolist()
+        wrong += speed_difference(a, b, seed=seed).verdict != "no difference"
+    assert 3 <= wrong <= most
+
+
+def test_blocks_widen_the_interval_of_steps_that_depend_on_their_neighbours():
+    random = np.random.default_rng(2)
+    slow = np.repeat(random.normal(0, 0.1, size=30), 10)  # load that lasts ten steps
+    a, b = [1.0] * 300, np.exp(slow).tolist()
+    alone, in_blocks = speed_difference(a, b), speed_difference(a, b, block=10)
+    assert in_blocks.high - in_blocks.low > 2 * (alone.high - alone.low)
+    in_turn = speed_difference([1.0] * 100, [1.1, 1 / 1.1] * 50, block=2)  # neighbours cancel
+    assert (in_turn.low, in_turn.high) == pytest.approx((0, 0))
+    assert [block_length(steps) for steps in (1, 27, 1000)] == [1, 3, 10]
+
+
+@pytest.mark.parametrize(("a", "b"), [([1.0], [1.0]), ([1.0, 2.0], [1.0])])
+def test_fewer_than_two_pairs_are_refused(a, b):
+    with pytest.raises(ValueError, match="are not two pairs or more"):
+        speed_difference(a, b)
+
+
+FAILED = {"state": State.FAILED, "message": "exit code 1: KeyError"}
+
+
+def write_sweep(file: Path, speeds: dict[str, list[float | None]], *, cpu: str = "a CPU", **more) -> Path:
+    """A record of cells with these speeds by repeat; None is a turn that failed."""
+    cells = [
+        cell_of(
+            Cell(name=name, devices=1, launcher="python", flags=()),
+            [
+                made_up(name, repeat, speed=speed, **(FAILED if speed is None else {}), **more)
+                for repeat, speed in enumerate(values, start=1)
+            ],
+            price=None,
+        )
+        for name, values in speeds.items()
+    ]
+    sweep = Sweep(
+        schema_version="1.0",
+        timestamp_utc="2026-11-22T10:00:00+00:00",
+        git_commit="abc",
+        env={},
+        hardware={"gpu_name": None, "cpu_name": cpu, "cpu_count": 2},
+        suite="mine",
+        seed=1,
+        repeats=4,
+        limit_sec=9,
+        target_loss=None,
+        price_per_device_hour=None,
+        seconds=9,
+        cells=cells,
+        comparisons=[],
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(sweep)))
+    return file
+
+
+def works(speed: float) -> list[float | None]:
+    return [speed * share for share in (1.0, 0.5, 0.8, 0.7)]
+
+
+@pytest.fixture
+def a(tmp_path):
+    return write_sweep(tmp_path / "a" / "sweep.json", {"one": works(1000), "two": works(2000)})
+
+
+def test_sweeps_are_compared_cell_by_cell_and_one_slower_cell_gives_the_exit_code(a, tmp_path, snapshot):
+    same = write_sweep(tmp_path / "same" / "sweep.json", {"two": works(2000), "one": works(1100), "new": works(9)})
+    slower = write_sweep(tmp_path / "b" / "sweep.json", {"one": works(1100), "two": works(1800)})
+    done = benchmark("compare", "a", "same", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, snapshot(name="not slower"))
+    done = benchmark("compare", "a/sweep.json", "b/sweep.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, snapshot(name="slower"))
+    assert (a.exists(), same.exists(), slower.exists()) == (True, True, True)
+
+
+def test_cells_of_sweeps_are_named_behind_the_path(a, capsys):
+    assert compare(f"{a}#two", f"{a}#one", allow_unequal=False) == 1
+    assert capsys.readouterr().out == (
+        "A = two, B = one: B is 50.0% slower than A, 95% interval -50.0% to -50.0% of its speed, 4 repeats\n"
+    )
+    assert compare(f"{a}#one", f"{a}#two", allow_unequal=False) == 0
+
+
+def test_repeats_that_failed_in_one_are_left_out(a, tmp_path):
+    b = write_sweep(tmp_path / "b.json", {"one": [900, None, 720, 630]})
+    assert compare(f"{a}#one", f"{b}#one", allow_unequal=False) == 1
+    assert compare(f"{b}#one", f"{a}#one", allow_unequal=False) == 0
+    b = write_sweep(tmp_path / "b.json", {"one": [900, None, None, None]})
+    with pytest.raises(
+        UserError, match=r"1 repeats have a speed in both, and a comparison needs 2: run more --repeats"
+    ):
+        compare(f"{a}#one", f"{b}#one", allow_unequal=False)
+
+
+def test_other_work_is_said_first_and_must_be_allowed(a, tmp_path, capsys):
+    larger = {"work": WORK | {"global batch": 16.0}}
+    b = write_sweep(tmp_path / "b.json", {"one": works(1000), "two": works(2000)}, cpu="another", **larger)
+    with pytest.raises(UserError) as refused:
+        compare(str(a), str(b), allow_unequal=False)
+    assert [line.split(":")[0] for line in refused.value.problems] == ["one", "two"]
+    assert all("give --allow_unequal" in line for line in refused.value.problems)
+    assert compare(f"{a}#one", f"{b}#one", allow_unequal=True) == 0
+    unknown = write_sweep(tmp_path / "unknown.json", {"one": works(1000)}, work=None)
+    with pytest.raises(UserError, match=r"same work: unknown \(B did not record its work\)"):
+        compare(f"{a}#one", f"{unknown}#one", allow_unequal=False)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("one: NOT EQUAL WORK: same work: no (global batch 8 vs 16)")
+    assert second == (
+        "one: other machines: A ran on a CPU, 2 cores (instruction sets: not recorded), "
+        "B on another, 2 cores (instruction sets: not recorded)"
+    )
+    assert third.startswith("one: A and B: no difference, 95% interval ")
+
+
+def test_what_cannot_be_paired_is_refused(a, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "training_metrics.json").write_text('{"schema_version": "2.1"}')
+    other = write_sweep(tmp_path / "other.json", {"three": works(1)})
+    for one, two, why in (
+        (a, run, r"is a run and .* a sweep: compare two of a kind"),
+        (f"{a}#on", f"{a}#one", r"has no cell 'on' \(did you mean one\?\)"),
+        (f"{a}#one", a, r"name a cell of it too"),
+        (a, other, r"have no cell of the same name"),
+        (f"{run}#one", a, r"is a run, which has no cells: leave out #one"),
+        (run, run, r"metrics.jsonl: cannot be read"),
+    ):
+        with pytest.raises(UserError, match=why):
+            compare(str(one), str(two), allow_unequal=False)
+
+
+def test_runs_are_paired_by_step_after_the_warm_up(tmp_path, capsys):
+    write_inputs(tmp_path)
+    assert train([*command_line(tmp_path, max_train_steps=40), "--no_inference"]) == 0
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "loss" in line:
+            line["tokens_per_sec"] *= 50 if line["warm_up"] else 0.9
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    (other / "training_metrics.json").write_text((run / "training_metrics.json").read_text())
+    capsys.readouterr()
+    assert compare(str(run), str(other), allow_unequal=False) == 1
+    counted = sum("loss" in line and not line["warm_up"] for line in lines[:-1])
+    assert f"B is 10.0% slower than A, 95% interval -10.0% to -10.0% of its speed, {counted} steps\n" in (
+        capsys.readouterr().out
+    )
+    record = json.loads((run / "training_metrics.json").read_text())
+    record["training_config"]["seed"] = 7
+    (other / "training_metrics.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"same work: no \(seed 1337 vs 7\): give --allow_unequal"):
+        compare(str(run), str(other), allow_unequal=False)
+
+
+# The committed sweeps: their pages are made from them, and every comparison in them is of equal work.
+
+
+COMMITTED = sorted((REPOSITORY / REFERENCE).glob(SWEEPS))
+
+
+def test_there_are_two():
+    assert [path.name for path in COMMITTED] == ["sweep-scaling.json", "sweep-strategies.json"]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_the_page_is_made_from_the_record(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    page = (REPOSITORY / "docs" / f"{path.stem}.md").read_text(encoding="utf-8")
+    made = sweep_page(record, source=str(path.relative_to(REPOSITORY)))
+    assert without_sources(page) == without_sources(made)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_cell_was_trained_and_compared(path):
+    sweep = read_sweep(path)
+    assert all(len(cell.done()) == sweep.repeats == 3 for cell in sweep.cells)
+    assert sweep.comparisons and all(one.comparable for plan in sweep.comparisons for one in plan.cells)

@@ -1,0 +1,565 @@
+"""The pictures: of runs and of sweeps."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from chart_records import (
+    FOOTPRINT,
+    MB,
+    STATE,
+    cell,
+    compared,
+    flat_record,
+    record,
+    scaling,
+    spread,
+    step_lines,
+    sweep,
+    write_run,
+    write_sweep,
+)
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dsgpt.charts.bars import GPU_MEMORY, HOST_MEMORY, THROUGHPUT, TRAINING_TIME, draw_bars, in_two_lines, memory_bars
+from dsgpt.charts.command import Inputs
+from dsgpt.charts.curves import (
+    EPOCHS,
+    SMALLEST_SPAN,
+    STEPS,
+    curve_of,
+    draw_losses,
+    ends_can_be_labelled,
+    in_money,
+    money_axis,
+    step_axis,
+    time_axis,
+    token_axis,
+)
+from dsgpt.charts.hardware import read_samples, utilisation_chart
+from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
+from dsgpt.charts.options import DARK, LIGHT, THEMES, contrast
+from dsgpt.charts.plots import charts_of, charts_of_runs
+from dsgpt.charts.style import Frame, look, quiet_style
+from dsgpt.charts.sweeps import charts_of_sweep, efficiency_rows, scaling_chart
+from dsgpt.common.errors import UserError
+from dsgpt.record.runs import Footprint, quantile, quantiles, read_run, window_of
+from dsgpt.record.suites import read_predictions
+from dsgpt.record.sweeps import Comparison, Measured, State, of_cells, of_runs, read_sweep
+
+# The contents of the pictures: warnings, values, notes in place of missing ones, axes from zero.
+
+
+LAST_DIGITS = {"a": 8.616005635, "b": 8.616005659}
+STAMPED = ["training_time", "throughput", "inference_latency", "inference_throughput", "latency_vs_throughput"]
+STAMPED += ["loss_vs_step", "loss_vs_time", "loss_vs_tokens", "peak_memory", "overview"]
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_record(name, values, lines=None):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return read_run(write_run(folder, values, lines=lines), name=name)
+
+    return read_record
+
+
+@pytest.fixture
+def words():
+    """Every text of every chart that is drawn, by its name, in one string."""
+
+    def read_words(runs):
+        with quiet_style(LIGHT):
+            frames = {name: chart() for name, chart in charts_of_runs(runs, folders={}).items()}
+        return {
+            name: "\n".join(text.get_text() for text in found.figure.findobj(Text))
+            for name, found in frames.items()
+            if not isinstance(found, str)
+        }
+
+    return read_words
+
+
+def test_every_comparing_picture_is_stamped_with_what_differs(read, words):
+    runs = [
+        read("base", record(training_config__global_batch_size=32)),
+        read("fast", record(training_config__global_batch_size=128, status="interrupted")),
+    ]
+    drawn = words(runs)
+    assert sorted(drawn) == sorted(STAMPED)
+    for name, text in drawn.items():
+        assert "NOT EQUAL WORK: global batch 32 vs 128\nPARTIAL RUN: fast is interrupted" in text, name
+        assert "Speed-up over" not in text
+
+
+def test_equal_work_is_not_stamped_and_shows_the_speed_up(read, words):
+    runs = [read("base", record(), step_lines()), read("fast", record(summary__train_time_sec=50.0), step_lines())]
+    for name, text in words(runs).items():
+        assert "NOT" not in text and "PARTIAL" not in text, name
+        assert "same work: yes" in text
+        assert ("Speed-up over base in training time: fast 2.00x." in text) == (name in {"training_time", "overview"})
+
+
+def test_unknown_work_is_stamped(read, words):
+    drawn = words([read("old", flat_record()), read("new", record())])
+    assert all("WORK NOT VERIFIED: old did not record its work" in text for text in drawn.values())
+    assert "old (steps not recorded)" in drawn["loss_vs_step"]
+    assert "Only epoch means were recorded (points at epoch ends): old, new." in drawn["loss_vs_time"]
+
+
+def test_of_records_with_nothing_in_them_only_the_overview_is_drawn(read, words):
+    (drawn,) = words([read("a", {"schema_version": "2.1"}), read("b", {"summary": None})]).items()
+    assert drawn[0] == "overview" and "not recorded" in drawn[1]
+
+
+def test_unequal_inference_is_stamped_on_its_pictures_and_the_overview(read, words):
+    drawn = words([read("a", record()), read("b", record(inference__new_tokens=100))])
+    stamped = {name for name, text in drawn.items() if "NOT EQUAL INFERENCE: new tokens 16 vs 100" in text}
+    assert stamped == {"inference_latency", "inference_throughput", "latency_vs_throughput", "overview"}
+
+
+def test_a_long_list_of_differences_is_cut_and_refers_to_the_page(read, words):
+    keys = ["seq_len", "global_batch_size", "lr", "gradient_clipping", "seed", "optimizer", "precision"]
+    runs = [read("base-of-them-all", record())]
+    for i in range(6):
+        changes = {
+            f"training_config__{key}": f"value-{i}" if key in {"optimizer", "precision"} else 50 + i for key in keys
+        }
+        runs.append(read(f"other-run-number-{i}", record(**changes)))
+    text = words([*runs, read("cut", record(status="failed"))])["training_time"]
+    assert "… and more: see comparison.md\nPARTIAL RUN: cut is failed" in text
+
+
+def test_bars_start_at_zero_and_carry_their_values(read):
+    runs = [read("a", record()), read("b", record(summary__train_time_sec=None, train_time_per_epoch=None))]
+    axes = Figure().subplots()
+    draw_bars(axes, TRAINING_TIME, runs)
+    assert axes.get_xlim()[0] == 0
+    assert [text.get_text() for text in axes.texts] == ["100.0", "not recorded"]
+    assert [container[0].get_width() for container in axes.containers] == [100.0, 0.0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
+
+
+def test_a_run_too_short_for_timing_has_a_note_instead_of_a_bar(read):
+    short = record(summary__mean_tokens_per_sec_global=None, train_throughput=None, summary__optimizer_steps=3)
+    axes = Figure().subplots()
+    draw_bars(axes, THROUGHPUT, [read("a", record()), read("b", short)])
+    assert [text.get_text() for text in axes.texts] == ["102", "fewer than 4 steps"]
+
+
+def test_inference_differences_are_described_as_noise_on_their_pictures(read, words):
+    drawn = words([read("a", record()), read("b", record())])
+    noted = {name for name, text in drawn.items() if "measurement noise." in " ".join(text.split())}
+    assert noted == {"inference_latency", "inference_throughput", "latency_vs_throughput"}
+
+
+def test_loss_labels_hold_the_losses_without_an_offset(read):
+    for losses in ([4.0000001, 4.0000002], [1e-7, 2e-7]):
+        lines = [{"step": step, "val_loss": loss} for step, loss in enumerate(losses, start=1)]
+        figure = Figure()
+        axes = figure.subplots()
+        draw_losses(axes, [read("a", record(), lines)], kind="validation", axis=STEPS)
+        figure.canvas.draw()
+        assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_single_points_that_coincide_stay_visible(read):
+    lines = [{"step": 4, "val_loss": 4.0}]
+    axes = Figure().subplots()
+    draw_losses(axes, [read("a", record(), lines), read("b", record(), lines)], kind="validation", axis=STEPS)
+    below, above = axes.lines
+    assert below.get_markersize() > 1.5 * above.get_markersize() and below.get_zorder() < above.get_zorder()
+
+
+def test_differences_of_rounding_do_not_fill_a_panel(read):
+    runs = [read(name, record(), [{"step": 1, "val_loss": loss}]) for name, loss in LAST_DIGITS.items()]
+    axes = Figure().subplots()
+    draw_losses(axes, runs, kind="validation", axis=STEPS)
+    low, high = axes.get_ylim()
+    assert high - low == pytest.approx(SMALLEST_SPAN)
+    assert low < min(LAST_DIGITS.values()) < max(LAST_DIGITS.values()) < high
+
+
+def test_gpu_and_host_memory_never_share_a_panel(read):
+    cpu, gpu = read("cpu", record()), read("gpu", record(summary__max_cuda_mem_allocated_bytes_rank0=2**31))
+    unrecorded = read("old", flat_record())
+    assert memory_bars([cpu, cpu]) == [HOST_MEMORY]
+    assert memory_bars([gpu, gpu]) == [GPU_MEMORY]
+    assert memory_bars([cpu, gpu]) == [GPU_MEMORY, HOST_MEMORY]
+    assert memory_bars([gpu, unrecorded]) == [GPU_MEMORY]
+    assert memory_bars([unrecorded]) == [HOST_MEMORY]
+
+
+def test_losses_against_steps_and_time_are_the_recorded_ones(read):
+    run = read("a", record(), step_lines(steps=40, every=10))
+    for axis, last in ((STEPS, 40), (time_axis([run]), 100.0)):
+        axes = Figure().subplots()
+        (end,) = draw_losses(axes, [run], kind="validation", axis=axis)
+        assert (end.x, end.y) == (last, run.val_curve.points[-1].loss)
+        assert "does not start at 0" in axes.get_ylabel()
+
+
+def test_long_curves_show_every_step_and_a_mean_with_its_window(read, words):
+    run = read("a", record(), step_lines(steps=500, every=100))
+    assert window_of(len(run.train_curve.points)) == 10 and window_of(len(run.val_curve.points)) == 1
+    axes = Figure().subplots()
+    draw_losses(axes, [run], kind="train", axis=STEPS)
+    raw, mean = axes.lines
+    assert list(raw.get_ydata()) == [point.loss for point in run.train_curve.points]
+    assert mean.get_ydata()[-1] == pytest.approx(sum(raw.get_ydata()[-10:]) / 10)
+    assert "bold: mean of the last 10 recorded steps" in words([run])["loss_vs_step"]
+
+
+def test_epochs_are_the_axis_only_if_no_run_recorded_steps(read, words):
+    old, new = read("old", flat_record()), read("new", record())
+    assert step_axis([old, old]) is EPOCHS
+    assert step_axis([old, new]) is STEPS
+    assert "Loss by epoch" in words([old])["loss_vs_step"]
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(100, "(s)"), (600, "(minutes)"), (20_000, "(hours)")])
+def test_the_time_axis_names_its_unit(read, seconds, unit):
+    run = read("a", record(), step_lines(seconds=seconds / 40))
+    axis = time_axis([run])
+    assert unit in axis.label
+    axes = Figure().subplots()
+    (end,) = draw_losses(axes, [run], kind="train", axis=axis)
+    assert end.x * axis.scale == pytest.approx(seconds)
+
+
+def test_curves_are_named_at_their_ends_only_if_names_do_not_overlap(read):
+    apart = [read("a", record(), step_lines()), read("b", record(), step_lines(shift=1.0))]
+    close = [read("a", record(), step_lines()), read("b", record(), step_lines(shift=0.001))]
+    shorter = [read("a", record(), step_lines()), read("b", record(), step_lines(steps=20, shift=1.0))]
+    for runs, expected in ((apart, True), (close, False), (shorter, False)):
+        axes = Figure().subplots()
+        ends = draw_losses(axes, runs, kind="validation", axis=STEPS)
+        assert ends_can_be_labelled(axes, ends) is expected
+
+
+def test_names_of_rows_take_two_lines_before_they_are_cut():
+    assert in_two_lines("zero1", 8) == "zero1"
+    assert in_two_lines("zero1 on 2 ranks", 8) == "zero1 on\n2 ranks"
+    assert in_two_lines("zero1 on 2 ranks, bf16", 8) == "zer…bf16"
+    assert in_two_lines("a-very-long-name", 8) == "a-v…name"
+
+
+def test_runs_can_be_distinguished_without_colour():
+    looks = [look(index, count=8) for index in range(8)]
+    assert len({each.hatch for each in looks}) == 8
+    assert len({(each.marker, each.dashes) for each in looks}) == 8
+    assert sorted((each.width for each in looks), reverse=True) == [each.width for each in looks]
+
+
+def test_drawing_leaves_the_readers_settings_alone():
+    mpl.rcParams["lines.linewidth"] = 7.5
+    before = dict(mpl.rcParams)
+    with quiet_style(DARK):
+        assert mpl.rcParams["lines.linewidth"] != 7.5
+    assert dict(mpl.rcParams) == before
+    mpl.rcdefaults()
+
+
+def test_many_runs_with_long_equal_beginnings_and_odd_names_are_drawn(read, words):
+    names = [*(f"a-very-long-name-of-a-run-that-goes-on-and-on-{i}" for i in range(11)), "$x_1$", "100 %", "лад"]
+    drawn = words([read(name, record(), step_lines(steps=4, every=2)) for name in names])
+    assert "a-very-long-nam…oes-on-and-on-10" in drawn["loss_vs_step"]
+    assert "$x_1$" in drawn["training_time"]
+
+
+# The charts of sweeps and of what a step costs: the data in their axes, and what is said where there are none.
+
+
+NO_TEXT = {"warnings": [], "captions": []}
+SPEEDS = {"ddp": {1: 0.98, 2: 1.8}, "zero1": {2: 1.7}}
+
+
+@pytest.fixture(autouse=True)
+def in_style():
+    with quiet_style(LIGHT):
+        yield
+
+
+def panels(picture: Frame | str) -> list:
+    assert isinstance(picture, Frame), picture
+    return picture.figure.get_axes()
+
+
+def widths(axes) -> list[float]:
+    return [round(patch.get_width(), 6) for container in axes.containers for patch in container]
+
+
+def texts(picture: Frame | str) -> str:
+    assert isinstance(picture, Frame), picture
+    return "\n".join(text.get_text() for text in picture.figure.findobj(Text))
+
+
+def test_speed_ups_stand_beside_the_ideal_and_begin_at_the_baseline():
+    (axes,) = panels(scaling_chart(scaling(SPEEDS), **NO_TEXT))
+    ideal, baseline, ddp, zero1 = axes.lines
+    assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([1, 2], [1, 2])
+    assert (list(baseline.get_xdata()), list(baseline.get_ydata())) == ([1], [1])
+    assert list(ddp.get_ydata()) == [0.98, 1.8]
+    assert list(zero1.get_ydata()) == [1.0, 1.7] and zero1.get_xdata()[0] == 1
+    assert [round(x) for x in ddp.get_xdata()] == [1, 2]
+    ranges = [np.asarray(line.get_segments()[0])[:, 1].tolist() for line in axes.collections]
+    assert [0.9 * 1.8, 1.1 * 1.8] in [pytest.approx(ends) for ends in ranges]
+
+
+def test_strong_and_weak_scaling_have_panels_of_their_own():
+    strong, weak = scaling(SPEEDS), scaling({"ddp": {2: 1.9}}, weak=True)
+    both = replace(strong, cells=[*strong.cells, *weak.cells[1:]], comparisons=[*strong.comparisons, *weak.comparisons])
+    picture = scaling_chart(both, **NO_TEXT)
+    assert [axes.get_title() for axes in panels(picture)] == ["Strong scaling", "Weak scaling"]
+    assert "is not the same training" in texts(picture)
+    assert list(panels(picture)[1].lines[2].get_ydata()) == [1.0, 1.9]
+    assert "is not the same training" not in texts(scaling_chart(strong, **NO_TEXT))
+
+
+def test_efficiency_is_the_speed_up_per_device():
+    found = scaling(SPEEDS)
+    rows = {row.name: row for row in efficiency_rows(found, found.comparisons[0])}
+    two = rows["ddp on 2 devices"]
+    assert (two.value, two.label) == (pytest.approx(90), "90% (1.80x)")
+    assert (two.low, two.high) == (pytest.approx(81), pytest.approx(99))
+    assert rows["ddp on 1 device"].group == two.group != rows["zero1 on 2 devices"].group
+
+
+def test_other_work_and_failures_are_marked_and_have_no_bar():
+    cells = [cell("baseline on 1 device", 1), cell("ddp on 2 devices", 2), cell("big", 2, state=State.OUT_OF_MEMORY)]
+    others = [compared("ddp on 2 devices", None, 2, same=False), compared("big", None, 2)]
+    others.append(compared("fsdp on 2 devices", 1.5, 2))
+    found = sweep(
+        [*cells, cell("fsdp on 2 devices", 2)],
+        [Comparison(name="strategies", kind="same training", baseline=cells[0].name, cells=others)],
+    )
+    charts = {name: chart() for name, chart in charts_of_sweep(found, name="mine").items()}
+    for name in ("mine_throughput", "mine_efficiency", "mine_memory", "mine_step_times"):
+        text = texts(charts[name])
+        assert "NOT COMPARED: ddp on 2 devices: same work: no (global batch 8 vs 16)" in text, name
+        assert "NOT ALL TURNS: big: 0 of 1 turns are done" in text and "out of memory" in text
+        assert "sweep mine: suite scaling, 4 cells, 3 repeats, 2026-03-04; machine: Fixture CPU, 2 cores (" in text
+        assert text.endswith("(instruction sets: not recorded).")
+    (efficiency,) = panels(charts["mine_efficiency"])
+    assert widths(efficiency) == [0.0, 0.0, 75.0]
+    assert "not comparable" in texts(charts["mine_efficiency"])
+
+
+def test_the_cost_of_more_tokens_is_marked():
+    found = scaling({"ddp": {2: 1.8}}, weak=True)
+    cells = [
+        replace(one, cost=spread(2.0), turns=[replace(one.turns[0], work={"tokens": tokens})])
+        for one, tokens in zip(found.cells, (1000.0, 2000.0), strict=True)
+    ]
+    assert "tokens: 1,000 to 2,000" in texts(
+        charts_of_sweep(replace(found, cells=cells, price_per_device_hour=3.0), name="mine")["mine_money"]()
+    )
+    alike = [replace(one, turns=cells[0].turns) for one in cells]
+    assert "NOT EQUAL" not in texts(
+        charts_of_sweep(replace(found, cells=alike, price_per_device_hour=3.0), name="mine")["mine_money"]()
+    )
+
+
+def test_memory_is_stacked_and_predicted_beside_measured():
+    footprint = replace(FOOTPRINT, model_state={**STATE, "master weights": 0.0})  # no such part is in the legend
+    found = sweep([cell("a", 1, footprint=footprint), cell("b", 2, footprint=footprint)], [])
+    picture = memory_chart(of_cells(found), **NO_TEXT)
+    stacks, resident = panels(picture)
+    predicted, measured = [8, 8, 16, 10, 2], [8, 8, 16]
+    assert widths(stacks) == [*predicted, *measured] * 2
+    assert [patch.get_x() for container in stacks.containers[:5] for patch in container] == [0, 8, 16, 32, 42]
+    assert [text.get_text() for text in stacks.texts] == ["44.0 predicted", "32.0 of model state measured"] * 2
+    (legend,) = picture.body.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*footprint.predicted, "predicted", "measured"]
+    above, below = ({bar.get_facecolor() for bar in panel.patches} for panel in (stacks, resident))
+    assert not above & below  # a colour means one thing
+    assert widths(resident) == [400, 400] and "resident (RSS)" in resident.get_xlabel()
+
+
+def test_on_a_gpu_the_measured_peak_beyond_the_state_is_one_part():
+    found = replace(FOOTPRINT, peak=40.0 * MB, peak_kind="allocated", predicted=None)
+    (axes,) = panels(memory_chart([Measured("a", found)], **NO_TEXT))
+    assert widths(axes) == [8, 8, 16, 8]
+    offloaded = replace(found, state_rank0=None)  # the state is partly in host memory
+    (axes,) = panels(memory_chart([Measured("a", offloaded)], **NO_TEXT))
+    assert widths(axes) == [8, 8, 16]
+
+
+def test_a_record_of_the_planner_has_predicted_beside_measured_peaks(tmp_path):
+    """Of the rank that needed most."""
+    parts = {"weights": 4 * MB, "buckets": 2 * MB, "logits": MB}
+    ranks = [{"measured": 5 * MB, "predicted": {"parts": {}}}, {"measured": 8 * MB, "predicted": {"parts": parts}}]
+    cells = [{"title": "zero1", "peak_memory": ranks}, {"title": "fsdp", "status": "failed"}]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"timestamp_utc": "2026-03-04T05:06", "hardware": {"cpu_name": "X"}, "cells": cells}))
+    inputs = Inputs(runs=[], sweeps={}, predictions=read_predictions(path), concurrency=None)
+    chart = charts_of(inputs, folders={})["plan_memory"]()
+    (axes,) = panels(chart)
+    assert widths(axes) == [4, 1, 2, 8]
+    assert [text.get_text() for text in axes.texts] == ["7.0 predicted", "8.0 measured", "failed"]
+    assert "benchmark.py plan: 2 cells, 2026-03-04; machine: X (instruction sets: not recorded)." in texts(chart)
+    path.write_text('{"schema_version": "2.1", "cells": [{}]}')
+    with pytest.raises(UserError, match="holds no predictions beside measurements"):
+        read_predictions(path)
+
+
+def test_communication_has_a_panel_for_what_is_known():
+    sent, share = panels(communication_chart(of_cells(sweep([cell("a", 1)], [])), **NO_TEXT))
+    assert (widths(sent), widths(share)) == ([8.0], [25.0])
+    unknown = [Measured("a", FOOTPRINT, sent_bytes_per_step=8e6), Measured("b", Footprint())]
+    (only,) = panels(communication_chart(unknown, **NO_TEXT))
+    assert [text.get_text() for text in only.texts] == ["8.0", "not recorded"]
+
+
+def test_step_times_are_drawn_by_their_quantiles():
+    (axes,) = panels(step_times_chart([Measured("a", FOOTPRINT)], **NO_TEXT))
+    box = axes.patches[0].get_path().vertices[:, 0]
+    assert (min(box), max(box)) == (pytest.approx(105), pytest.approx(115))
+    assert axes.texts[0].get_text() == "median 110.0"
+    assert axes.texts[0].xy == (pytest.approx(110), 0)
+    assert "does not start at 0" in axes.get_xlabel()
+
+
+def test_quantiles_are_those_of_numpy():
+    values = [float(number**2 % 97) for number in range(1, 60)]
+    assert quantiles(values) == pytest.approx(np.quantile(values, np.linspace(0, 1, 21)))
+    assert quantile(sorted(values), 0.37) == pytest.approx(np.quantile(values, 0.37))
+
+
+def test_a_record_says_what_its_run_cost(tmp_path):
+    """The keys of ``cost`` and ``summary``; of the steps, those that are not marked as warm-up."""
+    parts = {
+        "weights": 1,
+        "new_gradients": 2,
+        "gradients": 3,
+        "logits": 5,
+        "activations": 7,
+        "buckets": 11,
+        "other": 13,
+    }
+    values = record(
+        cost={
+            "model_state_bytes_per_rank": {
+                "rank": 1, "parameters": 100, "gradients": 50, "optimizer": 200, "total_by_rank": [300, 350],
+                "by_device": {"cuda": 350},
+            },
+            "communication_per_step": {"ring_bytes_per_rank": 77},
+        },
+        summary__predicted_peak_memory={"rank0": {"parts": parts}},
+        summary__communication_share=0.125,
+        summary__max_cuda_mem_allocated_bytes_rank0=1000,
+    )  # fmt: skip
+    lines = [{"step": step, "warm_up": step < 3, "step_time_sec": float(step)} for step in range(1, 6)]
+    run = read_run(write_run(tmp_path, values, lines=lines), name="a")
+    (row,) = of_runs([run])
+    assert (row.sent_bytes_per_step, row.communication_share) == (77, 0.125)
+    found = row.footprint
+    assert found.model_state == {"weights": 100, "gradients": 50, "optimizer": 200}
+    buckets = {"buckets and gathered layers": 11}
+    assert found.predicted == {"weights": 1, "gradients": 5, "activations": 12, "other": 13, **buckets}
+    assert found.rest == 700
+    assert found.step_times_sec == [3, 4, 5]
+
+
+def test_losses_by_tokens_and_by_money(tmp_path):
+    run = read_run(write_run(tmp_path, record(hardware__world_size=4), lines=step_lines()), name="a")
+    axis = token_axis([run])
+    (end,) = draw_losses(Figure().subplots(), [run], kind="validation", axis=axis)
+    assert (axis.label, end.x) == ("thousands of tokens", 256 * 40 / 1000)
+    (end,) = draw_losses(Figure().subplots(), [in_money(run, 9.0)], kind="train", axis=money_axis(9.0))
+    assert end.x == pytest.approx(100 * 4 * 9 / 3600)
+    assert curve_of(run, "train").points[-1].time == 100.0
+    unknown = in_money(replace(run, device_count=None), 9.0)
+    assert not draw_losses(Figure().subplots(), [unknown], kind="train", axis=money_axis(9.0))
+    assert draw_losses(Figure().subplots(), [unknown], kind="train", axis=STEPS)
+
+
+def gpu(uuid: str, utilisation: float, watts: float | None) -> dict:
+    return {"uuid": uuid, "utilisation": utilisation, "power_watts": watts}
+
+
+def test_gpus_over_time_are_joined_over_machines_and_pauses(tmp_path):
+    lines = [{"time": 1000.2 + second, "gpus": [gpu("a", 0.5, 100), gpu("b", 1.0, 200)]} for second in (0, 1, 900)]
+    (tmp_path / "hardware.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    (tmp_path / "hardware-1.jsonl").write_text(json.dumps({"time": 1001.9, "gpus": [gpu("c", 0.0, 300)]}) + "\n")
+    samples = read_samples(tmp_path)
+    assert [sample.time for sample in samples] == [0, 1, 2]
+    assert [sorted(sample.utilisation) for sample in samples] == [[0.5, 1.0], [0.0, 0.5, 1.0], [0.5, 1.0]]
+    use, power = panels(utilisation_chart({"run": tmp_path}, **NO_TEXT))
+    assert list(use.lines[0].get_ydata()) == [75, 50, 75]
+    assert list(power.lines[0].get_ydata()) == [300, 600, 300]
+
+
+def test_charts_without_data_say_what_is_missing(tmp_path):
+    run = read_run(write_run(tmp_path / "run", {"schema_version": "2.1"}), name="a")
+    charts = charts_of_runs([run], folders={"a": tmp_path / "run"}) | charts_of_sweep(sweep([], []), name="s")
+    found = {name: chart() for name, chart in charts.items()}
+    assert [name for name, picture in found.items() if isinstance(picture, Frame)] == ["overview"]
+    reasons = {name: why for name, why in found.items() if isinstance(why, str)}
+    assert all(why and "\n" not in why for why in reasons.values())
+    assert reasons["loss_vs_money"] == "give --price, of a device hour"
+    assert reasons["utilisation"] == "no run folder has samples of GPUs (hardware.jsonl)"
+    assert reasons["s_scaling"] == "no strategy trained on several numbers of devices"
+
+
+@pytest.mark.parametrize("count", [2, 14])
+def test_no_text_covers_another(count):
+    """With names as long as those of the built-in suites, and every figure that a cell can have."""
+    names = ["zero3-offload", "pipeline", "sequence", "ddp", "fsdp", "tensor", "zero2-offload"]
+    by_devices = {devices: 0.7 * devices for devices in (1, 2)}
+    found = scaling(dict.fromkeys(names[: count // 2], by_devices))
+    cells = [replace(each, cost=spread(0.001)) for each in found.cells]
+    found = replace(found, cells=cells, price_per_device_hour=1.0)
+    for name, chart in charts_of_sweep(found, name="s").items():
+        picture = chart()
+        assert isinstance(picture, Frame), name
+        picture.figure.draw_without_rendering()
+        shown = [text for text in picture.figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+        boxes = [(text.get_text(), text.get_window_extent()) for text in shown]
+        covered = [(a, b) for (a, one), (b, two) in itertools.combinations(boxes, 2) if overlap(one, two) and a != b]
+        assert not covered, name
+
+
+def overlap(one, two) -> bool:
+    """Whether two boxes share more than a pixel in both directions."""
+    return (
+        min(one.x1, two.x1) - max(one.x0, two.x0) > 1 and min(one.y1, two.y1) - max(one.y0, two.y0) > 1
+    )  # fmt: skip
+
+
+def test_a_sweep_with_footprints_is_read_as_it_was_written(tmp_path):
+    found = scaling(SPEEDS)
+    assert read_sweep(write_sweep(tmp_path, found)) == found
+
+
+CONTRADICTIONS = {
+    "a baseline that is no cell": lambda found: replace(
+        found, comparisons=[replace(found.comparisons[0], baseline="ddp on 8 devices")]
+    ),
+    "a compared cell that is none": lambda found: replace(found, cells=found.cells[:1]),
+    "a name twice": lambda found: replace(found, cells=[*found.cells, found.cells[0]]),
+    "a name that clears the screen": lambda found: replace(found, suite="mine\x1b[2J"),
+    "no device": lambda found: replace(found, cells=[replace(found.cells[0], devices=0), *found.cells[1:]]),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_record_that_contradicts_itself_is_refused_in_a_line(what, tmp_path):
+    path = write_sweep(tmp_path, CONTRADICTIONS[what](scaling(SPEEDS)))
+    with pytest.raises(UserError, match=r"cannot be read as the record of a sweep: [^\n]+$") as refused:
+        read_sweep(path)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("theme", THEMES.values(), ids=lambda theme: theme.name)
+def test_texts_and_colours_stand_out_from_the_background(theme):
+    """WCAG 2.2: 4.5 for text, 3 for what is drawn; light orange and pink bars have hatches and figures besides."""
+    assert contrast(theme.ink, theme.background) > 12
+    assert contrast(theme.quiet, theme.background) > 4.5
+    assert contrast(theme.ink, theme.warning) > 7
+    assert min(contrast(colour, theme.background) for colour in theme.palette) > (3 if theme is DARK else 2.2)
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)

@@ -1,0 +1,496 @@
+"""Checkpoints: the store, the state of a training, and links that are not followed."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import Change, Epoch, RunState, parse_manifest, read_manifest, read_run_state
+from dsgpt.checkpoints.selection import find_checkpoint
+from dsgpt.checkpoints.training_state import (
+    Counters,
+    KeptState,
+    LossScaleState,
+    ParamState,
+    StateReader,
+    load_random_state,
+    save_random_state,
+    write_training_state,
+)
+from dsgpt.common.errors import UserError
+
+# A checkpoint is complete or absent.
+
+
+UNKNOWN = dict.fromkeys(each.name for each in fields(Epoch))
+EPOCH = Epoch(
+    **UNKNOWN
+    | {"epoch_idx": 0, "steps": 5, "micro_steps": 5, "optimizer_steps": 5}
+    | {"tokens_processed_global": 640, "epoch_wall_time_sec": 1.5}
+)
+CHANGE = Change(step=100, name="schedule", before=None, after={"type": "WarmupLR"})
+
+
+def saved(run_dir: Path, step: int, *, keep: int = 2, data: bytes = b"weights") -> Path:
+    folder = store.begin(run_dir, step)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "weights.bin").write_bytes(data)
+    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[EPOCH], changes=[CHANGE])
+    checkpoint = store.publish(run_dir, folder, state=state, about={"strategy": "test"})
+    store.keep_newest(run_dir, count=keep)
+    return checkpoint
+
+
+def test_round_trip(tmp_path):
+    checkpoint = saved(tmp_path, 200)
+    assert checkpoint == tmp_path / "step-00000200"
+    assert (tmp_path / "latest").read_text() == "step-00000200\n"
+    manifest = read_manifest(checkpoint)
+    assert (manifest.strategy, manifest.step) == ("test", 200)
+    assert set(manifest.files) == {"deep/weights.bin", "run_state.json"}
+    state = read_run_state(checkpoint)
+    assert (state.step, state.samples_seen, state.best_val_loss) == (200, 1600, 1.5)
+    assert (state.epochs, state.changes) == ([EPOCH], [CHANGE])
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (5, 10, 100, 1000):
+        saved(tmp_path, step)
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00001000", "step-00000100"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000100", "step-00001000"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    saved(tmp_path, 5)
+    checkpoint = saved(tmp_path, 5, data=b"others")
+    assert (checkpoint / "deep" / "weights.bin").read_bytes() == b"others"
+    read_manifest(checkpoint)
+
+
+def test_an_unfinished_save_is_not_a_checkpoint_and_does_not_stop_the_next(tmp_path):
+    saved(tmp_path, 5)
+    (store.begin(tmp_path, 6) / "half").write_bytes(b"...")
+    (tmp_path / "step-00000007").mkdir()  # no manifest
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000005"]
+    assert not (saved(tmp_path, 6) / "half").exists()
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "lose"])
+def test_damage_is_named(tmp_path, harm):
+    checkpoint = saved(tmp_path, 5)
+    file = checkpoint / "deep" / "weights.bin"
+    if harm == "flip":
+        file.write_bytes(b"Weights")
+    elif harm == "cut":
+        file.write_bytes(b"weight")
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=r"deep/weights\.bin: is damaged"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"files": []}', '{"files": {}}', '{"files": {"a": 5}}', '{"files": {"a": {}}}']
+)
+def test_unreadable_manifests_are_refused(tmp_path, text):
+    checkpoint = saved(tmp_path, 5)
+    (checkpoint / "manifest.json").write_text(text)
+    (checkpoint / "a").write_text("")
+    with pytest.raises(UserError, match=r"manifest\.json: is not a readable manifest"):
+        read_manifest(checkpoint)
+
+
+def test_random_streams_continue(tmp_path):
+    torch.manual_seed(3)
+    save_random_state(tmp_path, rank=2, device=torch.device("cpu"))
+    drawn = torch.rand(5)
+    torch.manual_seed(4)
+    load_random_state(tmp_path, rank=2, device=torch.device("cpu"))
+    assert torch.equal(torch.rand(5), drawn)
+
+
+def test_the_manifest_is_plain_json(tmp_path):
+    text = (saved(tmp_path, 5) / "manifest.json").read_text()
+    assert json.loads(text)["files"]["deep/weights.bin"]["size"] == 7
+
+
+def test_read_only_files_are_saved(tmp_path, monkeypatch):
+    """Root may write what is read-only, so opening for writing is refused here."""
+    original = Path.open
+
+    def read_only(self: Path, mode: str = "r", *args: Any, **values: Any) -> Any:
+        if self.name == "weights.bin" and "+" in mode:
+            raise PermissionError(self)
+        return original(self, mode, *args, **values)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert saved(tmp_path, 5).is_dir()
+
+
+def test_subfolders_are_durable(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(store, "sync_directory", synced.append)
+    saved(tmp_path, 5)
+    assert store.partial_folder(tmp_path, 5) / "deep" in synced
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "deep/../../outside"])
+def test_a_manifest_that_names_files_outside_is_refused(tmp_path, name):
+    checkpoint = saved(tmp_path, 5)
+    (tmp_path / "outside").write_bytes(b"")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"is outside of the checkpoint"):
+        read_manifest(checkpoint)
+
+
+def test_retention_follows_no_link(tmp_path):
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.move(saved(run_dir, 5), outside)
+    (run_dir / "step-00000005").symlink_to(outside)
+    saved(run_dir, 6, keep=1)
+    assert [path.name for path in run_dir.glob("step-*")] == ["step-00000006"]
+    read_manifest(outside)
+
+
+def test_a_kill_while_removing_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
+    saved(tmp_path, 5)
+
+    def killed(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 6, keep=1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000006"]
+
+
+def test_a_kill_while_a_step_is_saved_again_loses_neither(tmp_path, monkeypatch):
+    saved(tmp_path, 5)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        saved(tmp_path, 5, data=b"others")
+    assert store.checkpoints(tmp_path) == []
+    store.put_back(tmp_path)
+    assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
+    read_manifest(tmp_path / "step-00000005")
+
+
+def test_a_failed_second_save_of_a_step_keeps_the_first(tmp_path, monkeypatch):
+    saved(tmp_path, 5)
+    rename, refusals = Path.rename, [OSError(5, "Input/output error")]
+
+    def refused(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005" and refusals:
+            raise refusals.pop()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="Input/output error"):
+        saved(tmp_path, 5, data=b"others")
+    assert (tmp_path / "step-00000005" / "deep" / "weights.bin").read_bytes() == b"weights"
+
+
+def test_a_removed_checkpoint_is_not_renamed_back(tmp_path):
+    """``--overwrite`` renames a run's checkpoints before it removes them; a kill in between must not leave them."""
+    store.set_aside(saved(tmp_path, 5))
+    store.put_back(tmp_path)
+    assert store.candidates(tmp_path) == []
+
+
+def test_steps_of_any_number_are_in_order(tmp_path):
+    for step in (99_999_999, 100_000_000, 5):
+        saved(tmp_path, step, keep=9)
+    assert [int(path.name[5:]) for path in store.candidates(tmp_path)] == [100_000_000, 99_999_999, 5]
+
+
+@pytest.mark.parametrize("loss", ['"low"', "[1]", "{}"])
+def test_a_loss_that_is_not_a_number_makes_no_best_checkpoint(tmp_path, loss):
+    checkpoint = saved(tmp_path, 5)
+    text = (checkpoint / "manifest.json").read_text()
+    (checkpoint / "manifest.json").write_text(text.replace('"val_loss": null', f'"val_loss": {loss}'))
+    assert loss in (checkpoint / "manifest.json").read_text()
+    assert store.name_newest_and_best(tmp_path) is None
+
+
+def test_old_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path, monkeypatch):
+    """On a full disk they take the space that is needed."""
+    saved(tmp_path, 5)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_atomic", full)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path, 6, keep=1)
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000006"]
+
+
+def validated(run_dir: Path, step: int, loss: float | None, *, on: str, keep: int = 9) -> None:
+    folder = store.begin(run_dir, step)
+    state = RunState(
+        step=step, samples_seen=step, best_val_loss=loss, epochs=[], last_val_loss=loss, last_val_step=step
+    )
+    fixed = {"validation data": on, "validation windows": 3, "sequence length": 16}
+    store.publish(run_dir, folder, state=state, about={"fixed": fixed})
+    store.keep_newest(run_dir, count=keep)
+
+
+def test_losses_on_other_validation_data_are_not_compared(tmp_path):
+    validated(tmp_path, 1, 0.5, on="old")
+    validated(tmp_path, 2, 3.0, on="new")
+    validated(tmp_path, 3, 4.0, on="new")
+    assert (tmp_path / "best").read_text() == "step-00000002\n"
+
+
+def test_without_a_loss_on_the_newest_validation_set_there_is_no_best(tmp_path):
+    validated(tmp_path, 1, 0.5, on="old")
+    assert (tmp_path / "best").read_text() == "step-00000001\n"
+    validated(tmp_path, 2, None, on="new", keep=1)
+    assert not (tmp_path / "best").exists()
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["step-00000002"]
+
+
+# The state of training in files: whole tensors in any order; unexpected ones are refused.
+
+
+SHAPES = {"wte.weight": (4, 3), "wpe.weight": (2, 3), "ln_f.bias": (3,)}
+SCALE = {"factor": 8.0, "step": 9, "last_overflow": -1, "patience": 2}
+COUNTERS = Counters(optimizer_steps=7, loss_scale=LossScaleState(**SCALE))
+
+
+def states(*, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, ParamState]:
+    torch.manual_seed(1)
+    return {
+        name: ParamState(torch.randn(shape), **{key: torch.randn(shape) for key in moments})
+        for name, shape in SHAPES.items()
+    }
+
+
+def written(folder: Path, values: dict[str, ParamState]) -> Path:
+    folder.mkdir()
+    assert write_training_state(folder, iter(values.items()), COUNTERS, shapes=SHAPES, writes=True) == []
+    return folder
+
+
+@pytest.mark.parametrize("moments", [("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()], ids=len)
+def test_what_was_written_is_read(tmp_path, moments):
+    values = states(moments=moments)
+    folder = written(tmp_path / "step", dict(reversed(values.items())))  # each strategy has its own order
+    reader = StateReader(folder)
+    reader.require_shapes(SHAPES)
+    assert reader.counters == COUNTERS
+    assert reader.has_moments == bool(moments)
+    for name, state in values.items():
+        for ours, theirs in zip(reader.state(name), state, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or ours.equal(theirs)
+    assert load_file(folder / "model.safetensors").keys() == SHAPES.keys()  # safetensors' own reader accepts it too
+    assert (folder / "optimizer.safetensors").exists() == bool(moments)
+
+
+def test_a_copy_is_of_its_moment_and_its_memory_is_used_again():
+    kept, values = KeptState(), states()
+    kept.keep(iter(values.items()), keeps=True)
+    first = dict(kept.states())
+    before = values["wte.weight"].weight.clone()
+    values["wte.weight"].weight.zero_()
+    assert first["wte.weight"].weight.equal(before)
+    kept.keep(iter(values.items()), keeps=True)
+    again = dict(kept.states())
+    assert again["wte.weight"].weight.data_ptr() == first["wte.weight"].weight.data_ptr()
+    assert not again["wte.weight"].weight.any()
+
+
+def test_moments_that_appear_after_the_first_copy_are_kept_too():
+    """A run may save before its first optimizer step, when there are none."""
+    kept, later = KeptState(), states()
+    kept.keep(iter(states(moments=()).items()), keeps=True)
+    kept.keep(iter(later.items()), keeps=True)
+    for name, state in kept.states():
+        assert state.moments.keys() == {"exp_avg", "exp_avg_sq"}
+        assert state.weight.equal(later[name].weight)
+        assert all(value.equal(later[name].moments[key]) for key, value in state.moments.items())
+
+
+def test_a_change_of_every_tensor_keeps_them_apart():
+    for state in (*states().values(), *states(moments=("momentum_buffer",)).values(), *states(moments=()).values()):
+        doubled = state.mapped(lambda value: 2 * value)
+        assert doubled.weight.equal(2 * state.weight)
+        assert doubled.moments.keys() == state.moments.keys()
+        assert all(value.equal(2 * state.moments[key]) for key, value in doubled.moments.items())
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path):
+    values = states()
+    values["wpe.weight"].weight[1, 2] = float("nan")
+    assert write_training_state(tmp_path, iter(values.items()), COUNTERS, shapes=SHAPES, writes=True) == ["wpe.weight"]
+
+
+def test_a_rank_that_cannot_write_takes_part_to_the_end(tmp_path):
+    """The others gather each tensor together with it, and would otherwise wait for ever."""
+    gathered = []
+
+    def gather() -> Iterator[tuple[str, ParamState]]:
+        for name, state in states().items():
+            gathered.append(name)
+            yield name, state
+
+    (tmp_path / "model.safetensors").write_bytes(b"in the way")
+    with pytest.raises(FileExistsError):
+        write_training_state(tmp_path, gather(), COUNTERS, shapes=SHAPES, writes=True)
+    assert gathered == list(SHAPES)
+
+
+def test_a_missing_tensor_is_an_error(tmp_path):
+    missing = states()
+    del missing["ln_f.bias"]
+    with pytest.raises(ValueError, match=r"ln_f\.bias"):
+        write_training_state(tmp_path, iter(missing.items()), COUNTERS, shapes=SHAPES, writes=True)
+
+
+def test_another_models_tensors_are_refused(tmp_path):
+    reader = StateReader(written(tmp_path / "step", states()))
+    with pytest.raises(UserError, match="not those of this model"):
+        reader.require_shapes(SHAPES | {"wpe.weight": (3, 3)})
+    with pytest.raises(UserError, match="not those of this model"):
+        reader.require_shapes({name: shape for name, shape in SHAPES.items() if name != "wpe.weight"})
+
+
+def test_moments_of_other_weights_are_refused(tmp_path):
+    folder = written(tmp_path / "step", states())
+    moments = load_file(folder / "optimizer.safetensors")
+    del moments["wpe.weight.exp_avg"]
+    save_file(moments, folder / "optimizer.safetensors")
+    with pytest.raises(UserError, match="not those of the weights"):
+        StateReader(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"steps": 1}', '{"optimizer_steps": 1, "more": 2}', None])
+def test_counters_of_another_version_are_refused(tmp_path, text):
+    folder = written(tmp_path / "step", states())
+    if text is None:
+        (folder / "training_state.json").unlink()
+    else:
+        (folder / "training_state.json").write_text(text)
+    with pytest.raises(UserError, match="not a training state of this version"):
+        StateReader(folder)
+
+
+def test_counters_are_plain_json(tmp_path):
+    folder = written(tmp_path / "step", states())
+    assert json.loads((folder / "training_state.json").read_text()) == {
+        "optimizer_steps": 7,
+        "loss_scale": SCALE,
+    }
+
+
+# No link inside a run folder or a checkpoint is followed; a path that the user names may be a link.
+
+
+def begun(run_dir: Path, step: int) -> Path:
+    folder = store.begin(run_dir, step)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "weights.bin").write_bytes(b"weights")
+    return folder
+
+
+def published(run_dir: Path, folder: Path, step: int) -> Path:
+    state = RunState(step=step, samples_seen=8 * step, best_val_loss=1.5, epochs=[])
+    return store.publish(run_dir, folder, state=state, about={"strategy": "test", "fixed": {}})
+
+
+def saved_links(run_dir: Path, step: int) -> Path:
+    return published(run_dir, begun(run_dir, step), step)
+
+
+def test_a_manifest_names_no_links_and_only_known_files_of_a_tokenizer(tmp_path):
+    folder = begun(tmp_path, 5)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    (folder / "link").symlink_to(outside / "secret")
+    (folder / "itself").symlink_to("itself")
+    (folder / "elsewhere").symlink_to(outside)
+    (folder / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "planted.py"):
+        (folder / "tokenizer" / name).write_text("{}")
+    (folder / "tokenizer" / "vocab.json").symlink_to(outside / "secret")
+    manifest = parse_manifest(published(tmp_path, folder, 5))
+    assert set(manifest.files) == {"deep/weights.bin", "run_state.json", "tokenizer/tokenizer.json"}
+
+
+@pytest.mark.parametrize("name", ["deep/weights.bin", "deep"])
+def test_a_link_instead_of_a_file_is_damage(tmp_path, name):
+    checkpoint = saved_links(tmp_path, 5)
+    (checkpoint / name).rename(tmp_path / "moved")
+    (checkpoint / name).symlink_to(tmp_path / "moved")
+    with pytest.raises(UserError, match=rf"{name}: is damaged: it is a link.*cp -rL"):
+        read_manifest(checkpoint)
+
+
+def test_a_linked_manifest_is_refused(tmp_path):
+    checkpoint = saved_links(tmp_path, 5)
+    (checkpoint / "manifest.json").rename(tmp_path / "moved")
+    (checkpoint / "manifest.json").symlink_to(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"manifest\.json: is a link"):
+        parse_manifest(checkpoint)
+    assert store.checkpoints(tmp_path) == []
+
+
+def test_a_linked_checkpoint_is_followed_only_if_it_is_named(tmp_path):
+    run_dir = tmp_path / "run"
+    saved_links(run_dir, 4)
+    moved = Path(shutil.move(saved_links(run_dir, 5), tmp_path / "moved"))
+    link = run_dir / "step-00000005"
+    link.symlink_to(moved)
+    assert [path.name for path in store.candidates(run_dir)] == ["step-00000004"]
+    with pytest.raises(UserError, match=r"step-00000005 is a link.*name the link itself"):
+        find_checkpoint(run_dir, flag="--checkpoint")
+    assert find_checkpoint(link, flag="--checkpoint") == link
+    read_manifest(link)
+    named = tmp_path / "named"
+    (run_dir / "step-00000005").unlink()
+    named.symlink_to(run_dir)
+    assert find_checkpoint(named, flag="--checkpoint").name == "step-00000004"
+
+
+def test_best_is_not_read_through_a_link(tmp_path):
+    checkpoint = saved_links(tmp_path, 5)
+    (tmp_path / "moved").write_text(f"{checkpoint.name}\n")
+    (tmp_path / "best").symlink_to(tmp_path / "moved")
+    with pytest.raises(UserError, match="does not say which of its checkpoints is the best"):
+        find_checkpoint(tmp_path, which="best", flag="--checkpoint")
+
+
+def test_a_link_is_not_renamed_back(tmp_path):
+    (tmp_path / ".partial-step-00000005.replaced").symlink_to(tmp_path)
+    store.put_back(tmp_path)
+    assert not os.path.lexists(tmp_path / "step-00000005")
+
+
+def test_a_linked_latest_is_replaced_and_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "latest").symlink_to(tmp_path / "precious")
+    saved_links(tmp_path, 5)
+    store.name_newest_and_best(tmp_path)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads((tmp_path / "step-00000005" / "manifest.json").read_text())["step"] == 5
+    assert (tmp_path / "latest").read_text() == "step-00000005\n"

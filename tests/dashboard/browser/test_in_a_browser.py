@@ -1,0 +1,282 @@
+"""The dashboard in a browser: every page, its use, its doors, its costs, and a run that it watches."""
+
+import ast
+import http.client
+import json
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from dashboard_server import HOSTILE, PAGES, REPOSITORY, SECOND, Server, paused, settle
+from measure import PAGE, costs, page_with
+from playwright.sync_api import FloatRect, Locator, Page, TimeoutError, expect
+
+# Every page in both themes, at the width of a desk and of a phone, and by keyboard alone.
+
+
+OF_STREAMLIT = {"list": "[data-testid=stSidebarNav]", "listitem": "[data-testid=stSidebarNav]"}
+"""Rules of axe to the elements in which Streamlit breaks them itself.
+
+Its navigation with headings puts a ``div`` between ``ul`` and ``li``. The program only names the pages.
+"""
+BACKGROUNDS = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
+
+
+@pytest.mark.parametrize("name", PAGES, ids=PAGES.values())
+def test_a_page_is_accessible_in_both_themes_and_fits_a_phone(visit, name):
+    page = visit(name)
+    for theme, colour in BACKGROUNDS.items():
+        page.emulate_media(color_scheme=theme)
+        expect(page.get_by_test_id("stApp")).to_have_css("background-color", colour)
+        settle(page, PAGES[name])
+        assert not violations(page), theme
+    expect(page.locator("h1")).to_have_count(1)
+    page.set_viewport_size({"width": 390, "height": 844})
+    settle(page, PAGES[name])
+    page.wait_for_function("() => document.querySelector('[data-testid=stMain]').clientWidth <= 390")
+    assert page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollWidth") <= 390
+
+
+def violations(page: Page) -> list[str]:
+    """What axe finds, among it a heading that skips a level, without ``OF_STREAMLIT``."""
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [
+        f"{each['id']}: {node['html'][:200]}: {node['failureSummary']}"
+        for each in found
+        for node in each["nodes"]
+        if not _of_streamlit(page, each["id"], node)
+    ]
+
+
+def _of_streamlit(page: Page, rule: str, node: dict[str, Any]) -> bool:
+    place = OF_STREAMLIT.get(rule)
+    return place is not None and page.locator(node["target"][0]).first.evaluate(
+        "(element, place) => element.closest(place) !== null", place
+    )
+
+
+def test_the_keyboard_reaches_navigation_and_controls(visit):
+    page = visit("")
+    tab_to(page, page.get_by_role("link", name="Plan and cost", exact=True))
+    page.keyboard.press("Enter")
+    settle(page, "Plan and cost")
+    devices = page.get_by_role("slider", name="Devices")
+    tab_to(page, devices)
+    page.keyboard.press("ArrowRight")
+    expect(devices).to_have_attribute("aria-valuetext", "16")
+    expect(page.get_by_test_id("stCode")).to_contain_text("--gpus 16")
+
+
+def tab_to(page: Page, element: Any, *, most: int = 30) -> None:
+    """Press Tab until ``element`` has the focus, and require that the focus can be seen."""
+    for _ in range(most):
+        page.keyboard.press("Tab")
+        if element.evaluate("element => element === document.activeElement"):
+            break
+    expect(element).to_be_focused()
+
+
+# What people do on the pages: move sliders, generate text, and look at names and prompts that others wrote.
+
+
+def test_two_sessions_move_sliders_and_keep_their_own_plan(visit):
+    mine, theirs = visit("plan"), visit("plan")
+    mine.get_by_role("slider", name="Devices").press("ArrowRight")
+    expect(mine.get_by_test_id("stCode")).to_contain_text("--gpus 16")
+    theirs.get_by_role("slider", name="Tokens of the training").press("ArrowLeft")
+    expect(theirs.get_by_test_id("stCode")).to_contain_text("--tokens 3000000000")
+    expect(theirs.get_by_test_id("stCode")).to_contain_text("--gpus 8")
+    expect(mine.get_by_test_id("stCode")).to_contain_text("--tokens 10000000000")
+
+
+def test_a_slider_splits_the_model_over_more_ranks(visit):
+    page = visit("split")
+    expect(page.get_by_role("img", name="What each of 4 ranks holds")).to_be_visible()
+    page.get_by_role("slider", name="Ranks").press("ArrowRight")
+    expect(page.get_by_role("img", name="What each of 8 ranks holds")).to_be_visible()
+
+
+def test_two_checkpoints_continue_a_prompt_with_one_seed(visit):
+    page = visit("generate")
+    prompt = "<b>def</b> **main**("
+    choose(page, "Checkpoint", "first/step-00000003")
+    choose(page, "Beside it", f"{SECOND}/step-00000003")
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_label("New tokens").fill("8")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text(re.compile(r"^8 tokens in .* tokens/s"))).to_have_count(2)
+    one, two = page.get_by_test_id("stCode").all_inner_texts()
+    assert one == two and one.startswith(prompt) and len(one) > len(prompt)
+    expect(page.get_by_test_id("stVegaLiteChart")).to_have_count(2)
+    assert not violations(page)
+    beginnings = [[box["y"] for box in boxes(column)] for column in page.get_by_test_id("stColumn").all()[-2:]]
+    assert beginnings[0] == beginnings[1] and len(beginnings[0]) == 4
+
+
+def boxes(column: Locator) -> list[FloatRect]:
+    """Of what a column shows: the name, the text, the heading of the likeliest tokens and their picture."""
+    shown = column.locator("h2, h3, [data-testid=stCode], [data-testid=stVegaLiteChart]").all()
+    return [box for each in shown if (box := each.bounding_box()) is not None]
+
+
+def choose(page: Page, label: str, option: str) -> None:
+    page.get_by_role("combobox", name=label).click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "sentence"),
+    [
+        ("compare", {"runs": ["first", HOSTILE]}, rf"equal loss: yes \({re.escape(HOSTILE)} against first"),
+        ("live", {"watch": HOSTILE}, rf"^{re.escape(HOSTILE)} is finished"),
+    ],
+)
+def test_the_name_of_a_run_is_shown_as_text(visit, name, query, sentence):
+    page = visit(name, f"?{urlencode(query, doseq=True)}")
+    main = page.get_by_test_id("stMain")
+    expect(main.get_by_text(re.compile(sentence)).last).to_be_visible()
+    assert main.locator("img[src=x], a[href*=evil], .katex").count() == 0
+    assert page.evaluate("window.hit") is None
+
+
+# The live page follows real trainings by itself, from the first step to the end, or to a kill.
+
+
+STEPS, FIRST = 300, 10
+
+
+def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
+    page = visit("live")
+    expect(page.get_by_text("No run is training now.")).to_be_visible()
+    with paused(flags(words, folder / "watched"), after=FIRST) as run:
+        expect(page.get_by_text(f"watched is running: process {run.pid} holds its lock")).to_be_visible()
+        expect(page.get_by_text(re.compile(rf"^step \d+ of {STEPS}, .* left$"))).to_be_visible()
+        zoom(page)
+        run.send_signal(signal.SIGCONT)
+        run.communicate(timeout=120)
+        assert run.returncode == 0
+        expect(page.get_by_text("watched is finished")).to_be_visible()
+        expect(page.get_by_text(f"step {STEPS} of {STEPS}")).to_be_visible()
+        loss, throughput = page.get_by_test_id("stVegaLiteChart").all()[:2]
+        expect(tick(throughput, f"{STEPS}")).to_be_visible()
+        shown = [float(label) for label in loss.locator(".role-axis-label text").all_text_contents()]
+        assert shown and max(shown) < FIRST  # steps and losses; without the zoom, steps go up to the last
+        loss.dblclick()
+        expect(tick(loss, f"{STEPS}")).to_be_visible()
+
+
+def test_a_run_that_is_killed(visit, folder, words):
+    page = visit("live")
+    with paused(flags(words, folder / "killed"), after=FIRST) as run:
+        expect(page.get_by_text(f"killed is running: process {run.pid} holds its lock")).to_be_visible()
+        run.kill()
+        run.wait()
+        expect(page.get_by_text("killed is abandoned: no process holds its lock")).to_be_visible()
+
+
+def zoom(page: Page) -> None:
+    """Show a part of the first picture: steps before ``FIRST``. A picture that was just drawn may miss the wheel."""
+    picture = page.get_by_test_id("stVegaLiteChart").first
+    label = tick(picture, f"{FIRST}")
+    expect(label).to_be_visible()
+    for _ in range(10):
+        picture.hover()
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -200)
+        page.keyboard.up("Control")
+        with suppress(TimeoutError):
+            label.wait_for(state="detached", timeout=2_000)
+            return
+    expect(label).to_have_count(0)
+
+
+def tick(picture: Locator, label: str) -> Locator:
+    return picture.locator(".role-axis-label text").get_by_text(label, exact=True)
+
+
+def flags(words, run_dir: Path) -> list[str]:
+    return words(checkpoint_path=run_dir, max_train_steps=STEPS, steps_per_print=1, save_every=0, eval_every=0)
+
+
+# Which requests the dashboard's server answers, over HTTP and as websockets, and that it asks no other machine.
+
+
+WEBSOCKET = {
+    "Upgrade": "websocket",
+    "Connection": "Upgrade",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+}
+
+
+def status(server: Server, path: str, headers: dict[str, str], *fields: tuple[str, str]) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest("GET", path, skip_host=True)
+    for name, value in (*headers.items(), *fields):
+        connection.putheader(name, value.replace("PORT", str(server.port)))
+    connection.endheaders()
+    found = connection.getresponse().status
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "origins", "allowed"),
+    [
+        (["127.0.0.1:PORT"], [], True),
+        (["127.0.0.1:PORT"], ["http://127.0.0.1:PORT"], True),
+        (["localhost:1234"], ["http://localhost:1234"], True),  # the other end of an SSH tunnel
+        (["[::1]:1234"], ["http://[::1]:1234"], True),
+        (["lab.example"], ["https://lab.example"], True),
+        (["localhost:PORT"], ["http://localhost:1234"], False),  # another port's page
+        (["localhost:PORT"], ["http://127.0.0.1:PORT"], False),
+        (["localhost:PORT"], ["http://LOCALHOST:PORT"], False),
+        (["127.0.0.1:PORT"], ["http://evil.example"], False),
+        (["127.0.0.1:PORT"], ["null"], False),
+        (["127.0.0.1:PORT"], ["http://127.0.0.1:PORT", "http://evil.example"], False),
+        (["evil.example:PORT"], [], False),  # a name that was made to resolve to 127.0.0.1
+        (["evil.example:PORT"], ["http://evil.example:PORT"], False),
+        (["[::1]evil.example"], [], False),
+        (["localhost:80@evil.example"], [], False),
+        (["127.0.0.1.evil.example"], [], False),
+        (["10.0.0.7:PORT"], [], False),
+        (["localhost", "evil.example"], [], False),
+        ([], [], False),
+    ],
+)
+def test_only_the_page_itself_is_answered(server, hosts, origins, allowed):
+    fields = [("Host", host) for host in hosts] + [("Origin", origin) for origin in origins]
+    refused = {400, 403}  # uvicorn itself refuses a field twice
+    assert status(server, "/", {}, *fields) in ({200} if allowed else refused)
+    assert status(server, "/_stcore/stream", WEBSOCKET, *fields) in ({101} if allowed else refused)
+
+
+def test_the_server_asks_no_other_machine(server):
+    for origin in ("http://evil.example", "http://localhost:1"):
+        fields = [("Host", f"127.0.0.1:{server.port}"), ("Origin", origin)]
+        assert status(server, "/_stcore/stream", WEBSOCKET, *fields) == 403
+    noted = server.log.with_name("connections.txt").read_text().splitlines()
+    asked = [each for each in map(ast.literal_eval, noted) if not isinstance(each, str)]
+    assert not [each for each in asked if each[0] not in {"127.0.0.1", "::1"}]
+
+
+# The figures of the dashboard's page are those of the committed record.
+
+
+RECORD = "checkpoint/reference/cpu-2-cores/dashboard.json"
+
+
+def test_the_page_has_the_figures_of_the_record():
+    record, page = json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
+    assert page == page_with(costs(record, source=RECORD), page=page)
+    record["rounds"][0]["watching_cores"] += 1
+    assert page != page_with(costs(record, source=RECORD), page=page)
+    record["work"] |= {"long_runs": 3, "long_steps": 100_000}
+    for figures in record["rounds"]:
+        figures["opened_sec"]["long"] = [2.5, 0.75]
+    assert "| Compare opens 3 runs of 100,000 steps, and again | 2.5 s, 0.8 s |" in costs(record, source=RECORD)

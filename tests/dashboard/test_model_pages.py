@@ -1,0 +1,542 @@
+"""The pages about models: plan, split, and try it."""
+
+import importlib.util
+import itertools
+import json
+import re
+import shlex
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from opened_pages import open_page
+from small_run import REPOSITORY
+
+from dsgpt.charts.options import DARK, LIGHT
+from dsgpt.charts.plan import draw_plan
+from dsgpt.common.errors import UserError
+from dsgpt.dashboard.figures import memory
+from dsgpt.dashboard.generate import Answer, _opened, checkpoints_of, generate, in_page
+from dsgpt.dashboard.pictures import Line, holding_svg, holdings, step_lines, step_svg
+from dsgpt.dashboard.plan import (
+    command_line,
+    gpus_table,
+    machines,
+    offers,
+    offers_table,
+    on_other_gpus,
+    parts_table,
+    planned,
+    ways_table,
+)
+from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
+from dsgpt.dashboard.summaries import inside
+from dsgpt.inference.generation import Sampling, likeliest
+from dsgpt.inference.loading import load
+from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
+from dsgpt.planner.command import act
+from dsgpt.planner.hardware import read_prices
+from dsgpt.planner.memory import peak_memory
+from dsgpt.planner.model_state import model_state
+from dsgpt.planner.options import PlanOptions, read_plan_options, words_of
+from dsgpt.planner.plan import dollars, duration, size, with_assumptions
+from dsgpt.planner.search import recommendation_files
+from dsgpt.planner.step_time import bubble_fraction
+from dsgpt.planner.traffic import step_traffic
+
+# Plan and cost: every figure is what `src/plan.py` prints for the command that the page shows.
+
+
+RECORD = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "plan.json"
+ONE = PlanOptions(
+    model_size="medium",
+    run_type="optimized",
+    deepspeed_config=Path("ds_configs/zero2.json"),
+    gpu="a100-80gb",
+    gpus=8,
+    tokens=3e9,
+)
+BEST = PlanOptions(model_size="small", gpu="l4", gpus=2, tokens=1e9, recommend=True, deadline=5 * 3600.0, budget=18.0)
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
+    """What ``src/plan.py`` prints with ``--json``."""
+    options, problems = read_plan_options([*words, "--json"])
+    assert act(options, problems, repository=REPOSITORY, draw=draw_plan) == 0
+    found: dict = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ONE,
+        BEST,
+        PlanOptions(
+            machine=RECORD, measured=(RECORD,), gpus=2, tokens=1e7, activation_checkpointing=True, save_every=0
+        ),
+        PlanOptions(gpu="t4", tokens=12345.5, deadline=5400.0, recommend=True, spot=True, network_gbps=12.5),
+    ],
+)
+def test_the_command_says_what_the_page_asked_for(options):
+    found, problems = read_plan_options(words_of(options))
+    assert not problems
+    assert found == options
+    assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]
+
+
+def test_what_does_not_fit_is_the_loud_thing(tmp_path, monkeypatch):
+    page = open_page("plan", tmp_path, monkeypatch)
+    assert not page.error
+    page.selectbox(key="plan-model").set_value("xl").run()
+    page.select_slider(key="plan-count").set_value(1).run()
+    page.number_input(key="plan-micro").set_value(32).run()
+    assert not page.metric
+    assert page.error[0].value.startswith("### DOES NOT FIT\n")
+
+
+def test_one_setup_is_planned_as_on_the_command_line(capsys, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    done = planned(words_of(ONE), repository=REPOSITORY)
+    assert with_assumptions(done.plan) == printed(words_of(ONE), capsys)
+
+
+def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert planned(words_of(ONE), repository=REPOSITORY).plan.setup.recipe.zero_stage == 2
+
+
+def test_the_recommendation_is_what_the_command_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = planned(words_of(BEST), repository=REPOSITORY)
+    told = printed(words_of(BEST), capsys)
+    assert told["recommended"] == {"name": done.best.name, "plan": with_assumptions(done.plan)}
+    files = recommendation_files(done.best, done.request)
+    assert [path.as_posix() for path in files] == told["written"]
+    assert {path: path.read_bytes() for path in files} == files
+    ways = ways_table(done.searched)
+    assert ways["way"] == [each["name"] for each in (*told["ranked"], *told["refused"])]
+    assert told["ranked"]
+    assert told["refused"]
+    assert ways["why not"] == [""] * len(told["ranked"]) + [each["reason"] for each in told["refused"]]
+
+
+def test_offers_of_both_kinds_have_their_dates():
+    done = planned(words_of(replace(ONE, gpu="a100-40gb")), repository=REPOSITORY)
+    spot = planned(words_of(replace(ONE, gpu="a100-40gb", spot=True)), repository=REPOSITORY)
+    table = offers_table(offers(done))
+    for kind, same in (("on demand", done), ("spot", spot)):
+        found = [usd for usd, each in zip(table["US dollars"], table["price"], strict=True) if each == kind]
+        assert found == pytest.approx([cost.usd for cost in same.plan.costs], abs=0.005)
+        assert found
+    assert set(table["list price of"]) <= {price.known_on for price in read_prices().prices}
+    assert table["US dollars"] == sorted(table["US dollars"])
+
+
+def test_other_gpus_have_their_own_plan_or_a_reason():
+    done = planned([*words_of(ONE), "--precision", "bf16"], repository=REPOSITORY)
+    table = gpus_table(on_other_gpus(done, repository=REPOSITORY))
+    same = table["GPU"].index("a100-80gb")
+    assert table["training, hours"][same] == pytest.approx(done.plan.run.seconds / 3600, abs=0.005)
+    assert "has no units for it" in table["fits"][table["GPU"].index("t4")]
+
+
+def test_parts_add_up():
+    done = planned(words_of(ONE), repository=REPOSITORY)
+    table = parts_table(done.plan.peak.parts, "GB", scale=1e-9)
+    assert sum(table["GB"]) == pytest.approx(done.plan.peak.total / 1e9)
+    assert sum(table["share"]) == pytest.approx(1)
+
+
+def test_a_measured_machine_is_planned_for_with_its_own_steps(tmp_path, capsys):
+    place = tmp_path / "reference" / "mine" / "plan.json"
+    place.parent.mkdir(parents=True)
+    shutil.copy(RECORD, place)
+    (measured, *table), broken = machines(tmp_path)
+    assert not broken
+    assert measured.is_measured
+    assert measured.devices == 2
+    assert not any(each.is_measured for each in table)
+    options = PlanOptions(**dict(measured.flags), model_size="tiny", gpus=2, tokens=1e7)
+    done = planned(words_of(options), repository=REPOSITORY)
+    assert not done.plan.machine.assumed
+    assert "fitted to measured steps" in done.plan.machine.basis
+    assert with_assumptions(done.plan) == printed(words_of(options), capsys)
+
+
+def test_a_broken_calibration_hides_nothing_else(tmp_path):
+    (tmp_path / "calibration.json").write_text("{", encoding="utf-8")
+    found, broken = machines(tmp_path)
+    assert {"t4", "h100-80gb"} <= {each.name for each in found}
+    assert len(broken) == 1
+    assert "calibration.json" in broken[0]
+
+
+def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, monkeypatch):
+    page = open_page("plan", tmp_path, monkeypatch)
+    page.select_slider(key="plan-tokens").set_value(3e9).run()
+    (command,) = [code.value for code in page.code if "src/plan.py" in code.value]
+    told = printed(
+        [word.replace("ds_configs", f"{REPOSITORY}/ds_configs") for word in shlex.split(command)[2:]], capsys
+    )
+    shown = {metric.label: metric.value for metric in page.metric}
+    assert shown == {
+        "Memory of a device": size(told["memory"]["bytes"]),
+        "Tokens/s": f"{told['step']['tokens_per_sec']:,.0f}",
+        "Training": duration(told["training"]["seconds"]),
+        "Cost": dollars(told["costs"][0]["usd"]),
+    }
+    assert "Not measured" in page.info[0].value
+    page.selectbox(key="plan-strategy").set_value("ZeRO++").run()
+    assert not page.exception
+    assert "no formula predicts Zero" in page.error[0].value
+
+
+# How it is split: the figures are the planner's, and the pictures are true to them.
+
+
+CHOSEN = {choice.name: choice for choice in CHOICES}
+POSSIBLE = [name for name in CHOSEN if name not in {"ZeRO++", "One device"}]
+
+
+def split(name: str, **flags) -> Split:
+    given = {"model_size": "small", "gpu": "a100-80gb", "gpus": 4, "global_batch_size": 32} | flags
+    return split_of(CHOSEN[name], repository=REPOSITORY, **given)
+
+
+@pytest.mark.parametrize("size", ["small", "xl"])
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_blocks_add_up_to_the_peak_of_the_headline(name, size):
+    """What a step holds at different moments is never added up."""
+    try:
+        found = split(name, model_size=size)
+    except UserError as error:
+        assert "does not divide the model's 25 heads" in str(error)
+        return
+    for each in holdings(found.setup, ranks=4):
+        assert each.total("device") == peak_memory(found.setup, rank=each.rank, device="cuda").total
+        state = model_state(found.setup, rank=each.rank)
+        assert each.total("host", "files") == sum(state.off_device.values())
+        for block in each.blocks:
+            assert 0 <= block.start <= block.start + block.size / block.whole <= 1.0001
+    headline = max(each.total("device") for each in holdings(found.setup, ranks=4))
+    assert headline == found.peak.total
+
+
+def test_the_shards_of_all_ranks_make_up_the_whole():
+    for name in ("ZeRO-1", "ZeRO-3", "FSDP", "3D: pipeline and tensor"):
+        blocks = [each.blocks for each in holdings(split(name).setup, ranks=4)]
+        optimizer = [block for own in blocks for block in own if block.kind == "optimizer state"]
+        assert all(block.is_shard for block in optimizer), name
+        covered = sum(block.size for block in optimizer) / optimizer[0].whole
+        assert 1 <= covered < 2, name  # both ends of a pipeline, and all tensor ranks, hold the embedding
+        ends = sorted((block.start, block.start + block.size / block.whole) for block in optimizer)
+        assert all(start <= end + 0.01 for (_, end), (start, _) in itertools.pairwise(ends)), name
+        assert ends[-1][1] == pytest.approx(1, abs=0.01)
+
+
+def test_ddp_and_the_ends_of_zero_hold_what_the_words_say():
+    assert not any(block.is_shard for each in holdings(split("DDP").setup, ranks=4) for block in each.blocks)
+    shards = {
+        block.kind
+        for block in holdings(split("ZeRO-2", global_batch_size=64).setup, ranks=1)[0].blocks
+        if block.is_shard
+    }
+    assert shards == {"gradients", "optimizer state", "master weights"}
+    away = {block.kind: block.place for block in holdings(split("ZeRO-3, NVMe").setup, ranks=1)[0].blocks}
+    assert away["optimizer state"] == away["weights"] == "files"
+    assert away["activations"] == "device"
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_every_block_is_drawn_to_scale_with_its_bytes(name):
+    setup = split(name).setup
+    held = holdings(setup, ranks=8)
+    boxes = {}
+    for shape in ET.fromstring(holding_svg(held, ranks=4, theme=LIGHT)).iter("{http://www.w3.org/2000/svg}rect"):
+        title = shape.findtext("{http://www.w3.org/2000/svg}title")
+        if re.match(r"rank \d", title or ""):
+            boxes[title] = float(shape.get("height", 0))
+    blocks = [(each.rank, block) for each in held for block in each.blocks]
+    assert len(boxes) == len(blocks)
+    largest = max((block.size, height) for (_, block), height in zip(blocks, boxes.values(), strict=True))
+    for (rank, block), (title, height) in zip(blocks, boxes.items(), strict=True):
+        assert title.startswith(f"rank {rank}, {block.kind}: {memory(block.size)}")
+        assert height == pytest.approx(max(1.0, block.size * largest[1] / largest[0]), abs=0.02)
+
+
+def sent_in(lines: list[Line]) -> int:
+    return sum(bar.lane in {"weights", "gradients", "activations"} for line in lines for bar in line.bars)
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_every_operation_is_in_the_picture_and_in_the_table(name):
+    setup = split(name).setup
+    rows = sent_rows(setup)
+    planned = sum(traffic.payload_bytes for rank in setup.first_ranks for traffic in step_traffic(setup, rank=rank))
+    assert sum(row["payload per step, bytes"] for row in rows) == planned
+    lines = step_lines(setup)
+    assert sent_in(lines) == sum(row["times"] for row in rows)
+    titles = [title.text for title in ET.fromstring(step_svg(lines, DARK)).iter("{http://www.w3.org/2000/svg}title")]
+    for row in rows:
+        words = f"{row['operation']}, {memory(row['payload, bytes'])}, among {row['among']}: "
+        assert any(title and title.startswith(words) for title in titles)
+
+
+def test_what_offload_copies_is_in_the_picture_and_in_the_table():
+    setup = split("ZeRO-3, NVMe", gpus=2).setup
+    rows, (line,) = copied_rows(setup), step_lines(setup)
+    assert {(row["what"], row["between"]) for row in rows} == {
+        ("gradients", "from device to host"),
+        ("gradients", "from host to device"),
+        ("weights", "from host to device"),
+        ("weights", "from files to host"),
+        ("optimizer state", "from files to host"),
+        ("optimizer state", "from host to files"),
+    }
+    assert sum(bar.lane in {"host", "files"} for bar in line.bars) == sum(row["times"] for row in rows)
+    state = sum(row["bytes per step"] for row in rows if row["what"] == "optimizer state")
+    held = model_state(setup)
+    assert state == pytest.approx(2 * (held.optimizer + held.master), rel=1e-3)
+    assert not copied_rows(split("ZeRO-3").setup)
+
+
+def test_many_micro_batches_are_drawn_as_one_gap():
+    setup = split("ZeRO-2", global_batch_size=64, micro_batch_size_per_gpu=1).setup
+    (line,) = step_lines(setup)
+    assert "+13" in [bar.label for bar in line.bars]
+    assert [row["times"] for row in sent_rows(setup)] == [16, 1]
+
+
+def test_the_drawn_pipeline_has_the_planned_bubble():
+    """The passes of a stage take the share of the time that the planner's formula leaves them."""
+    setup = split("Pipeline parallel", micro_batch_size_per_gpu=4).setup
+    batches = setup.gradient_accumulation_steps
+    lines = step_lines(setup)
+    ends = [[bar.end for bar in line.bars if bar.label.startswith(("forward", "backward"))] for line in lines]
+    busy, whole = 3.0 * batches, max(map(max, ends))
+    assert 1 - busy / whole == pytest.approx(bubble_fraction(2, batches))
+    told = dict(explanations(setup))["Pipeline parallel (1F1B)"]
+    assert f"{bubble_fraction(2, batches):.0%}" in told
+
+
+def test_zero_without_data_ranks_is_not_said_to_divide():
+    assert "ZeRO-1 has nothing to divide" in dict(explanations(split("3D: pipeline and tensor").setup))
+    assert "ZeRO-1: the optimizer state is a shard" in dict(
+        explanations(split("3D: pipeline and tensor", gpus=8).setup)
+    )
+
+
+def test_the_table_names_shares_and_places():
+    rows = held_rows(holdings(split("ZeRO-3, offload").setup, ranks=4))
+    assert {row["where"] for row in rows if row["kind"] == "master weights"} == {"host"}
+    assert {round(row["share"], 2) for row in rows if row["kind"] == "master weights"} == {0.25}
+
+
+def test_what_training_refuses_is_refused_in_its_words():
+    with pytest.raises(UserError, match=r"autotp_size 2 does not divide the model's 25 heads"):
+        split("Tensor parallel", model_size="xl")
+
+
+def test_the_page_shows_the_planners_figures(tmp_path, monkeypatch):
+    page = open_page("split", tmp_path, monkeypatch)
+    expected = split("ZeRO-1", global_batch_size=None)
+    shown = {metric.label: metric.value for metric in page.metric}
+    assert page.markdown[0].value.startswith("**zero1** in bf16")
+    assert shown["Peak memory of rank 0"] == memory(expected.peak.total)
+    page.selectbox(key="split-strategy").set_value(CHOSEN["3D: pipeline and tensor"]).run()
+    assert not page.exception
+    assert page.markdown[0].value.replace("\\", "").startswith("**pipeline2-tensor2-zero1**")
+    page.selectbox(key="split-model").set_value("xl").run()
+    assert not page.exception
+    assert "does not divide the model's 25 heads" in page.error[0].value.replace("\\", "")
+
+
+# Try it: the text of the page is the text of `src/generate.py`, and nobody's request disturbs another's.
+
+
+PROMPT = "def ma"
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run; tests only read it."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(checkpoint_with_tokenizer.parent, folder / "one")
+    return folder
+
+
+def request_of(runs: Path, **changes) -> Request:
+    given = {"max_new_tokens": 8, "seed": 1, "device": "cpu"} | changes
+    return Request(checkpoint=runs / "one" / "step-00000001", **given)
+
+
+def told(runs: Path, *, prompt: str = PROMPT, **changes) -> Answer:
+    found = Answer(name="one/step-00000001", prompt=prompt)
+    generate(found, request_of(runs, **changes))
+    return found
+
+
+def written(runs: Path, *, prompt: str = PROMPT, **changes) -> Text:
+    """The text of ``src/generate.py``, whose one writer reads its model itself."""
+    (text,) = Writer(request_of(runs, **changes)).texts([prompt])
+    return text
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"seed": 2}, {"temperature": 0.0}, {"top_k": 5, "repetition_penalty": 1.3}, {"stop": ("e",)}]
+)
+def test_text_and_ids_are_those_of_the_script(runs, changes):
+    expected, found = written(runs, **changes), told(runs, **changes)
+    assert found.text == str(expected)
+    assert found.ids == expected.ids
+    assert found.ended == expected.ended
+    assert found.tokens == len(expected.ids)
+
+
+def test_the_script_prints_the_same(runs, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("generate_script", REPOSITORY / "src" / "generate.py")
+    assert spec is not None
+    script = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(script)
+    words = f"--checkpoint {runs}/one/step-00000001 --max_new_tokens 8 --seed 1 --device cpu --prompt".split()
+    monkeypatch.setattr(sys, "argv", ["generate.py", *words, PROMPT])
+    script.main()
+    assert capsys.readouterr().out == f"{told(runs).text}\n{script.LINE}\n"
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list[Path]:
+    """The checkpoints of the models that are opened during a test, which begins without one in memory."""
+    opened: list[Path] = []
+
+    def note(request: Request) -> Opened:
+        opened.append(request.checkpoint)
+        return open_model(request)
+
+    _opened.clear()
+    monkeypatch.setattr("dsgpt.inference.sample.open_model", note)
+    return opened
+
+
+def test_two_texts_at_once_are_what_each_is_alone_and_share_a_model(runs, loaded):
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda seed: told(runs, seed=seed).text, range(6)))
+    assert together == [told(runs, seed=seed).text for seed in range(6)]
+    assert len(loaded) == 1
+
+
+def test_a_stop_keeps_the_text_so_far(runs):
+    class Pressed(Exception):
+        pass
+
+    found, shown = Answer(name="one", prompt=PROMPT), []
+
+    def stop() -> None:
+        shown.append(found.text)
+        if len(shown) == 4:  # the prompt, and three tokens
+            raise Pressed
+
+    with pytest.raises(Pressed):
+        generate(found, request_of(runs), show=stop)
+    assert shown[0] == PROMPT
+    assert found.text == shown[-1]
+    assert found.text.startswith(PROMPT)
+    assert found.tokens == 3
+    assert found.ended == "stopped"
+    assert told(runs).text == str(written(runs))
+
+
+def test_the_likeliest_ids_are_those_of_the_model(runs):
+    opened = open_model(request_of(runs))
+    device = torch.device("cpu")
+    plain = load(runs / "one", which="latest", device=device, precision="fp32").model
+    tokenizer = opened.tokenizer
+    ids = tokenizer.encode(PROMPT, add_special_tokens=False)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([ids]))[0, -1, : plain.config.vocab_size].float().softmax(dim=0).topk(10)
+    found = told(runs, temperature=0.0).likeliest
+    assert [each.id for _, each in found] == expected.indices.tolist()
+    assert [each.probability for _, each in found] == pytest.approx(expected.values.tolist(), rel=1e-4)
+    assert [each.drawn for _, each in found] == [1.0] + [0.0] * 9
+    drawn = likeliest(opened.decoder, ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
+    assert sum(each.drawn for each in drawn) == pytest.approx(1)
+    assert [each.drawn > 0 for each in drawn] == [True, True] + [False] * 8
+    assert sampling_of(request_of(runs)).top_k == 50
+
+
+def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
+    refused = told(runs, prompt="x " * 500).refused
+    assert refused.startswith("Prompt has ")
+    assert "shorten it" in refused
+    assert in_page("--checkpoint a/b: holds no checkpoint") == "a/b: holds no checkpoint"
+
+
+def test_a_damaged_checkpoint_is_named(runs, tmp_path):
+    copy = shutil.copytree(runs / "one" / "step-00000001", tmp_path / "one" / "step-00000001")
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    refused = told(tmp_path).refused
+    assert "model.safetensors" in refused
+    assert "\n" not in refused
+    assert told(runs).refused == ""
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(runs, tmp_path):
+    copy = shutil.copytree(runs / "one" / "step-00000001", tmp_path / "one" / "step-00000001")
+    shutil.rmtree(copy / "tokenizer")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("tokenizer/")}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "has no tokenizer, because its training data had none: cannot read text" in told(tmp_path).refused
+
+
+def test_another_version_of_a_checkpoint_is_loaded_anew(runs, tmp_path, loaded):
+    copy = shutil.copytree(runs / "one", tmp_path / "one") / "step-00000001"
+    told(tmp_path)
+    told(tmp_path, seed=2)
+    assert loaded == [copy]
+    again = shutil.copy2(copy / "manifest.json", tmp_path / "another")  # of the same size and time
+    again.replace(copy / "manifest.json")
+    told(tmp_path)
+    assert loaded == [copy, copy]
+
+
+def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
+    folder = tmp_path / "runs"
+    shutil.copytree(runs / "one", folder / "one")
+    (folder / "one" / "step-00000009").symlink_to(runs / "one" / "step-00000001")
+    assert checkpoints_of(folder, ["one"]) == ["one/step-00000001"]
+    assert inside(folder, "one/step-00000001") == folder / "one" / "step-00000001"
+    for name in ("../one", "one/step-00000009", "/etc", "one/step-00000007"):
+        with pytest.raises(UserError):
+            inside(folder, name)
+
+
+def test_the_page_generates_beside_each_other(runs, monkeypatch):
+    page = open_page("generate", runs, monkeypatch)
+    page.text_area(key="generate-prompt").set_value(PROMPT)
+    page.number_input(key="generate-tokens").set_value(8)
+    page.number_input(key="generate-seed").set_value(1)
+    page.selectbox(key="generate-second").set_value("one/step-00000001")
+    page.button[0].click().run()
+    assert not page.exception
+    expected = str(written(runs))
+    assert [code.value for code in page.code] == [expected, expected]
+    assert "8 tokens in" in page.caption[0].value
+    page.text_area(key="generate-prompt").set_value("x " * 500)
+    page.button[0].click().run()
+    assert "shorten it" in page.error[0].value
+
+
+def test_an_empty_project_says_how_to_begin(tmp_path, monkeypatch):
+    page = open_page("generate", tmp_path, monkeypatch)
+    assert "make demo" in page.info[0].value

@@ -1,0 +1,514 @@
+"""Preparation: the whole, the small one, its split, again, and its command line."""
+
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from prep_helpers import CORPUS, OUTPUTS, SCRIPTS, documents_of, errors, hashes
+from pyarrow import parquet
+from small_run import REPOSITORY, write_tokenizer
+from transformers import AutoTokenizer
+
+from dsgpt.common.errors import UserError
+from dsgpt.data import download
+from dsgpt.data.options import counted, duration, parse_options, progress
+from dsgpt.data.preparation import locked_folder
+from dsgpt.data.sources import Document, own_source
+from dsgpt.data.token_file import TokenFileError, open_token_file
+from dsgpt.data.vocabulary import divide, encode, open_vocabulary, pieces
+
+# preprocess.py: what is written, byte for byte, and what happens the second time, or when it is killed.
+
+
+def test_every_document_comes_back_byte_for_byte(prepared: Path):
+    train, val = (documents_of(prepared, split) for split in ("train", "val"))
+    assert train
+    assert val
+    assert sorted(text.encode() for text in train + val) == sorted(text.encode() for text in CORPUS.values())
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_sidecar_describes_the_file(prepared: Path, split: str):
+    file = open_token_file(prepared / f"{split}.bin")
+    sidecar = file.sidecar
+    ids = np.memmap(file.path, dtype=np.uint16, mode="r")
+    assert not file.inferred
+    assert sidecar.dtype == "uint16"
+    assert sidecar.vocab_size <= 400
+    assert sidecar.tokens == len(ids)
+    assert ids.max() < sidecar.vocab_size
+    assert sidecar.documents == np.count_nonzero(ids == sidecar.eot_id)
+    assert sidecar.sha256 == hashlib.sha256(file.path.read_bytes()).hexdigest()
+    assert sidecar.source == "corpus"
+    tokenizer = (prepared / "tokenizer" / "tokenizer.json").read_bytes()
+    assert asdict(sidecar.tokenizer) == {"name": "tokenizer", "sha256": hashlib.sha256(tokenizer).hexdigest()}
+
+
+def test_tokenizer_is_a_hugging_face_folder(prepared: Path):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == open_token_file(prepared / "train.bin").sidecar.eot_id
+    assert tokenizer.model_max_length == 1024
+    assert len(tokenizer) == open_token_file(prepared / "train.bin").sidecar.vocab_size
+
+
+def test_nothing_unfinished_or_private_is_left(prepared: Path, corpus: Path):
+    names = {path.name for path in prepared.iterdir()}
+    sidecars = {"train.json", "val.json", "preparation.json"}
+    assert names == {"train.bin", "val.bin", "tokenizer", *sidecars}
+    for path in [*prepared.glob("*.json"), *prepared.glob("tokenizer/*.json")]:
+        assert str(corpus.parent) not in path.read_text(encoding="utf-8")
+
+
+def test_second_run_keeps_and_other_options_are_refused(run, corpus: Path, tmp_path: Path):
+    flags = ["--input", corpus, "--tokenizer", "train", "--vocab_size", 300, "--output_dir", "out"]
+    run("preprocess.py", *flags, cwd=tmp_path)
+    first = hashes(tmp_path / "out")
+    times = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in OUTPUTS}
+
+    done = run("preprocess.py", *flags, cwd=tmp_path)
+    assert "already prepared" in done.stdout
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in OUTPUTS} == times
+
+    done = run("preprocess.py", *flags, "--seed", 1, "--val_fraction", 0.5, cwd=tmp_path, code=2)
+    (line,) = errors(done)
+    assert "--seed was 1337, is 1" in line
+    assert "--val_fraction was None, is 0.5" in line
+    assert "--overwrite" in line
+    assert hashes(tmp_path / "out") == first
+
+    run("preprocess.py", *flags, "--overwrite", cwd=tmp_path)
+    assert hashes(tmp_path / "out") == first, "two runs of the same command must write the same bytes"
+
+
+def test_changed_input_is_refused(run, prepare_here, bytes_tokenizer: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("one line\nanother line\n" * 20)
+    flags = ["--input", "text.txt", "--tokenizer", bytes_tokenizer]
+    prepare_here(*flags, cwd=tmp_path)
+    (tmp_path / "text.txt").write_text("one more\n" * 20)
+    (line,) = errors(run("preprocess.py", *flags, cwd=tmp_path, code=2))
+    assert "the input has changed" in line
+
+
+def test_foreign_token_file_is_not_overwritten(run, corpus: Path, bytes_tokenizer: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train.bin").write_bytes(b"\1\0")
+    flags = ["--input", corpus, "--tokenizer", bytes_tokenizer, "--output_dir", out]
+    (line,) = errors(run("preprocess.py", *flags, cwd=tmp_path, code=2))
+    assert "train.bin" in line
+    assert "--overwrite" in line
+    assert (out / "train.bin").read_bytes() == b"\1\0"
+
+
+def kill_while_encoding(arguments: list[str], environment: dict, cwd: Path, partial: Path) -> None:
+    process = subprocess.Popen(arguments, cwd=cwd, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not partial.exists():
+        assert process.poll() is None, "the process ended before it could be killed: prepare more text"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+
+
+def test_a_kill_leaves_the_old_output_or_none(run, prepare_here, script_command, bytes_tokenizer: Path, tmp_path: Path):
+    text = "".join(f"line {number} of a long text\n" for number in range(60_000))
+    (tmp_path / "long.txt").write_text(text)
+    flags = ["--input", "long.txt", "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
+    out = tmp_path / "out"
+    partial = out / ".train.bin.partial"
+    kill_while_encoding(*script_command("preprocess.py", *flags), tmp_path, partial)
+    assert not [path for path in out.iterdir() if not path.name.startswith(".")]
+
+    prepare_here(*flags, cwd=tmp_path)
+    before = hashes(out)
+    assert not partial.exists()
+    kill_while_encoding(*script_command("preprocess.py", *flags, "--seed", 5, "--overwrite"), tmp_path, partial)
+    assert hashes(out) == before
+    assert "already prepared" in run("preprocess.py", *flags, cwd=tmp_path).stdout
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path):
+    out = tmp_path / "out"
+    with locked_folder(out), pytest.raises(UserError, match="another preparation"), locked_folder(out):
+        pass
+    with locked_folder(out):
+        pass
+
+
+def test_gpt2_vocabulary(prepare_here, corpus: Path, tmp_path: Path, capfd):
+    """With the real GPT-2 tokenizer if it lies beside the checkout, otherwise with one that has the same last id."""
+    shared = REPOSITORY.parent / "shared" / "data" / "gpt2-tokenizer"
+    real = (shared / "vocab.json").exists()
+    folder = shared if real else tmp_path / "gpt2-like"
+    if not real:
+        write_tokenizer(folder, size=50257)
+    (tmp_path / "long.txt").write_text("Hello world" + " and more" * 3000)
+    prepare_here("--input", corpus, "long.txt", "--tokenizer", folder, "--output_dir", "out", cwd=tmp_path)
+    assert "longer than" not in capfd.readouterr().err
+    sidecar = open_token_file(tmp_path / "out" / "train.bin").sidecar
+    assert (sidecar.vocab_size, sidecar.eot_id, sidecar.dtype) == (50257, 50256, "uint16")
+    texts = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
+    assert len(texts) == len(CORPUS) + 1
+    assert set(CORPUS.values()) <= set(texts)
+    if real:
+        ids = [np.fromfile(tmp_path / "out" / f"{split}.bin", "<u2").tobytes() for split in ("train", "val")]
+        hello_world = np.array([50256, 15496, 995, 290, 517], "<u2").tobytes()  # as OpenAI's own encoder gives it
+        assert any(hello_world in data for data in ids)
+
+
+def test_large_vocabulary_takes_four_bytes(prepare_here, corpus: Path, tmp_path: Path):
+    write_tokenizer(tmp_path / "large", size=70_000)
+    prepare_here("--input", corpus, "--tokenizer", "large", "--output_dir", "out", cwd=tmp_path)
+    sidecar = open_token_file(tmp_path / "out" / "val.bin").sidecar
+    assert (sidecar.dtype, sidecar.vocab_size, sidecar.eot_id) == ("uint32", 70_000, 69_999)
+    assert set(documents_of(tmp_path / "out", "val")) <= set(CORPUS.values())
+
+
+def test_rows_of_json_lines_and_parquet(prepare_here, bytes_tokenizer: Path, tmp_path: Path):
+    rows = [f"row {number} “quoted” \r\n" for number in range(30)]
+    lines = [json.dumps({"body": text}) for text in [*rows[:15], "", "  "]] + ['{"body": null}', ""]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    parquet.write_table(pa.table({"body": [*rows[15:], None, ""], "id": range(17)}), tmp_path / "more.parquet")
+    flags = ["--input", "some.jsonl", "more.parquet", "--text_key", "body", "--tokenizer", bytes_tokenizer]
+    prepare_here(*flags, "--val_fraction", 0.3, "--output_dir", "out", cwd=tmp_path)
+    train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(rows)
+    assert train == [text for text in rows if text in set(train)], "documents keep their order"
+    assert 2 <= len(val) <= 18
+
+
+def test_lone_text_file_is_divided_at_a_line(prepare_here, bytes_tokenizer: Path, tmp_path: Path):
+    text = "".join(f"line {number}\n" for number in range(1000))
+    (tmp_path / "play.txt").write_text(text)
+    prepare_here("--input", "play.txt", "--tokenizer", bytes_tokenizer, "--val_fraction", 0.1, cwd=tmp_path)
+    (train,), (val,) = (documents_of(tmp_path / "data" / "play", split) for split in ("train", "val"))
+    assert train + val == text
+    assert train.endswith("\n")
+    assert len(val) / len(text) == pytest.approx(0.1, abs=0.002)
+
+
+# preprocess_small.py: the first documents, in the full set's folder and with its tokenizer.
+
+
+def test_small_files_are_the_beginnings_of_the_full_ones(run, prepared: Path, corpus: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    before = hashes(out)
+    flags = ["--input", corpus, "--tokenizer", "train", "--output_dir", out]
+    run("preprocess_small.py", *flags, "--vocab_size", 400, "--num_documents", 8, cwd=tmp_path)
+    for split, count in (("train", 7), ("val", 1)):
+        assert documents_of(out, split, "_small") == documents_of(out, split)[:count]
+        small, full = (open_token_file(out / f"{split}{suffix}.bin").sidecar for suffix in ("_small", ""))
+        assert small.tokenizer == full.tokenizer
+    assert hashes(out) == before
+
+    (line,) = errors(
+        run(
+            "preprocess_small.py",
+            *flags,
+            "--vocab_size",
+            300,
+            "--num_documents",
+            8,
+            "--overwrite",
+            cwd=tmp_path,
+            code=2,
+        )
+    )
+    assert "belongs to train.bin" in line
+    assert "--output_dir" in line
+    assert hashes(out) == before
+
+
+def test_full_files_are_the_same_after_small_ones(run, prepared: Path, corpus: Path, tmp_path: Path):
+    flags = ["--input", corpus, "--tokenizer", "train", "--vocab_size", 400, "--output_dir", "out"]
+    run("preprocess_small.py", *flags, "--num_documents", 5, cwd=tmp_path)
+    assert not (tmp_path / "out" / "train.bin").exists()
+    run("preprocess.py", *flags, cwd=tmp_path)
+    assert hashes(tmp_path / "out") == hashes(prepared)
+    done = run("preprocess_small.py", *flags, "--num_documents", 5, cwd=tmp_path)
+    assert "already prepared" in done.stdout
+
+
+def test_number_of_documents_is_checked(run, tmp_path: Path):
+    for flags, message in (
+        ([], "--num_documents: is missing"),
+        (["--num_documents", "1"], "--num_documents must be a whole number of at least 2, not 1"),
+    ):
+        (line,) = errors(run("preprocess_small.py", *flags, cwd=tmp_path, code=2))
+        assert message in line
+
+
+# The split of each document, and cutting long texts without changing their tokens.
+
+
+def collection(count: int) -> list[tuple[None, Document]]:
+    return [(None, Document(key=f"d{number}", text=f"text {number}", source_bytes=9)) for number in range(count)]
+
+
+def validation(documents: list[tuple[None, Document]], *, fraction: float = 0.05, seed: int = 1337) -> set[str]:
+    divided = list(divide(documents, val_fraction=fraction, seed=seed))
+    assert [document for _, document in divided] == [document for _, document in documents]
+    return {document.key for split, document in divided if split == "val"}
+
+
+def test_a_document_stays_in_its_split_when_others_are_added():
+    before, after = validation(collection(2000)), validation(collection(3000))
+    assert 60 < len(before) < 140
+    assert before == {key for key in after if int(key[1:]) < 2000}
+    assert validation(collection(2000), seed=1) != before
+
+
+@pytest.mark.parametrize("fraction", [0.0001, 0.5, 0.9999])
+@pytest.mark.parametrize("count", [2, 3, 256])
+def test_small_collections_have_both_sides(count: int, fraction: float):
+    assert 1 <= len(validation(collection(count), fraction=fraction)) <= count - 1
+
+
+def test_pieces_encode_as_the_whole(prepared: Path):
+    vocabulary = open_vocabulary(prepared / "tokenizer")
+    chance = random.Random(0)
+    marks = [" ", "  ", "\n", "\n\n ", "\t", "\x1c", "\x85", "\xa0", "the", "dog's", "!?", "12", "\r\n", "\u2028", "é"]
+    for _ in range(300):
+        text = "".join(chance.choices([*marks, *CORPUS.values()], weights=[9] * len(marks) + [1] * len(CORPUS), k=80))
+        cut = list(pieces(text, characters=7))
+        assert "".join(cut) == text
+        whole = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        encodings = vocabulary.tokenizer.encode_batch(cut, add_special_tokens=False)
+        assert [token for encoding in encodings for token in encoding.ids] == whole
+
+
+def test_a_document_larger_than_a_batch_stays_one(prepared: Path):
+    vocabulary = open_vocabulary(prepared / "tokenizer")
+    text = "a long line of words that goes on\n" * 130_000
+    documents = iter([("train", Document(key="long", text=text, source_bytes=7)), *[("val", collection(1)[0][1])]])
+    (split, size, ids), (other, _, short) = encode(vocabulary, documents)
+    assert (split, size, other) == ("train", 7, "val")
+    assert vocabulary.tokenizer.decode(ids.tolist()) == text
+    assert vocabulary.tokenizer.decode(short.tolist()) == "text 0"
+
+
+def test_own_output_is_not_read_back(tmp_path: Path):
+    (tmp_path / "note.txt").write_text("text")
+    (tmp_path / "data" / "x").mkdir(parents=True)
+    (tmp_path / "data" / "x" / "train.json").write_text("{}")
+    source = own_source([tmp_path], text_key="text", output_dir=tmp_path / "data" / "x")
+    assert [file.key for file in source.files] == ["note.txt"]
+
+
+# preprocess.py a second time, after the files of the first run were changed.
+
+
+@pytest.fixture
+def again(prepare_here, corpus: Path, bytes_tokenizer: Path, tmp_path: Path) -> Callable[[], None]:
+    """Prepare ``out`` in the test's folder; returns a function that prepares it again."""
+
+    def prepare() -> None:
+        prepare_here("--input", corpus, "--tokenizer", bytes_tokenizer, "--output_dir", "out", cwd=tmp_path)
+
+    prepare()
+    return prepare
+
+
+def test_a_changed_file_is_refused(again, tmp_path):
+    path = tmp_path / "out" / "train.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[2:] + data[:2])
+    with pytest.raises(TokenFileError, match=r"train\.bin: its sha256 is .* make it again with .* --overwrite"):
+        again()
+
+
+def test_a_copy_is_hashed_once(again, tmp_path, capsys, snapshot):
+    os.utime(tmp_path / "out" / "val.bin", ns=(5, 5))
+    again()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "val.bin changed" in line] == snapshot
+    assert "already prepared:" in lines
+    again()
+    output = capsys.readouterr().out
+    assert "hashed again" not in output
+    assert "already prepared" in output
+
+
+@pytest.mark.parametrize("name", ["train.json", "tokenizer/tokenizer.json"])
+def test_a_file_of_another_preparation_is_refused(again, tmp_path, name):
+    path = tmp_path / "out" / name
+    if name == "train.json":
+        path.unlink()
+    else:
+        path.write_text("{}")
+    with pytest.raises(UserError, match=r"not the file that preparation\.json describes; replace it with --overwrite"):
+        again()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"identity": 5}', "[" * 200])
+def test_an_invalid_record_is_refused(again, tmp_path, text):
+    (tmp_path / "out" / "preparation.json").write_text(text)
+    with pytest.raises(UserError, match=r"preparation\.json: is not the record of a preparation \(.*--overwrite"):
+        again()
+
+
+def test_the_record_contains_no_size_or_time_of_files(again, tmp_path):
+    splits = json.loads((tmp_path / "out" / "preparation.json").read_text())["splits"]
+    assert splits.keys() == {"train", "val"}
+    assert not {"size", "mtime_ns"} & splits["train"].keys()
+
+
+# Mistakes on the command line and in the input are reported together, one line each, with exit code 2.
+
+
+def test_all_mistakes_are_reported_together(run, tmp_path: Path, snapshot):
+    done = run(
+        "preprocess.py", "stray", "--inpt", "x", "--dataset", "tinystoris", "--vocab_size", "12", "--seed", "x",
+        "--val_fraction", "2", "--text_key", "t", "--tokenizer", "train", cwd=tmp_path, code=2,
+    )  # fmt: skip
+    assert sorted(errors(done)) == snapshot
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--input", "missing.txt"], "--input missing.txt: there is no such file or folder"),
+        (["--input", "a.txt", "--dataset", "python-stdlib"], "drop one"),
+        (["--input", "a.txt", "b.txt"], "--output_dir: is missing"),
+        (["--input", "folder", "--output_dir", "folder"], "is the input itself"),
+        (["--output_dir", "a.txt/x"], "a.txt is a file, not a folder"),
+        (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere: there is no such folder"),
+        (["--tokenizer", "folder", "--vocab_size", "300"], "--vocab_size: the tokenizer folder has its own"),
+        (["--dataset", "tinystories", "--tokenizer", "train"], "download_data.py tinystories"),
+        (["--seed"], "--seed needs a value"),
+        (["--input"], "--input needs a value"),
+    ],
+)
+def test_one_mistake_is_one_line(run, tmp_path: Path, flags: list[str], message: str):
+    (tmp_path / "folder").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("some text\n" * 9)
+    (line,) = errors(run("preprocess.py", *flags, cwd=tmp_path, code=2))
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("bad.jsonl", b'{"text": "fine"}\n{"text": "torn', "bad.jsonl:2: is not valid JSON"),
+        ("keys.jsonl", b'{"content": "x"}\n', "keys.jsonl:1: has no key 'text', it has 'content'"),
+        ("list.jsonl", b"[1]\n", "list.jsonl:1: is a JSON list"),
+        ("number.jsonl", b'{"text": 5}\n', "number.jsonl:1: the text is a int"),
+        ("half.jsonl", b'{"text": "\\ud83d"}\n', "half.jsonl:1: the text is not valid Unicode"),
+        ("bad.parquet", b"no parquet", "bad.parquet: is not a readable Parquet file"),
+        ("latin.txt", b"caf\xe9 au lait", "latin.txt: is not UTF-8 text (byte 3 is 0xe9)"),
+        ("blank.txt", b"  \n\n", "every document is empty"),
+        ("tiny.txt", b"x", "too short to be divided"),
+    ],
+)
+def test_bad_input_names_the_place(run, tmp_path: Path, name: str, data: bytes, message: str):
+    (tmp_path / name).write_bytes(data)
+    (line,) = errors(run("preprocess.py", "--input", name, "--tokenizer", "train", cwd=tmp_path, code=2))
+    assert message in line
+    assert not list((tmp_path / "data" / Path(name).stem).glob("*.bin"))
+
+
+def test_without_network_the_tokenizer_says_what_to_do(run, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
+    started = time.monotonic()
+    (line,) = errors(run("preprocess.py", "--input", "a.txt", cwd=tmp_path, code=2))
+    assert time.monotonic() - started < 30
+    assert "no network" in line
+    assert "--tokenizer train" in line
+
+
+def test_a_folder_without_a_tokenizer(run, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
+    (tmp_path / "folder").mkdir()
+    (line,) = errors(run("preprocess.py", "--input", "a.txt", "--tokenizer", "folder", cwd=tmp_path, code=2))
+    assert "--tokenizer folder: is not a readable tokenizer folder" in line
+
+
+@pytest.mark.parametrize("script", ["preprocess.py", "preprocess_small.py", "download_data.py"])
+def test_help_has_examples(run, tmp_path: Path, script: str):
+    text = run(script, "--help", cwd=tmp_path).stdout
+    assert f".venv/bin/python data_prep/{script}" in text
+    assert "python-stdlib" in text
+
+
+def test_start_up_imports_nothing_heavy():
+    program = (
+        "import sys, preprocess, preprocess_small, download_data\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=SCRIPTS, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# What the scripts print: progress bars on a terminal only, and numbers in words.
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def rows(total: int | None) -> Iterator[int]:
+    with progress(total=total, description="reading", unit=" rows") as bar:
+        for number in range(10):
+            bar.update(1)
+            yield number
+
+
+def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert len(list(rows(10))) == 10
+    assert not sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("total", [10, 12, 9, None])
+def test_bar_ends_at_100_percent(monkeypatch: pytest.MonkeyPatch, total: int | None):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    list(rows(total))
+    assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
+
+
+def test_bar_ends_at_100_percent_when_a_limit_ends_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    some = rows(10)
+    next(some)
+    some.close()
+    assert "reading: 100%" in sys.stderr.getvalue().splitlines()[-1]
+
+
+def test_bar_stays_where_an_error_ends_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(ValueError, match="torn"), progress(total=10, description="reading", unit="B") as bar:
+        bar.update(1)
+        raise ValueError("torn")
+    assert "100%" not in sys.stderr.getvalue()
+
+
+def test_numbers_in_words():
+    assert [counted(number, "binary file") for number in (0, 1, 2000)] == [
+        "0 binary files", "1 binary file", "2,000 binary files",
+    ]  # fmt: skip
+    assert [duration(seconds) for seconds in (0.3, 1.2, 61)] == ["less than 1 s", "1 s", "61 s"]
+
+
+def test_an_empty_output_folder_is_the_default():
+    """As of a shell variable that is not set. The path of an empty word would be the current folder."""
+    default = Path("data/python-stdlib")
+    assert parse_options(["--output_dir", ""], description="", examples="", small=False).output_dir == default
+    assert download.parse_options(["--output_dir", ""]).folder == default / "raw"

@@ -1,0 +1,392 @@
+"""Where text comes from: downloads, folders with links, and the library of Python."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from harmful_tokenizers import MALFORMED, bring_code
+from prep_helpers import documents_of, errors, hashes
+from pyarrow import parquet
+from small_run import write_tokenizer
+from transformers import AutoTokenizer
+
+from dsgpt.common.command_line import exit_code_of
+from dsgpt.common.errors import UserError
+from dsgpt.data import download
+from dsgpt.data import preparation as command
+from dsgpt.data.options import KEPT
+from dsgpt.data.sources import HUB_SETS, STDLIB_NAME, HubSet, downloaded_source, join_articles, stdlib_source
+from dsgpt.data.token_file import open_token_file
+
+# download_data.py: sets of the hub, replaced by local files; the embedded corpus; and no network.
+
+
+STORIES = [f"story {number}\nwith “two” lines" for number in range(300)]
+VALIDATION = [f"held out {number}" for number in range(20)]
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path) -> Path:
+    """A folder with the layout of a set on the hub: Parquet files named by split."""
+    folder = tmp_path / "stand-in"
+    folder.mkdir()
+    parquet.write_table(pa.table({"text": [*STORIES[:150], "", None]}), folder / "train-00000-of-00002.parquet")
+    parquet.write_table(pa.table({"text": STORIES[150:]}), folder / "train-00001-of-00002.parquet")
+    parquet.write_table(pa.table({"text": VALIDATION}), folder / "validation-00000-of-00001.parquet")
+    return folder
+
+
+def texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
+
+
+def test_set_with_its_own_split(run, prepare_here, hub_folder: Path, bytes_tokenizer: Path, tmp_path: Path):
+    stand_in = HubSet(path=str(hub_folder), about="", splits={"train": 0, "validation": 0})
+    raw = tmp_path / "data" / "tinystories" / "raw"
+    download.keep_hub_set(raw, stand_in, name="tinystories", max_documents=None)
+    assert sorted(path.name for path in raw.iterdir()) == ["download.json", "train.jsonl", "validation.jsonl"]
+    assert texts(raw / "train.jsonl") == STORIES
+    assert texts(raw / "validation.jsonl") == VALIDATION
+
+    flags = ["--dataset", "tinystories", "--tokenizer", bytes_tokenizer]
+    (line,) = errors(run("preprocess.py", *flags, "--val_fraction", 0.5, cwd=tmp_path, code=2))
+    assert "has its own validation split" in line
+    prepare_here(*flags, cwd=tmp_path)
+    assert documents_of(raw.parent, "train") == STORIES
+    assert documents_of(raw.parent, "val") == VALIDATION
+    run("preprocess_small.py", *flags, "--num_documents", 40, cwd=tmp_path)
+    assert documents_of(raw.parent, "train", "_small") == STORIES[:38]
+    assert documents_of(raw.parent, "val", "_small") == VALIDATION[:2]
+
+
+def test_set_read_as_parquet_files_with_a_limit(hub_folder: Path, tmp_path: Path):
+    stand_in = HubSet(
+        path="parquet", data_files={"train": str(hub_folder / "train-*.parquet")}, about="", splits={"train": 0}
+    )
+    download.keep_hub_set(tmp_path / "raw", stand_in, name="openwebtext", max_documents=7)
+    assert texts(tmp_path / "raw" / "documents.jsonl") == STORIES[:7]
+    assert not (tmp_path / "raw" / "train.jsonl").exists()
+
+
+def test_a_missing_set_is_an_error_of_one_line(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    missing = HubSet(path=str(tmp_path / "empty"), about="", splits={"train": 0})
+    with pytest.raises(UserError, match="cannot be read from the hub") as caught:
+        download.keep_hub_set(tmp_path / "raw", missing, name="x", max_documents=None)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "raw").iterdir())
+
+
+def test_an_interrupted_download_leaves_nothing(tmp_path: Path):
+    def rows():
+        yield {"text": STORIES[0]}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download.keep(tmp_path / "raw", {"train": rows()}, name="x", source="x", max_documents=None)
+    assert not list((tmp_path / "raw").iterdir())
+
+
+def test_wikitext_lines_become_articles():
+    first = ["", " = Valkyria Chronicles III = \n", "", " A game . x = y \n", " = = Gameplay = = \n", "", " Turns . \n"]
+    second = ["", "", " = 9 = \n", "", " A number . \n", " = not a title = \n", " More . \n", ""]
+    articles = list(join_articles(first + second))
+    assert "".join(articles) == "".join(first + second)
+    assert len(articles) == 2
+    assert articles[1].startswith(" = 9 = \n A number")
+
+
+@pytest.mark.parametrize("name", ["tinystories", "webtext"])
+def test_without_network_one_line_in_seconds(run, tmp_path: Path, name: str):
+    started = time.monotonic()
+    (line,) = errors(run("download_data.py", name, cwd=tmp_path, code=2))
+    assert time.monotonic() - started < 20
+    assert f"the set {name}: no network" in line
+    assert "python-stdlib" in line
+    assert "preprocess.py --input" in line
+    assert not (tmp_path / "data").exists()
+
+
+def test_offline_switch_is_named(run, tmp_path: Path):
+    (line,) = errors(run("download_data.py", "fineweb-edu", cwd=tmp_path, code=2, HF_HUB_OFFLINE="1"))
+    assert "HF_HUB_OFFLINE is set" in line
+
+
+def test_embedded_corpus_keeps_its_names(run, tmp_path: Path):
+    out = run("download_data.py", "--max_documents", 3, cwd=tmp_path).stdout
+    assert "3 documents" in out
+    raw = tmp_path / "data" / "python-stdlib" / "raw"
+    rows = [json.loads(line) for line in (raw / "documents.jsonl").read_bytes().splitlines()]
+    assert [row["key"] for row in rows] == sorted(row["key"] for row in rows)
+    assert rows[0]["text"]
+    assert "3 documents" in run("download_data.py", "--max_documents", 3, cwd=tmp_path).stdout
+    (line,) = errors(run("download_data.py", cwd=tmp_path, code=2))
+    assert "max_documents 3, not None" in line
+
+
+def test_mistakes_are_reported_together(run, tmp_path: Path):
+    lines = errors(run("download_data.py", "tinystory", "--max_documents", "0", "--jobs", "2", cwd=tmp_path, code=2))
+    assert len(lines) == 3
+    assert "did you mean tinystories?" in "".join(lines)
+
+
+def test_webtext_says_that_it_is_openwebtext():
+    assert "never published" in HUB_SETS["webtext"].about
+    assert HUB_SETS["webtext"].source == HUB_SETS["openwebtext"].source
+
+
+def test_a_full_disk_is_an_error(capsys: pytest.CaptureFixture):
+    def full() -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("x")
+
+    assert exit_code_of(full, kept=KEPT) == 2
+    assert "No space left" in capsys.readouterr().err
+
+
+# preprocess.py with links, and with tokenizers that bring code or are invalid.
+
+
+@pytest.fixture
+def tokenizer(bytes_tokenizer: Path, tmp_path: Path) -> Path:
+    """A local tokenizer that a test may damage."""
+    return shutil.copytree(bytes_tokenizer, tmp_path / "mine")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"{number}.txt").write_text(f"document {number}\nsome words\n" * 3)
+    return folder
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: object) -> str:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        command.main([str(flag) for flag in flags])
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def cached(home: Path, name: str, folder: Path) -> None:
+    """Put ``folder`` into the hub library's cache, which consists of links, as the model ``name``."""
+    model = home / "hub" / f"models--{name.replace('/', '--')}"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for path in folder.iterdir():
+        blob = model / "blobs" / path.name
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, blob)
+        link = model / "snapshots" / commit / path.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(Path("../../blobs") / path.name)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+
+
+@pytest.mark.parametrize("where", ["folder", "hub"])
+def test_a_tokenizers_code_is_refused(run, text, tokenizer, tmp_path, where):
+    marker = bring_code(tokenizer, marker=tmp_path / "ran")
+    cached(tmp_path / "home", "somebody/words", tokenizer)
+    given = tokenizer if where == "folder" else "somebody/words"
+    variables = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = run("preprocess.py", "--input", text, "--tokenizer", given, cwd=tmp_path, code=2, **variables)
+    assert not marker.exists()
+    (line,) = errors(done)
+    assert line.startswith(f"error: --tokenizer {given}: its tokenizer_config.json asks for its own code (auto_map)")
+    assert "[y/N]" not in done.stdout + done.stderr
+
+
+def test_links_in_the_hubs_cache_are_followed(run, text, tokenizer, tmp_path):
+    (tokenizer / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.Model"}}')  # not the tokenizer's
+    cached(tmp_path / "home", "somebody/words", tokenizer)
+    variables = {"HF_HOME": str(tmp_path / "home")}
+    run("preprocess.py", "--input", text, "--tokenizer", "somebody/words", cwd=tmp_path, **variables)
+    sidecar = json.loads((tmp_path / "data" / "text" / "train.json").read_text())
+    assert sidecar["tokenizer"]["name"] == "somebody/words"
+
+
+@pytest.mark.parametrize(("name", "harm"), MALFORMED, ids=lambda value: value[:40])
+def test_a_malformed_tokenizer_is_one_line_or_none(monkeypatch, text, tokenizer, tmp_path, name, harm):
+    (tokenizer / name).write_text(harm, encoding="latin-1")
+    try:
+        line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", tokenizer)
+    except pytest.fail.Exception:  # not refused: the library accepts it
+        assert name in ("special_tokens_map.json", "added_tokens.json", "config.json")
+    else:
+        assert line.startswith(f"--tokenizer {tokenizer}: ")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_no_link_in_a_tokenizer_folder_is_followed(monkeypatch, text, tokenizer, tmp_path, name):
+    if (tokenizer / name).exists():
+        (tokenizer / name).rename(tmp_path / "moved")
+    (tokenizer / name).symlink_to(tmp_path / "moved")
+    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", tokenizer)
+    assert line.startswith(f"--tokenizer {tokenizer}: its {name} is a link")
+    assert "cp -rL" in line
+
+
+def test_other_links_there_and_a_link_to_the_folder_are_allowed(prepare_here, text, tokenizer, tmp_path):
+    (tokenizer / "itself.json").symlink_to("itself.json")
+    (tmp_path / "named").symlink_to(tokenizer)
+    prepare_here("--input", text, "--tokenizer", tmp_path / "named", cwd=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "data/text/tokenizer").iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_links_in_the_input_are_left_out_and_named(prepare_here, text, bytes_tokenizer, tmp_path, capsys, snapshot):
+    prepare_here("--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "plain", cwd=tmp_path)
+    (tmp_path / "secret.txt").write_text("a secret\n")
+    (tmp_path / "elsewhere").mkdir()
+    for name, target in (
+        ("b", "../elsewhere"), ("a.txt", "../secret.txt"), ("c.txt", "c.txt"), ("d.txt", "nowhere"), (".e", "nowhere")
+    ):  # fmt: skip
+        (text / name).symlink_to(target)
+    (text / "0").mkdir()
+    (text / "0" / "deep.txt").symlink_to(tmp_path / "secret.txt")
+    os.mkfifo(text / "pipe")
+    capsys.readouterr()
+    prepare_here("--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "linked", cwd=tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("left out")] == snapshot
+    assert hashes(tmp_path / "plain") == hashes(tmp_path / "linked")
+
+
+def test_an_input_that_the_user_names_may_be_a_link(prepare_here, text, bytes_tokenizer, tmp_path, capsys):
+    (tmp_path / "named").symlink_to(text)
+    (tmp_path / "one.txt").symlink_to(text / "0.txt")
+    flags = ["--input", "named", "one.txt", "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
+    prepare_here(*flags, cwd=tmp_path)
+    assert "link" not in capsys.readouterr().out
+    counts = [json.loads((tmp_path / "out" / f"{split}.json").read_text())["documents"] for split in ("train", "val")]
+    assert sum(counts) == 10
+
+
+def test_an_input_of_links_alone_is_refused(monkeypatch, bytes_tokenizer, tmp_path, capsys, snapshot):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.txt").symlink_to(bytes_tokenizer / "tokenizer.json")
+    line = refusal(monkeypatch, tmp_path, "--input", "links", "--tokenizer", bytes_tokenizer)
+    assert [line, *capsys.readouterr().out.splitlines()] == snapshot
+
+
+@pytest.mark.parametrize("name", [".tokenizer.partial", ".tokenizer.old", ".train.bin.partial", "train.json"])
+def test_nothing_is_written_through_a_link(prepare_here, text, bytes_tokenizer, tmp_path, name):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("precious")
+    flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
+    prepare_here(*flags, cwd=tmp_path)
+    (tmp_path / "out" / name).unlink(missing_ok=True)
+    (tmp_path / "out" / name).symlink_to(precious if "tokenizer" in name else precious / "file")
+    prepare_here(*flags, "--overwrite", cwd=tmp_path)
+    assert [(path.name, path.read_text()) for path in precious.iterdir()] == [("file", "precious")]
+    left = {path.name for path in (tmp_path / "out").iterdir() if path.is_symlink() or path.name.startswith(".")}
+    assert left == set()
+
+
+def test_a_prepared_tokenizer_that_is_a_link_is_refused(monkeypatch, prepare_here, text, bytes_tokenizer, tmp_path):
+    flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
+    prepare_here(*flags, cwd=tmp_path)
+    (tmp_path / "out" / "tokenizer").rename(tmp_path / "moved")
+    (tmp_path / "out" / "tokenizer").symlink_to(tmp_path / "moved")
+    line = refusal(monkeypatch, tmp_path, *flags)
+    assert line.startswith("out/tokenizer: is a link")
+    prepare_here(*flags, "--overwrite", cwd=tmp_path)
+    assert not (tmp_path / "out" / "tokenizer").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "moved").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(("name", "harm"), [("tokenizer.json", "[]"), ("tokenizer_config.json", "{}")])
+def test_a_prepared_tokenizer_that_is_damaged_is_one_line(
+    monkeypatch, prepare_here, text, bytes_tokenizer, tmp_path, name, harm
+):
+    flags = ["--input", text, "--tokenizer", bytes_tokenizer, "--output_dir", "out"]
+    prepare_here(*flags, cwd=tmp_path)
+    (tmp_path / "out" / "tokenizer" / name).write_text(harm)
+    assert refusal(monkeypatch, tmp_path, *flags).startswith("out/tokenizer")
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(monkeypatch, text, tmp_path):
+    folder = tmp_path / "endless"
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", folder)
+    assert "has no end-of-text token (eos_token)" in line
+
+
+@pytest.mark.parametrize("where", ["folder", "hub"])
+def test_a_tokenizer_that_names_other_files_is_refused(monkeypatch, text, tokenizer, tmp_path, where):
+    settings = tokenizer / "tokenizer_config.json"
+    named = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
+    shutil.copy(tokenizer / "tokenizer.json", tokenizer / "tokenizer.4.0.0.json")
+    cached(tmp_path / "home", "somebody/words", tokenizer)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    given = tokenizer if where == "folder" else "somebody/words"
+    line = refusal(monkeypatch, tmp_path, "--input", text, "--tokenizer", given, "--output_dir", tmp_path / "out")
+    start = f"--tokenizer {given}: its tokenizer_config.json names other files to open (fast_tokenizer_files)"
+    assert line.startswith(start)
+
+
+# The embedded corpus: real text, no tests, and the whole of it prepared in well under a minute.
+
+
+def test_contents():
+    documents = [document for _, document in stdlib_source().documents()]
+    keys = [document.key for document in documents]
+    assert len(set(keys)) == len(keys)
+    parts = {part for key in keys for part in key.split("/")[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
+    assert {"argparse.py", "json/decoder.py", "pydoc_data/topics/assert.txt"} <= set(keys)
+    assert not any(key.startswith(("_sysconfigdata", "config-")) for key in keys)
+    topic = next(document.text for document in documents if document.key == "pydoc_data/topics/assert.txt")
+    assert topic.startswith('The "assert" statement\n')
+    assert 6e6 < sum(len(document.text.encode()) for document in documents) < 20e6
+
+
+def test_the_default_command_prepares_it(run, tmp_path: Path):
+    done = run("preprocess.py", cwd=tmp_path)
+    assert not done.stderr, "no progress bars in a log"
+    folder = tmp_path / "data" / "python-stdlib"
+    train, val = (open_token_file(folder / f"{split}.bin") for split in ("train", "val"))
+    assert (train.sidecar.vocab_size, train.sidecar.dtype) == (8192, "uint16")
+    assert 0.02 < val.sidecar.documents / (train.sidecar.documents + val.sidecar.documents) < 0.09
+    assert train.tokens > 1_500_000
+    ids = np.memmap(val.path, dtype=np.uint16, mode="r")
+    text = AutoTokenizer.from_pretrained(folder / "tokenizer").decode(ids.tolist())
+    originals = {document.text for _, document in stdlib_source().documents()}
+    decoded = text.split("<|endoftext|>")[:-1]
+    assert len(decoded) == val.sidecar.documents
+    assert set(decoded) <= originals
+
+
+def test_downloaded_documents_are_the_same_input(tmp_path: Path):
+    raw = tmp_path / "raw"
+    download.keep_stdlib(raw, max_documents=None)
+    direct, kept = stdlib_source(), downloaded_source(STDLIB_NAME, output_dir=tmp_path)
+    assert kept.fingerprint() == direct.fingerprint()
+    assert kept.description == direct.description
+    filled = [(document.key, document.text) for _, document in direct.documents() if document.text.strip()]
+    assert [(document.key, document.text) for _, document in kept.documents()] == filled
+
+    download.keep_stdlib(raw, max_documents=50)
+    assert downloaded_source(STDLIB_NAME, output_dir=tmp_path).fingerprint() != direct.fingerprint()
+
+
+def test_another_python_is_another_input(tmp_path: Path):
+    prints = set()
+    for text in ("x = 1\n", "x = 2\n"):
+        (tmp_path / "module.py").write_text(text)
+        prints.add(stdlib_source(root=tmp_path).fingerprint())
+    (tmp_path / "empty.py").write_text("")
+    prints.add(stdlib_source(root=tmp_path).fingerprint())
+    assert len(prints) == 2

@@ -1,0 +1,446 @@
+"""Token files, the order of their windows, and the loader."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from messages import without_paths
+from small_run import random_ids, write_tokens
+from torch.utils.data import DataLoader
+
+from dsgpt.data import loader
+from dsgpt.data.loader import Batch, RankShare, WindowDataset, training_loader, validation_loader
+from dsgpt.data.order import SampleOrder, window_count
+from dsgpt.data.permutation import shuffled
+from dsgpt.data.token_file import TokenFileError, TokenFileWriter, dtype_for, open_token_file, sidecar_path
+
+# The token file: what is written, that nanoGPT can read it, and which files are refused.
+
+
+DOCUMENTS = [[1, 2, 3], [], [65_535, 0], np.array([7])]
+
+
+def written(path: Path, *, vocab_size: int = 65_536, eot_id: int = 9) -> Path:
+    with TokenFileWriter(path, vocab_size=vocab_size, eot_id=eot_id, tokenizer=None, source="test") as writer:
+        for document in DOCUMENTS:
+            writer.append(document)
+    return path
+
+
+def test_round_trip(tmp_path):
+    file = open_token_file(written(tmp_path / "new" / "a.bin"))
+    assert file.memmap().tolist() == [1, 2, 3, 9, 9, 65_535, 0, 9, 7, 9]
+    assert (file.tokens, file.size_bytes, file.inferred, file.largest_id()) == (10, 20, False, 65_535)
+    sidecar = file.sidecar
+    assert (sidecar.dtype, sidecar.documents, sidecar.vocab_size, sidecar.eot_id) == ("uint16", 4, 65_536, 9)
+    assert sidecar.sha256 == file.computed_sha256()
+    stat = file.path.stat()
+    assert (sidecar.size, sidecar.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert file.doubt() == ""
+    assert sorted(path.name for path in file.path.parent.iterdir()) == ["a.bin", "a.json"]
+
+
+def test_nanogpt_reads_it(tmp_path):
+    data = np.memmap(written(tmp_path / "a.bin"), dtype=np.uint16, mode="r")
+    assert data.tolist() == [1, 2, 3, 9, 9, 65_535, 0, 9, 7, 9]
+    assert data[:3].tobytes() == b"\x01\x00\x02\x00\x03\x00"  # little-endian on every machine
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+    path = tmp_path / "a.bin"
+    with TokenFileWriter(path, vocab_size=65_537, eot_id=65_536, tokenizer=None, source="test") as writer:
+        writer.append([65_535])
+    assert np.memmap(path, dtype="<u4", mode="r").tolist() == [65_535, 65_536]
+    assert open_token_file(path).memmap().tolist() == [65_535, 65_536]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
+def test_dtype_by_vocabulary(vocab_size, dtype):
+    assert dtype_for(vocab_size) == dtype
+
+
+@pytest.mark.parametrize("document", [[101], [3, -1], [0, 5000, 2]])
+def test_an_id_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, document):
+    with (
+        pytest.raises(TokenFileError, match=r"a\.bin: document 1 has ids from .* outside the vocabulary of 101"),
+        TokenFileWriter(tmp_path / "a.bin", vocab_size=101, eot_id=0, tokenizer=None, source="test") as writer,
+    ):
+        writer.append([100])
+        writer.append(document)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_abandoning_leaves_the_old_file_alone(tmp_path):
+    path = written(tmp_path / "a.bin")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        TokenFileWriter(path, vocab_size=10, eot_id=0, tokenizer=None, source="other") as writer,
+    ):
+        writer.append([1] * 1000)
+        raise KeyboardInterrupt
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_without_a_sidecar_uint16_is_assumed(tmp_path):
+    path = written(tmp_path / "a.bin")
+    sidecar_path(path).unlink()
+    file = open_token_file(path)
+    assert file.inferred
+    assert (file.tokens, file.sidecar.vocab_size, file.sidecar.sha256) == (10, None, None)
+    assert file.largest_id() == 65_535
+
+
+def test_hashing_reports_its_progress(tmp_path):
+    seen: list[int] = []
+    file = open_token_file(written(tmp_path / "a.bin"))
+    file.computed_sha256(seen.append)
+    assert sum(seen) == file.size_bytes
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(TokenFileError) as caught:
+        open_token_file(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return without_paths(message, path.parent)
+
+
+def test_missing(tmp_path, snapshot):
+    assert refused(tmp_path / "a.bin") == snapshot
+    (tmp_path / "file").write_text("")
+    assert "cannot be read (Not a directory)" in refused(tmp_path / "file" / "a.bin")
+
+
+def test_empty(tmp_path, snapshot):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"")
+    assert refused(path) == snapshot
+
+
+def test_folder(tmp_path, snapshot):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert refused(folder) == snapshot
+
+
+@pytest.mark.parametrize(("size", "vocab_size", "width"), [(7, 100, 2), (10, 70_000, 4)])
+def test_odd_byte_counts(tmp_path, snapshot, size, vocab_size, width):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5), dtype=f"uint{8 * width}", vocab_size=vocab_size)
+    path.write_bytes(bytes(size))
+    assert refused(path) == snapshot
+
+
+def test_odd_byte_count_without_a_sidecar(tmp_path, snapshot):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"abc")
+    assert refused(path) == snapshot
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 4},
+        {"tokens": 0},
+        {"tokens": True},
+        {"tokens": 5.0},
+        {"documents": "two"},
+        {"vocab_size": None},
+        {"dtype": "uint32", "tokens": 2, "vocab_size": 2**33},
+        {"vocab_size": 65_537},
+        {"dtype": "int64"},
+        {"dtype": ["uint16"]},
+        {"dtype": "uint32"},
+        {"tokenizer": "gpt2"},
+        {"tokenizer": {"sha256": "a"}},
+        {"sha256": 5},
+        {"sha256": "a" * 64 + "\n"},
+        {"source": {}},
+        {"size": -1},
+        {"mtime_ns": 1e18},
+    ],
+    ids=str,
+)
+def test_sidecars_with_a_wrong_value(tmp_path, snapshot, changes):
+    assert refused(write_tokens(tmp_path / "a.bin", random_ids(5), **changes)) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe", "it is UTF-16 text, not UTF-8"),
+        (b"[" * 200_000, "its objects and arrays are nested more than 40 deep)"),
+        (b'{"tokens": ' + b"9" * 5000 + b"}", "a whole number in it has more than 4,300 digits"),
+        (b'{"tokens": 1, "tokens": 2}', 'the key "tokens" is given twice: keep one of them)'),
+        (b'{"tokens": NaN}', "NaN is not a JSON number)"),
+        (b"[]", "Input should be an object, not [])"),
+        (b'"text"', "Input should be an object, not 'text')"),
+        (b"{}", "dtype: Field required; tokens: Field required; documents: Field required; and 5 more)"),
+    ],
+    ids=range(9),
+)
+def test_unreadable_sidecars(tmp_path, text, reason):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5))
+    sidecar_path(path).write_bytes(text)
+    assert refused(path).startswith(f"FOLDER/a.json: is not the sidecar of a token file ({reason}")
+
+
+def test_a_folder_in_place_of_the_sidecar(tmp_path, snapshot):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5))
+    sidecar_path(path).unlink()
+    sidecar_path(path).mkdir()
+    assert refused(path) == snapshot
+
+
+def test_a_broken_link_in_place_of_the_sidecar(tmp_path, snapshot):
+    """If it counted as a missing sidecar, the ids would be read as uint16."""
+    path = write_tokens(tmp_path / "a.bin", random_ids(5))
+    sidecar_path(path).unlink()
+    sidecar_path(path).symlink_to("nowhere")
+    assert refused(path) == snapshot
+
+
+def test_a_device_is_refused():
+    again = "make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`"
+    assert refused(Path(os.devnull)) == f"FOLDER/{Path(os.devnull).name}: is empty; {again}"
+
+
+def test_keys_of_later_versions_are_ignored(tmp_path):
+    path = write_tokens(tmp_path / "a.bin", random_ids(5), mixture={"a": 0.5})
+    assert "mixture" in json.loads(sidecar_path(path).read_text())
+    assert open_token_file(path).tokens == 5
+
+
+# The order of samples: a permutation, a pure function of seed and position, the same at any number of ranks.
+
+
+SIZES = sorted(
+    {1, 2, 3, 5, 7, 97, 1009, *(2**k for k in range(1, 13)), *(4**k + d for k in range(1, 7) for d in (-1, 1))}
+)
+
+
+def epoch_of(order: SampleOrder, epoch: int) -> np.ndarray:
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    return np.concatenate([order.batch(step) for step in steps])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_permutation_of_any_size(size):
+    for key in ("a", "b"):
+        found = shuffled(np.arange(size), size=size, key=key)
+        assert found.dtype == np.int64
+        assert sorted(found.tolist()) == list(range(size))
+
+
+def test_any_position_alone_gives_the_same():
+    whole = shuffled(np.arange(1000), size=1000, key="k")
+    alone = [int(shuffled(np.array([position]), size=1000, key="k")[0]) for position in range(0, 1000, 37)]
+    assert alone == whole[::37].tolist()
+
+
+def test_positions_of_billions_cost_no_table():
+    size = 3_000_000_001
+    found = shuffled(np.array([0, 1, size - 1]), size=size, key="k")
+    assert len(set(found.tolist())) == 3
+    assert found.min() >= 0
+    assert found.max() < size
+
+
+def test_golden_order():
+    """A change of the order must fail here: it would make runs incomparable with earlier ones."""
+    order = SampleOrder(windows=100, global_batch_size=8, seed=1337)
+    assert order.batch(0).tolist() == [70, 1, 31, 38, 33, 87, 43, 47]
+    assert order.batch(11).tolist() == [86, 19, 59, 98, 93, 62, 55, 66]
+    assert order.batch(12).tolist() == [48, 96, 6, 57, 58, 64, 68, 88]
+    assert shuffled(np.arange(10), size=10, key="golden").tolist() == [0, 3, 6, 2, 9, 4, 1, 8, 7, 5]
+
+
+def test_an_epoch_repeats_no_window_and_drops_the_remainder():
+    order = SampleOrder(windows=103, global_batch_size=10, seed=1)
+    assert order.steps_per_epoch == 10
+    for epoch in range(3):
+        seen = epoch_of(order, epoch)
+        assert len(set(seen.tolist())) == 100
+        assert set(seen.tolist()) <= set(range(103))
+
+
+def test_all_windows_are_seen_when_the_batch_divides_them():
+    order = SampleOrder(windows=96, global_batch_size=8, seed=1)
+    assert sorted(epoch_of(order, 0).tolist()) == list(range(96))
+
+
+def test_dropped_windows_differ_by_epoch():
+    order = SampleOrder(windows=103, global_batch_size=10, seed=1)
+    dropped = [frozenset(range(103)) - set(epoch_of(order, epoch).tolist()) for epoch in range(5)]
+    assert len(set(dropped)) > 1
+
+
+def test_epochs_and_seeds_have_their_own_order():
+    orders = [
+        tuple(epoch_of(SampleOrder(windows=64, global_batch_size=8, seed=seed), epoch).tolist())
+        for seed in (0, 1, 11)
+        for epoch in (0, 1, 10)
+    ]
+    assert len(set(orders)) == 9
+    assert tuple(range(64)) not in orders
+
+
+def test_many_steps_at_once_are_the_same_and_may_cross_epochs():
+    order = SampleOrder(windows=23, global_batch_size=4, seed=1)  # 5 steps an epoch
+    epochs = [shuffled(np.arange(20), size=23, key=f"dsgpt order 1 {epoch}").reshape(5, 4) for epoch in range(4)]
+    assert order.batches(3, 18).tolist() == np.concatenate(epochs)[3:18].tolist()
+
+
+def test_neighbours_are_spread():
+    """A network that mixes badly would keep neighbouring windows, and so neighbouring text, together."""
+    found = shuffled(np.arange(10_000), size=10_000, key="k")
+    distances = np.abs(np.diff(found))
+    assert distances.mean() == pytest.approx(10_000 / 3, rel=0.05)
+    assert np.corrcoef(np.arange(10_000), found)[0, 1] == pytest.approx(0, abs=0.04)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_global_batch_is_the_same_at_any_number_of_ranks(ranks, accumulation):
+    order = SampleOrder(windows=200, global_batch_size=16, seed=3)
+    micro = 16 // ranks // accumulation
+    for step in (0, 5, 11, 12, 30):
+        shares = [
+            RankShare(
+                micro_batch_size=micro,
+                gradient_accumulation_steps=accumulation,
+                data_rank=rank,
+                data_parallel_size=ranks,
+            ).of(order.batch(step))
+            for rank in range(ranks)
+        ]
+        assert all(share.shape == (accumulation, micro) for share in shares)
+        assert np.concatenate([share.ravel() for share in shares]).tolist() == order.batch(step).tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "windows"), [(0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2), (2, 1, 1)]
+)
+def test_a_window_needs_its_last_target(tokens, length, windows):
+    assert window_count(tokens, length) == windows
+
+
+# Micro batches: the right windows, their shifted targets, and nothing read twice or left out.
+
+
+LENGTH = 8
+WINDOWS = 50
+IDS = random_ids(WINDOWS * LENGTH + 5, below=250)
+ORDER = SampleOrder(windows=WINDOWS, global_batch_size=8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> WindowDataset:
+    path = write_tokens(tmp_path_factory.mktemp("data") / "a.bin", IDS)
+    return WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=257)
+
+
+def share(rank: int = 0, ranks: int = 1, *, micro: int = 4) -> RankShare:
+    return RankShare(
+        micro_batch_size=micro,
+        gradient_accumulation_steps=8 // ranks // micro,
+        data_rank=rank,
+        data_parallel_size=ranks,
+    )
+
+
+def training(dataset: WindowDataset, first: int, last: int, *, workers: int = 0, part: RankShare | None = None):
+    return training_loader(
+        dataset, ORDER, part or share(), first_step=first, last_step=last, workers=workers, pin_memory=False
+    )
+
+
+def validation(dataset: WindowDataset, windows: int, *, part: RankShare) -> DataLoader:
+    return validation_loader(dataset, windows, part, global_batch_size=8, pin_memory=False)
+
+
+def same(first: list[Batch], second: list[Batch]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets) for a, b in pairs)
+
+
+def test_windows_and_shifted_targets_are_exact(dataset):
+    batches = list(training(dataset, 4, 8))  # over the end of the first epoch
+    assert len(batches) == len(training(dataset, 4, 8)) == 8
+    windows = np.concatenate([ORDER.batch(step) for step in range(4, 8)])
+    inputs = torch.cat([batch.inputs for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    assert inputs.dtype == targets.dtype == torch.int64
+    for row, window in enumerate(windows):
+        start = window * LENGTH
+        assert inputs[row].tolist() == IDS[start : start + LENGTH].tolist()
+        assert targets[row].tolist() == IDS[start + 1 : start + LENGTH + 1].tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 64])
+def test_resuming_at_a_step_gives_exactly_the_rest(dataset, at_once, monkeypatch):
+    whole = list(training(dataset, 0, 14))
+    monkeypatch.setattr(loader, "STEPS_AT_ONCE", at_once)
+    for done in (1, 6, 13):
+        assert same(list(training(dataset, done, 14)), whole[2 * done :])
+    assert list(training(dataset, 14, 14)) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_together_read_the_global_batch(dataset, ranks):
+    alone = torch.cat([batch.inputs for batch in training(dataset, 5, 6)])
+    parts = [training(dataset, 5, 6, part=share(rank, ranks, micro=2)) for rank in range(ranks)]
+    assert torch.equal(torch.cat([batch.inputs for part in parts for batch in part]), alone)
+
+
+def test_worker_processes_change_nothing(dataset):
+    assert same(list(training(dataset, 0, 7, workers=2)), list(training(dataset, 0, 7)))
+
+
+@pytest.mark.parametrize("windows", [1, 7, 8, 9, 16, 21, WINDOWS])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (1, 1), (2, 2), (4, 2)])
+def test_validation_covers_each_window_once_in_file_order(dataset, windows, ranks, micro):
+    per_rank = [list(validation(dataset, windows, part=share(rank, ranks, micro=micro))) for rank in range(ranks)]
+    steps = -(-windows // 8)
+    accumulation = 8 // ranks // micro
+    assert [len(batches) for batches in per_rank] == [steps * accumulation] * ranks
+    rows = []
+    for step in range(steps):
+        for batches in per_rank:
+            mine = batches[step * accumulation : (step + 1) * accumulation]
+            rows += [
+                (i, t) for batch in mine for i, t in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True)
+            ]
+    for window, (inputs, targets) in enumerate(rows):
+        start = window * LENGTH
+        if window < windows:
+            assert inputs == IDS[start : start + LENGTH].tolist()
+            assert targets == IDS[start + 1 : start + LENGTH + 1].tolist()
+        else:
+            assert targets == [-100] * LENGTH
+            assert max(inputs) < 257
+
+
+def test_an_id_beyond_the_vocabulary_names_file_and_id(tmp_path, snapshot):
+    ids = IDS.copy()
+    ids[3 * LENGTH + 2] = 256
+    path: Path = write_tokens(tmp_path / "bad.bin", ids)
+    small = WindowDataset(open_token_file(path), seq_length=LENGTH, vocab_size=256)
+    with pytest.raises(TokenFileError) as caught:
+        list(validation(small, 8, part=share()))
+    assert without_paths(str(caught.value), tmp_path) == snapshot
+
+
+def test_the_largest_id_of_four_bytes_is_read_whole(tmp_path):
+    path = tmp_path / "wide.bin"
+    ids = np.array([70_000, 1, 2, 99_999, 5], dtype="<u4")
+    write_tokens(path, ids, dtype="uint32", vocab_size=100_000)
+    path.write_bytes(ids.tobytes())
+    wide = WindowDataset(open_token_file(path), seq_length=4, vocab_size=100_000)
+    batch = wide.__getitems__([0])
+    assert batch.inputs.tolist() == [[70_000, 1, 2, 99_999]]
+    assert batch.targets.tolist() == [[1, 2, 99_999, 5]]

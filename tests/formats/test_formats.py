@@ -1,0 +1,215 @@
+"""What others write: weights equal those of Hugging Face, and tokenizers are only data."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import VOCABULARY, write_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import GPT2Config as HuggingFaceConfig
+from transformers import GPT2LMHeadModel
+
+from dsgpt.common.errors import UserError
+from dsgpt.formats.hugging_face import to_hugging_face
+from dsgpt.formats.tokenizer_files import copy_tokenizer, fault_of, open_tokenizer
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2, initialize
+
+# With the same weights the model is transformers' GPT-2: logits, loss and the gradient of every parameter.
+
+
+SHAPES = [
+    {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 101},
+    {"n_layer": 3, "n_head": 1, "n_embd": 8, "block_size": 7, "vocab_size": 128},
+    {"n_layer": 1, "n_head": 3, "n_embd": 12, "block_size": 1, "vocab_size": 63},
+]
+
+
+def pair(shape: dict[str, int]) -> tuple[GPT2, GPT2LMHeadModel]:
+    """Our model, every parameter random (biases and LayerNorms too), and theirs with the same values."""
+    config = GPT2Config(**shape)
+    ours = GPT2(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    theirs = GPT2LMHeadModel(
+        HuggingFaceConfig(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+            n_positions=config.block_size,
+            vocab_size=config.vocab_size,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            attn_implementation="eager",
+        )
+    ).train()
+    mapped = dict(to_hugging_face(ours.named_parameters(), config))
+    mapped = {name: value.detach() for name, value in mapped.items()}
+    outcome = theirs.load_state_dict(mapped, strict=False)
+    assert outcome.unexpected_keys == []
+    assert outcome.missing_keys in ([], ["lm_head.weight"])  # tied to wte
+    return ours.train(), theirs
+
+
+def batch(shape: dict[str, int], *, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, shape["vocab_size"], (3, length + 1), generator=generator)
+    ids[0, 0], ids[-1, -1] = shape["vocab_size"] - 1, shape["vocab_size"] - 1  # the last real id, read and predicted
+    return ids[:, :-1], ids[:, 1:]
+
+
+CASES = [(shape, length) for shape in SHAPES for length in sorted({1, 5, shape["block_size"]})]
+CASES = [(shape, length) for shape, length in CASES if length <= shape["block_size"]]
+
+
+@pytest.mark.parametrize(("shape", "length"), CASES)
+def test_logits_loss_and_every_gradient(shape, length):
+    ours, theirs = pair(shape)
+    inputs, targets = batch(shape, length=length)
+    logits, expected = ours(inputs), theirs(inputs).logits
+    assert logits.shape == expected.shape == (3, length, shape["vocab_size"])
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+    loss = ours(inputs, targets)
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0)
+    loss.backward()
+    expected_loss.backward()
+    gradients = dict(to_hugging_face(((name, p.grad) for name, p in ours.named_parameters()), ours.config))
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert set(gradients) == set(wanted)
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0 or length == 1, name
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_loss_is_transformers_own_loss():
+    ours, theirs = pair(SHAPES[0])
+    ids = batch(SHAPES[0], length=20)[0]
+    expected = theirs(ids, labels=ids).loss
+    torch.testing.assert_close(ours(ids[:, :-1], ids[:, 1:]), expected, atol=1e-5, rtol=0)
+
+
+def test_ignored_targets_count_in_no_loss():
+    ours, _ = pair(SHAPES[0])
+    inputs, targets = batch(SHAPES[0], length=6)
+    few = targets.clone()
+    few[1:] = -100
+    torch.testing.assert_close(ours(inputs, few), ours(inputs[:1], targets[:1]))
+    summed = ours(inputs, few, reduction="sum")
+    torch.testing.assert_close(summed, ours(inputs[:1], targets[:1]) * 6)
+
+
+def test_initial_model_carries_over_too():
+    config = GPT2Config(**SHAPES[0])
+    ours, theirs = pair(SHAPES[0])
+    initialize(ours, config=config, seed=3)
+    theirs.load_state_dict(dict(to_hugging_face(ours.named_parameters(), config)), strict=False)
+    inputs, _ = batch(SHAPES[0], length=9)
+    torch.testing.assert_close(ours(inputs), theirs(inputs).logits, atol=1e-5, rtol=1e-5)
+
+
+# Opening a tokenizer reads regular files of known names in its folder, whatever its settings name.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A vocabulary outside the folder."""
+    Tokenizer(models.WordLevel(vocab={"<unk>": 0, "stolen": 1}, unk_token="<unk>")).save(str(tmp_path / "other.json"))
+    return tmp_path / "other.json"
+
+
+def set_keys(file: Path, **values: object) -> None:
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(old | values))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        open_tokenizer(folder, what="here")
+    (line,) = caught.value.problems
+    assert line == f"here: {fault_of(folder)}", "training and converting call fault_of alone: they would accept it"
+    return line
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_another_version_of_the_vocabulary_is_refused(folder, other, snapshot, linked):
+    set_keys(folder / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json", "tokenizer.4.0.0.json"])
+    version = folder / "tokenizer.4.0.0.json"
+    version.symlink_to(other) if linked else shutil.copy(other, version)
+    assert refusal(folder) == snapshot
+
+
+@pytest.mark.parametrize("key", ["tokenizer_file", "vocab_file", "vocab"])
+def test_a_file_that_the_special_tokens_name_is_refused(folder, other, key):
+    set_keys(folder / "special_tokens_map.json", **{key: str(other)})
+    assert f"its special_tokens_map.json names other files to open ({key})" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("init_inputs", ["FILE"]),
+        ("vocab_file", "FILE"),
+        ("vocab", "FILE"),
+        ("merges", "FILE"),
+        ("gguf_file", "FILE"),
+        ("sp_model_kwargs", {"model_file": "FILE"}),
+    ],
+)
+def test_a_file_that_the_settings_name_is_refused(folder, other, key, value):
+    set_keys(folder / "tokenizer_config.json", **{key: json.loads(json.dumps(value).replace("FILE", str(other)))})
+    name = "model_file" if key == "sp_model_kwargs" else key
+    assert f"its tokenizer_config.json names other files to open ({name})" in refusal(folder)
+
+
+def test_another_version_of_the_configuration_is_refused(folder, tmp_path):
+    set_keys(folder / "config.json", model_type="gpt2", configuration_files=["config.4.0.0.json"])
+    shutil.copy(folder / "config.json", folder / "config.4.0.0.json")
+    assert "its config.json names other files to open (configuration_files)" in refusal(folder)
+
+
+def test_entries_that_the_library_writes_or_ignores_are_allowed(folder, other):
+    """Settings of earlier versions contain paths of the author's machine, which the library does not open."""
+    set_keys(
+        folder / "tokenizer_config.json",
+        tokenizer_file=str(other), special_tokens_map_file="/gone/map.json", vocab_file=None, init_inputs=[],
+    )  # fmt: skip
+    tokenizer = open_tokenizer(folder, what="here")
+    assert len(tokenizer) == VOCABULARY and tokenizer.name_or_path == str(folder)
+
+
+def test_files_of_unknown_names_are_not_opened(folder, tmp_path):
+    """The library looks for templates in a subfolder, and would follow links there."""
+    secret = tmp_path / "secret"
+    secret.write_text("of somebody else")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "mine.jinja").symlink_to(secret)
+    assert not open_tokenizer(folder, what="here").chat_template
+
+
+def test_an_error_names_the_folder(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError) as caught:
+        open_tokenizer(folder, what="here")
+    (line,) = caught.value.problems
+    assert line.startswith("here: is not a readable tokenizer folder") and "/tokenizer-" not in line
+
+
+def test_a_copy_opens_as_the_original_does(folder, tmp_path):
+    copy_tokenizer(folder, tmp_path / "copy")
+    original, copy = (open_tokenizer(path, what="here") for path in (folder, tmp_path / "copy"))
+    assert copy.get_vocab() == original.get_vocab()
+    original.save_pretrained(tmp_path / "saved")
+    assert str(tmp_path) not in (tmp_path / "saved" / "tokenizer_config.json").read_text()

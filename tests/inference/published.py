@@ -1,0 +1,123 @@
+"""Published models for tests, and a stand-in for the hub that serves them."""
+
+import contextlib
+import hashlib
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from dsgpt.model.gpt2 import GPT2
+from dsgpt.model.gpt2 import GPT2Config as OurConfig
+
+# Small random models as Hugging Face's own library publishes them, and a pickle that no model may be.
+
+
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
+
+
+def published(*, vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
+    """A model in evaluation mode with every parameter random, biases and LayerNorms too."""
+    settings = SHAPE | {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0} | changes
+    model = GPT2LMHeadModel(GPT2Config(**settings)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def publish(folder: Path, *, vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
+    """The same, written into ``folder``."""
+    model = published(vocab_size=vocab_size, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+class RunsCode:
+    """Unpickled without restriction, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def our_model(weights: dict[str, torch.Tensor], config: OurConfig) -> GPT2:
+    """Our model with the given canonical weights, in evaluation mode."""
+    model = GPT2(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model
+
+
+@torch.no_grad()
+def largest_difference(ours: GPT2, theirs: GPT2LMHeadModel) -> float:
+    """Of the logits, over random ids in every position."""
+    config = ours.config
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(config.vocab_size, (3, config.block_size), generator=generator)
+    a, b = ours(ids), theirs(ids).logits
+    assert a.shape == b.shape == (3, config.block_size, config.vocab_size)
+    return (a - b).abs().max().item()
+
+
+# Stands for the Hugging Face hub, which tests must not need: the few answers that fetching single files takes.
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextlib.contextmanager
+def hub(models: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
+    """Serve folders under the names of models; the address, and the requests so far, come back."""
+    asked: list[str] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _answer(self, *, body: bool) -> None:
+            asked.append(f"{self.command} {self.path}")
+            match = re.fullmatch(r"/(.+)/resolve/(main|[0-9a-f]{40})/(.+)", self.path)
+            if match is None:
+                self._end(200)
+            elif match[1] not in models:
+                self._end(404, {"X-Error-Code": "RepoNotFound"})
+            elif not (models[match[1]] / match[3]).is_file():
+                self._end(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            else:
+                data = (models[match[1]] / match[3]).read_bytes()
+                etag = f'"{hashlib.sha256(data).hexdigest()}"'
+                headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Content-Length": str(len(data))}
+                self._end(200, headers, data if body else b"")
+
+        def _end(self, code: int, headers: dict[str, str] | None = None, data: bytes = b"") -> None:
+            self.send_response(code)
+            for name, value in ({"Content-Length": "0"} | (headers or {})).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

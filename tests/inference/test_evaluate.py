@@ -1,0 +1,347 @@
+"""Evaluation: the command, and perplexity."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import re
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inputs, write_tokens
+
+from dsgpt.common.command_line import exit_code_of
+from dsgpt.common.errors import UserError
+from dsgpt.common.files import sha256_of
+from dsgpt.inference.export import export
+from dsgpt.inference.perplexity import Prediction, predict, windows_of
+from dsgpt.inference.requests import GenerateRequest as WriterRequest
+from dsgpt.inference.sample import Writer
+from dsgpt.machine import console
+from dsgpt.machine.console import Console
+from dsgpt.model.config import GPT2Config
+from dsgpt.model.gpt2 import GPT2, initialize
+from dsgpt.training.command import train
+
+# `src/evaluate.py` measures what a run's own validation measured, and refuses what it cannot.
+
+
+SCRIPT = REPOSITORY / "src" / "evaluate.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data with a tokenizer whose tokens are bytes, and a run of two steps; tests only read it."""
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
+    assert train(command_line(folder, save_every=1)) == 0
+    return folder
+
+
+def evaluate(*words: object) -> tuple[int, str, str]:
+    """Exit code, output and error output of the command, called in this process because torch takes seconds."""
+    specification = importlib.util.spec_from_file_location("evaluate", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
+        code = exit_code_of(module.main, kept="")
+    return code, out.getvalue(), err.getvalue()
+
+
+def figures(tmp_path: Path, *words: object) -> dict:
+    code, _, err = evaluate(*words, "--output", tmp_path / "record.json")
+    assert code == 0, err
+    return json.loads((tmp_path / "record.json").read_text())
+
+
+def test_the_loss_is_that_of_the_runs_validation(folder, tmp_path):
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin")
+    record = json.loads((folder / "run" / "training_metrics.json").read_text())
+    assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert (found["tokens"], found["windows"], found["seq_length"]) == (160, 10, SEQUENCE)
+
+
+def test_as_many_windows_as_the_training_validated_on_have_its_loss(tmp_path):
+    folder = write_inputs(tmp_path)
+    assert train(command_line(folder, max_val_steps=1, save_every=2)) == 0
+    asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
+    found = figures(tmp_path, *asked, "--windows", 8)
+    own = json.loads((folder / "run" / "training_metrics.json").read_text())["epochs"][-1]["val_loss_avg_global"]
+    assert (found["tokens"], found["windows"]) == (8 * SEQUENCE, 8)
+    assert found["loss"] == pytest.approx(own, rel=1e-6)
+    assert abs(figures(tmp_path, *asked)["loss"] - own) > 1e-4
+    assert evaluate(*asked)[1].splitlines()[-2] == (
+        f"validation      {own:.4f} by the training itself, in fp32, on the first 8 windows of 16: the same with "
+        "--windows 8"
+    )
+
+
+@pytest.mark.parametrize(("every", "lines"), [(0, 2), (3600, 0)])
+def test_without_a_terminal_lines_tell_the_progress(folder, monkeypatch, every, lines):
+    monkeypatch.setattr(console, "LINE_SEC", every)
+    code, _, err = evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin", "--batch_size", 5)
+    assert code == 0
+    assert re.findall(r"^evaluating: (50|100)%, .* left$", err, flags=re.MULTILINE) == ["50", "100"][:lines]
+
+
+def test_data_of_another_tokenizer_is_refused(folder, tmp_path):
+    """A tokenizer whose file differs is another one only if an id means something else."""
+    ours = shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer") / "tokenizer.json"
+    values = json.loads(ours.read_text())
+    vocabulary = values["model"]["vocab"]
+    for known, said in ((vocabulary, None), (vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}, "is 'a'")):
+        ours.write_text(json.dumps(values | {"model": values["model"] | {"vocab": known}}))
+        facts = {"name": "tokenizer", "sha256": sha256_of(ours)}
+        data = write_tokens(tmp_path / "val.bin", np.arange(40), tokenizer=facts)
+        code, out, err = evaluate("--checkpoint", folder / "run", "--data", data)
+        assert (code, err.count("\n"), "not compared" in out) == ((2, 1, False) if said else (0, 0, False))
+        assert said is None or said in err
+    shutil.rmtree(tmp_path / "tokenizer")
+    code, _, err = evaluate("--checkpoint", folder / "run", "--data", data)
+    assert (code, "is not beside it" in err) == (2, True)
+    assert "not compared" in evaluate("--checkpoint", folder / "run", "--data", folder / "val.bin")[1]
+
+
+def test_windows_are_as_long_as_in_training(tmp_path):
+    """The model could read more, but its later positions never learned anything."""
+    folder = write_inputs(tmp_path)
+    assert train(command_line(folder, seq_length=SEQUENCE, max_position_embeddings=2 * SEQUENCE, save_every=2)) == 0
+    asked = "--checkpoint", folder / "run", "--data", folder / "val.bin"
+    found, longer = figures(tmp_path, *asked), figures(tmp_path, *asked, "--seq_length", 2 * SEQUENCE)
+    record = json.loads((folder / "run" / "training_metrics.json").read_text())
+    assert (found["seq_length"], longer["seq_length"]) == (SEQUENCE, 2 * SEQUENCE)
+    assert found["loss"] == pytest.approx(record["epochs"][-1]["val_loss_avg_global"], rel=1e-6)
+    assert abs(longer["loss"] - found["loss"]) > 1e-5
+
+
+def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
+    """As a text, and as ids with ends of documents, which are predicted but are no bytes."""
+    text = "naïve 日本\n" * 9
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--text", tmp_path / "text.txt", "--stride", 4)
+    size = len(text.encode())
+    assert (found["tokens"], found["bytes"], found["stride"]) == (size, size, 4)
+    assert found["windows"] == 1 + math.ceil((size - SEQUENCE) / 4)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    from dsgpt.formats.tokenizer_files import open_tokenizer
+
+    tokenizer = open_tokenizer(folder / "tokenizer", what="it")
+    ids = [END_OF_TEXT, *tokenizer.encode(text), END_OF_TEXT, *tokenizer.encode("abc"), END_OF_TEXT]
+    write_tokens(tmp_path / "ids.bin", np.array(ids))
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
+    assert (found["tokens"], found["bytes"]) == (size + 5, size + 3)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * (size + 5) / (size + 3) / math.log(2))
+
+
+def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is_text(folder, tmp_path):
+    """As training encodes it."""
+    from dsgpt.formats.tokenizer_files import open_tokenizer
+    from dsgpt.inference.perplexity import read_text
+
+    tokenizer = open_tokenizer(folder / "tokenizer", what="it")
+    write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))
+    found = figures(tmp_path, "--checkpoint", folder / "run", "--data", tmp_path / "ids.bin")
+    assert (found["tokens"], found["bytes"]) == (3, 3)
+    (tmp_path / "text.txt").write_text("a<|endoftext|>b")
+    assert read_text(tmp_path / "text.txt", tokenizer).ids.tolist()[1:] == [
+        token for letter in "a<|endoftext|>b" for token in tokenizer.encode(letter)
+    ]
+    tokenizer.eos_token = None
+    alone = read_text(tmp_path / "text.txt", tokenizer)  # nothing predicts its first token
+    assert (len(alone.ids), alone.bytes) == (15, 14)
+
+
+def test_the_checkpoint_and_the_precision_are_those_that_were_asked_for(folder, tmp_path):
+    from dsgpt.inference.loading import load
+
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    (run / "best").write_text("step-00000001")
+    data = ["--data", folder / "val.bin"]
+    exact = figures(tmp_path, "--checkpoint", run, *data)["loss"]
+    rounded = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", *data)["loss"]
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    assert rounded != exact
+    quantized = figures(tmp_path, "--checkpoint", run, "--precision", "bf16", "--quantize", "int8", *data)["loss"]
+    assert quantized == pytest.approx(rounded, rel=1e-2)
+    assert quantized not in (exact, rounded)
+    assert not load(run, which="latest", device=torch.device("cpu"), precision="fp32").model.training
+    (run / "step-00000002" / "model.safetensors").unlink()
+    assert evaluate("--checkpoint", run, "--which", "best", *data)[0] == 0
+    assert evaluate("--checkpoint", run, *data)[0] == 2
+    line = "error: --quantize is for --data and --text: the harness reads the model unquantized\n"
+    assert evaluate("--checkpoint", run, "--tasks", "piqa", "--quantize", "int8")[::2] == (2, line)
+
+
+def test_folders_of_hugging_face_give_the_same_figures(folder, tmp_path):
+    export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    of_run = figures(tmp_path, "--checkpoint", folder / "run", "--data", folder / "val.bin", "--seq_length", 8)
+    of_export = figures(tmp_path, "--checkpoint", tmp_path / "hf", "--data", folder / "val.bin", "--seq_length", 8)
+    assert of_export["loss"] == of_run["loss"]
+    assert of_run["windows"] == 20
+    for file in (tmp_path / "hf").glob("*token*"):
+        file.unlink()
+    code, out, _ = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    assert code == 0
+    assert "bits per byte   unknown: the model has no tokenizer" in out
+    code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--text", REPOSITORY / "README.md")
+    assert (code, err) == (2, f"error: {tmp_path}/hf: has no tokenizer: cannot read text\n")
+
+
+@pytest.mark.parametrize(("value", "why"), [(math.nan, "ln_f.weight holds"), (3e38, "though")])
+def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, value, why):
+    """Its weights, or what it computes with them."""
+    export(folder / "run", tmp_path / "hf", form="hf", dtype="fp32", which="latest", console=Console(speaks=False))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights |= {f"transformer.ln_f.{name}": torch.full((16,), value) for name in ("weight", "bias")}
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    code, _, err = evaluate("--checkpoint", tmp_path / "hf", "--data", folder / "val.bin")
+    assert (code, err.count("\n")) == (2, 1)
+    assert why in err
+    with pytest.raises(UserError, match=why):
+        list(Writer(WriterRequest(checkpoint=tmp_path / "hf", temperature=1, device="cpu")).texts(["a"]))
+
+
+def test_mistakes(folder, tmp_path, snapshot):
+    run = folder / "run"
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    write_tokens(tmp_path / "large.bin", np.array([1, 900] * 9), vocab_size=1000)
+    for words in (
+        [],
+        ["--data", "a", "--text", "b", "--limit", 3],
+        ["--tasks", "piqa", "--stride", 4],
+        ["--data", "a", "--stride", 9, "--seq_length", 8, "--batch_size", 0],
+        ["--data", tmp_path / "none.bin"],
+        ["--data", folder / "val.bin", "--seq_length", 17],
+        ["--data", folder / "val.bin", "--stride", 17],
+        ["--data", tmp_path / "large.bin"],
+        ["--text", tmp_path / "none.txt"],
+        ["--text", tmp_path / "empty.txt"],
+        ["--text", tmp_path / "latin.txt"],
+        ["--text", tmp_path / "empty.txt", "--windows", 3],
+    ):
+        code, out, err = evaluate("--checkpoint", run, *words)
+        assert (code, out) == (2, "")
+        assert err.replace(str(tmp_path), "FOLDER") == snapshot
+
+
+def test_without_the_harness_its_tasks_are_refused(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = evaluate("--checkpoint", folder / "run", "--tasks", "piqa")
+    assert code == 2
+    assert err.endswith("install it with .venv/bin/python -m pip install -e '.[eval]'\n")
+
+
+TASK = """\
+task: tiny
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: answer
+metric_list:
+  - metric: acc
+"""
+
+
+def test_the_harness_evaluates_the_exported_model(folder, tmp_path, monkeypatch):
+    """A task of 6 questions in a local file: the harness chooses the answer that our own logits find likelier."""
+    harness = pytest.importorskip("lm_eval.tasks")
+    import torch
+
+    from dsgpt.inference.loading import load
+
+    questions = ["one ", "two ", "red ", "x = ", "def ", "yes "]
+    loaded = load(folder / "run", which="latest", device=torch.device("cpu"), precision="fp32")
+    likelier = []
+    for question in questions:
+        ids = torch.tensor([loaded.tokenizer.encode(question.rstrip() + " ")])
+        logits = loaded.model(ids)[0, -1]
+        a, b = (int(loaded.tokenizer.encode(word)[0]) for word in "ab")
+        likelier.append(int(logits[b] > logits[a]))
+    (tmp_path / "tasks").mkdir()
+    data = tmp_path / "tiny.jsonl"
+    right = [*likelier[:4], *(1 - answer for answer in likelier[4:])]  # four of six
+    lines = [{"question": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(file=data))
+    # Its own thousands of tasks take six seconds to list, each time.
+    monkeypatch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["--checkpoint", folder / "run", "--tasks", "tiny", "--include_path", tmp_path / "tasks"]
+    assert figures(tmp_path, *words)["tasks"]["tiny"]["acc"] == pytest.approx(4 / 6)
+    code, _, err = evaluate(*words[:3], "absent")
+    assert code == 2
+    assert err.endswith("error: --tasks: there is no task absent; .venv/bin/python -m lm_eval ls tasks lists them\n")
+
+
+# Windows predict every token once, and perplexity is what transformers computes.
+
+
+CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=40)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    model = GPT2(CONFIG)
+    initialize(model, config=CONFIG, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # predictions that depend on what comes before
+    return model.eval()
+
+
+IDS = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    ("targets", "length", "stride", "expected"),
+    [
+        (48, 16, 16, [(0, 16, 16), (16, 32, 16), (32, 48, 16)]),
+        (20, 16, 16, [(0, 16, 16), (4, 20, 4)]),
+        (20, 16, 3, [(0, 16, 16), (3, 19, 3), (4, 20, 1)]),
+        (5, 16, 4, [(0, 5, 5)]),
+    ],
+)
+def test_windows(targets, length, stride, expected):
+    windows = windows_of(targets, length=length, stride=stride)
+    assert [(window.start, window.end, window.counted) for window in windows] == expected
+    assert sum(window.counted for window in windows) == targets
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (8, 1)])
+def test_every_token_is_predicted_once_from_what_its_window_has_before_it(model, length, stride, batch_size):
+    """Compared with one pass for each token."""
+    nats, end = 0.0, 0
+    for target in range(1, len(IDS)):
+        if target > end:  # the next window
+            end = min(len(IDS) - 1, end + (stride if end else length))
+        before = IDS[max(0, end - length) : target]
+        nats -= float(model(before[None])[0, -1].log_softmax(dim=0)[IDS[target]])
+    found = predict(model, IDS, length=length, stride=stride, batch_size=batch_size)
+    assert (found.tokens, found.windows) == (59, len(windows_of(59, length=length, stride=stride)))
+    assert found.nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_the_figures_of_a_prediction():
+    even = Prediction(nats=100 * math.log(4), tokens=100, windows=1)  # two bits for each token
+    assert even.perplexity == pytest.approx(4)
+    assert even.bits_per_byte(50) == pytest.approx(4)
+    assert Prediction(nats=1e6, tokens=10, windows=1).perplexity == math.inf

@@ -1,0 +1,455 @@
+"""Exports: for Hugging Face, for this program, for DeepSpeed, of every strategy."""
+
+import hashlib
+import json
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from convert_script import CONVERT, config_of, converted, damage, refusal
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from forked_ranks import run_script
+from messages import without_paths
+from published import RunsCode, largest_difference, our_model, publish
+from safetensors.torch import load_file
+from small_run import REPOSITORY, command_line, write_inputs, write_recipe
+from torch import Tensor
+from training_runs import SCRIPT, data_flags, finished, write_optimizer_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dsgpt.benchmarks.cells import Corpus
+from dsgpt.formats.hugging_face import PretrainedWeights
+from dsgpt.inference.export import LAYOUT_VERSION
+from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.sample import Writer
+from dsgpt.model.gpt2 import GPT2, parameter_shapes
+from dsgpt.training.command import train
+
+# `src/convert.py` exports the weights of real runs for other tools, or refuses with the reason.
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A baseline of three steps, each kept, on data with a tokenizer; tests only read it."""
+    folder = write_inputs(tmp_path_factory.mktemp("run"))
+    assert train(command_line(folder, save_every=1, keep_checkpoints=9, max_train_steps=3, eval_every=1)) == 0
+    return folder / "run"
+
+
+def test_a_run_becomes_a_model_of_transformers(run_dir, tmp_path):
+    out = tmp_path / "new" / "hf"
+    said = converted("--from", run_dir, "--to", "hf", out)
+    assert "step-00000003 (baseline, step 3)" in said
+    checkpoint = run_dir / "step-00000003"
+    config = config_of(checkpoint)
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert largest_difference(our_model(load_file(checkpoint / "model.safetensors"), config), theirs) < 1e-5
+    assert theirs.dtype == torch.float32
+    assert theirs.get_input_embeddings().weight.shape[0] == config.vocab_size != config.padded_vocab_size
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer.encode("def é 日")) == "def é 日"
+    assert tokenizer.model_max_length == config.block_size
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == GenerationConfig.from_pretrained(out).eos_token_id
+    assert {path.name for path in out.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    assert out.stat().st_mode & 0o777 == 0o777 & ~current_umask()
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_16_bit_exports(run_dir, tmp_path, name, dtype):
+    converted("--from", run_dir, "--to", "hf", "--dtype", name, tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.dtype == dtype
+    whole = load_file(run_dir / "step-00000003" / "model.safetensors")
+    assert torch.equal(theirs.transformer.h[1].mlp.c_fc.weight, whole["blocks.1.mlp.fc.weight"].t().to(dtype))
+
+
+def test_portable_weights_are_the_checkpoints_and_generate_text(run_dir, tmp_path):
+    converted("--from", run_dir / "step-00000002", "--to", "portable", tmp_path / "portable")
+    checkpoint = run_dir / "step-00000002"
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "portable"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (checkpoint / "model.json").read_bytes() == (tmp_path / "portable" / "model.json").read_bytes()
+    manifest = json.loads((tmp_path / "portable" / "manifest.json").read_text())
+    assert (manifest["portable"], manifest["step"], manifest["strategy"]) == ("weights", 2, "baseline")
+    texts = [
+        list(Writer(Request(checkpoint=folder, max_new_tokens=8, device="cpu")).texts(["ab"]))
+        for folder in (checkpoint, tmp_path / "portable")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_export_and_import_is_the_identity(run_dir, tmp_path):
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    converted("--from", run_dir, "--to", "hf", one)
+    converted("--from", one, "--to", "portable", two)
+    converted("--from", two, "--to", "hf", three)
+    assert {path.name for path in one.iterdir()} == {path.name for path in three.iterdir()}
+    for path in one.iterdir():
+        assert path.read_bytes() == (three / path.name).read_bytes(), path.name
+    back = load_file(two / "model.safetensors")
+    for name, value in load_file(run_dir / "step-00000003" / "model.safetensors").items():
+        assert torch.equal(back[name], value), name
+
+
+def test_the_best_checkpoint(run_dir, tmp_path, snapshot):
+    losses = {
+        checkpoint.name: json.loads((checkpoint / "manifest.json").read_text())["val_loss"]
+        for checkpoint in run_dir.glob("step-*")
+    }
+    best = min(losses, key=losses.get)
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    worse = next(name for name in losses if name != best)
+    said = converted("--from", copy, "--to", "hf", "--which", "best", tmp_path / "a")
+    assert best in said
+    (copy / "best").write_text(f"{worse}\n")
+    assert worse in converted("--from", copy, "--to", "hf", "--which", "best", tmp_path / "b")
+    (copy / "best").write_text("step-00000099\n")
+    missing = refusal("--from", copy, "--to", "hf", "--which", "best", tmp_path / "c")
+    (copy / "best").unlink()
+    unknown = refusal("--from", copy, "--to", "hf", "--which", "best", tmp_path / "c")
+    single = refusal("--from", copy / "step-00000001", "--to", "hf", "--which", "best", tmp_path / "c")
+    assert [without_paths(line, copy) for line in (*missing, *unknown, *single)] == snapshot
+
+
+def test_a_run_without_a_tokenizer(run_dir, tmp_path, snapshot):
+    copy = tmp_path / "step-00000003"
+    shutil.copytree(run_dir / "step-00000003", copy)
+    shutil.rmtree(copy / "tokenizer")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if "tokenizer" not in name}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    *_, last = converted("--from", copy, "--to", "hf", tmp_path / "hf").splitlines()
+    assert last == snapshot
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.config.eos_token_id is None
+
+
+def test_it_needs_neither_transformers_nor_deepspeed(run_dir, tmp_path):
+    command = [sys.executable, "-X", "importtime", str(CONVERT), "--from", run_dir, "--to", "hf", tmp_path / "hf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for package in ("transformers", "huggingface_hub", "deepspeed"):
+        assert f" {package}\n" not in done.stderr
+
+
+def test_mistakes_are_reported_together(run_dir, tmp_path, snapshot):
+    lines = refusal("--to", "hg", "--dtype", "int8", "--which", "worst", "--checkpoint", "x", "--quantize")
+    assert lines == snapshot
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    lines = refusal("--from", tmp_path, "--to", "hf", tmp_path / "full")
+    assert [without_paths(line, tmp_path) for line in lines] == snapshot
+    assert (tmp_path / "full" / "file").exists()
+
+
+def test_places_where_nothing_can_be_written(run_dir, tmp_path, snapshot):
+    file = tmp_path / "file"
+    file.write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for place in (file, file / "below", tmp_path / "link"):
+        (line,) = refusal("--from", run_dir, "--to", "hf", place)
+        assert without_paths(line, tmp_path) == snapshot
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_an_empty_folder_is_used(run_dir, tmp_path):
+    converted("--from", run_dir, "--to", "portable", tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_failed_write_leaves_nothing(run_dir, tmp_path):
+    """A limit of the system on the size of a file stands for a full disk: writing fails in the middle."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+
+    command = [sys.executable, CONVERT, "--from", run_dir, "--to", "hf", tmp_path / "hf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
+    assert (done.returncode, done.stderr) == (2, f"error: {tmp_path}/hf: could not be written (File too large)\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "tokenizer/tokenizer.json"])
+def test_damage_is_found(run_dir, tmp_path, name):
+    copy = tmp_path / "step-00000003"
+    shutil.copytree(run_dir / "step-00000003", copy)
+    damage(copy / name)
+    (line,) = refusal("--from", copy, "--to", "hf", tmp_path / "hf")
+    assert line.startswith(f"{copy}/{name}: is damaged")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_only_a_resume_needs_may_be_missing(run_dir, tmp_path):
+    copy = tmp_path / "step-00000003"
+    shutil.copytree(run_dir / "step-00000003", copy)
+    (copy / "optimizer.safetensors").unlink()
+    converted("--from", copy, "--to", "hf", tmp_path / "hf")
+
+
+def test_values_that_a_dtype_cannot_hold(tmp_path, snapshot):
+    model = publish(tmp_path / "hf", vocab_size=60)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = 1e6
+    model.save_pretrained(tmp_path / "hf")
+    assert "to" in converted("--from", tmp_path / "hf", "--to", "hf", "--dtype", "bf16", tmp_path / "bf16")
+    assert refusal("--from", tmp_path / "hf", "--to", "hf", "--dtype", "fp16", tmp_path / "fp16") == snapshot
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "bf16"}
+
+
+# Weights into and out of strategies that split them, and what their checkpoints may not do.
+
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+LAYOUTS = (*STAGES, "fsdp")
+LAST = "step-00000003"
+
+
+def start(folder: Path, corpus: Corpus, layout: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Train published weights on over two ranks, three steps, every one saved."""
+    recipe = write_optimizer_recipe(folder / f"{layout}.json", stage=STAGES.get(layout, 1))
+    run_type = "optimized" if layout in STAGES else layout
+    words = ["--run_type", run_type, *data_flags(corpus), "--init_from", str(folder / "hf"), "--seq_length", "32"]
+    words += ["--device", "cpu", "--deepspeed_config", str(recipe), "--checkpoint_path", str(folder / layout)]
+    words += ["--max_train_steps", "3", "--save_every", "1", "--keep_checkpoints", "9", "--max_val_steps", "1", *more]
+    return run_script(SCRIPT, words, ranks=2, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus) -> Path:
+    """One run of every layout, from the model in ``hf``."""
+    folder = tmp_path_factory.mktemp("layouts")
+    vocabulary = json.loads((corpus.train.parent / "train.json").read_text())["vocab_size"]
+    publish(folder / "hf", vocab_size=vocabulary)
+    for layout in LAYOUTS:
+        finished(start(folder, corpus, layout))
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_starts_from_the_published_weights(folder, layout):
+    """The schedule's first steps have learning rate 0: after one, the weights are still those of the source."""
+    config = config_of(folder / layout / LAST)
+    source = PretrainedWeights(folder / "hf", config)
+    saved = load_file(folder / layout / "step-00000001" / "model.safetensors")
+    for name, shape in parameter_shapes(config).items():
+        assert torch.equal(saved[name], source(name, shape)), name
+    last = load_file(folder / layout / LAST / "model.safetensors")
+    assert not torch.equal(last["wte.weight"], saved["wte.weight"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_is_exported(folder, layout, tmp_path):
+    converted("--from", folder / layout, "--to", "hf", tmp_path / "hf")
+    checkpoint = folder / layout / LAST
+    ours = our_model(load_file(checkpoint / "model.safetensors"), config_of(checkpoint))
+    assert largest_difference(ours, AutoModelForCausalLM.from_pretrained(tmp_path / "hf")) < 1e-5
+
+
+def test_a_forged_checkpoint_runs_no_code(folder, corpus, tmp_path):
+    """Every hash of the manifest is right, as a forger would see to; a tensor file that is a pickle is none."""
+    shutil.copytree(folder / "zero1", tmp_path / "zero1")
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    checkpoint = tmp_path / "zero1" / LAST
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for path in checkpoint.glob("*.safetensors"):
+        torch.save({"more": RunsCode(tmp_path / "ran")}, path)
+        data = path.read_bytes()
+        manifest["files"][path.name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "zero1" / "RUN_COMPLETE.txt").unlink()
+    done = start(tmp_path, corpus, "zero1", "--resume")
+    finished(done)
+    assert "--resume: step-00000003 is refused: " in done.stdout
+    assert "is not a readable safetensors file" in done.stdout
+    assert not (tmp_path / "ran").exists()
+
+
+# `convert.py --to deepspeed`: DeepSpeed's own tools take up what was saved under a baseline and under ZeRO.
+
+
+STEP = "step-00000003"
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+@pytest.fixture(scope="module")
+def deepspeed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``baseline`` and ``zero3``, three steps each, the latter on two ranks, and each ``as-deepspeed-``; only read."""
+    deepspeed_folder = write_inputs(tmp_path_factory.mktemp("runs"))
+    assert train(command_line(deepspeed_folder, checkpoint_path=deepspeed_folder / "baseline", max_train_steps=3)) == 0
+    stage_3 = write_recipe(deepspeed_folder / "zero3.json", zero_optimization=STAGE_3)
+    words = command_line(
+        deepspeed_folder,
+        run_type="optimized",
+        checkpoint_path=deepspeed_folder / "zero3",
+        deepspeed_config=stage_3,
+        max_train_steps=3,
+        precision="bf16",
+    )
+    finished(run_script(REPOSITORY / "src" / "gpt2.py", words, ranks=2, cwd=deepspeed_folder))
+    for run in ("baseline", "zero3"):
+        converted("--from", deepspeed_folder / run, "--to", "deepspeed", deepspeed_folder / f"as-deepspeed-{run}")
+    return deepspeed_folder
+
+
+def by_deepspeed(tool: str, *words: object) -> None:
+    """One of DeepSpeed's scripts, as a user starts it."""
+    command = [sys.executable, "-m", tool, *map(str, words)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DS_", "OMP_"))}
+    finished(subprocess.run(command, capture_output=True, text=True, check=False, env=environment))
+
+
+def page_flags(tool: str, places: dict[str, str]) -> list[str]:
+    """What the page gives to one of DeepSpeed's scripts, in other ``places``, each of which it must name."""
+    text = (REPOSITORY / "docs" / "exporting.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if f"python -m {tool}" in line]
+    words = shlex.split(line.split(tool)[1], comments=True)
+    assert places.keys() <= set(words)
+    return [places.get(word, word) for word in words]
+
+
+def assert_same(found: dict[str, Tensor], checkpoint: Path) -> None:
+    """Bit for bit the weights of ``checkpoint``, and the output head that is one of them."""
+    saved = load_file(checkpoint / "model.safetensors")
+    assert found.keys() == saved.keys() | {"lm_head.weight"}
+    for name, value in (saved | {"lm_head.weight": saved["wte.weight"]}).items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value), name
+
+
+def optimizer_states(out: Path) -> dict:
+    (path,) = out.glob("global_step*/*_optim_states.pt")
+    return torch.load(path, weights_only=False)["optimizer_state_dict"]
+
+
+def test_the_layout_is_that_of_the_deepspeed_installed():
+    assert deepspeed.__version__ == LAYOUT_VERSION
+
+
+@pytest.mark.parametrize(
+    ("run", "form", "file"),
+    [("baseline", [], "pytorch_model.bin"), ("zero3", ["--safe_serialization"], "model.safetensors")],
+)
+def test_zero_to_fp32_gives_the_weights(deepspeed_folder, tmp_path, run, form, file):
+    by_deepspeed("deepspeed.utils.zero_to_fp32", deepspeed_folder / f"as-deepspeed-{run}", tmp_path, *form)
+    read = load_file if file.endswith(".safetensors") else torch.load
+    assert_same(read(tmp_path / file), deepspeed_folder / run / STEP)
+
+
+@pytest.mark.parametrize("run", ["baseline", "zero3"])
+def test_so_does_its_function_and_the_model_takes_them(deepspeed_folder, run):
+    out = deepspeed_folder / f"as-deepspeed-{run}"
+    weights = get_fp32_state_dict_from_zero_checkpoint(out)
+    assert_same(weights, deepspeed_folder / run / STEP)
+    model = GPT2(config_of(out))
+    model.load_state_dict(weights)
+    whole = torch.load(out / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
+    model.load_state_dict(whole["module"])
+    assert_same(whole["module"], deepspeed_folder / run / STEP)
+
+
+def test_the_universal_conversion_gives_the_moments(deepspeed_folder, tmp_path):
+    places = {"exported/demo-ds/global_step200": f"{deepspeed_folder}/as-deepspeed-zero3/global_step3"}
+    words = page_flags("deepspeed.checkpoint.ds_to_universal", places | {"exported/demo-universal": str(tmp_path)})
+    by_deepspeed("deepspeed.checkpoint.ds_to_universal", *words, "--num_extract_workers", 1, "--num_merge_workers", 1)
+    moments = load_file(deepspeed_folder / "zero3" / STEP / "optimizer.safetensors")
+    assert moments["wte.weight.exp_avg"].abs().max() > 0
+    for name, value in moments.items():
+        parameter, _, moment = name.rpartition(".")
+        found = torch.load(tmp_path / "zero" / parameter / f"{moment}.pt", weights_only=False)["param"]
+        assert torch.equal(found, value), name
+    counters = json.loads((deepspeed_folder / "zero3" / STEP / "training_state.json").read_text())
+    assert torch.load(tmp_path / "zero" / "ln_f.bias" / "step.pt", weights_only=False) == counters["optimizer_steps"]
+
+
+def test_what_else_is_there(deepspeed_folder):
+    out = deepspeed_folder / "as-deepspeed-baseline"
+    assert (out / "latest").read_text() == "global_step3"
+    assert {path.name for path in out.iterdir()} == {"latest", "global_step3", "model.json", "tokenizer"}
+    assert (out / "model.json").read_bytes() == (deepspeed_folder / "baseline" / STEP / "model.json").read_bytes()
+    names = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"}
+    assert {path.name for path in (out / "global_step3").iterdir()} == names
+    (path,) = out.glob("global_step3/zero_*")
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == ["types.SimpleNamespace"]
+
+
+def test_sgd_has_its_own_moment_and_does_not_count(deepspeed_folder, tmp_path):
+    recipe = write_recipe(tmp_path / "sgd.json", optimizer=SGD)
+    words = command_line(deepspeed_folder, checkpoint_path=tmp_path / "sgd", deepspeed_config=recipe, max_train_steps=3)
+    assert train(words) == 0
+    converted("--from", tmp_path / "sgd", "--to", "deepspeed", tmp_path / "out")
+    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), tmp_path / "sgd" / STEP)
+    momentum = load_file(tmp_path / "sgd" / STEP / "optimizer.safetensors")
+    states = optimizer_states(tmp_path / "out")
+    for number, slices in enumerate(states["param_slice_mappings"]):
+        state = states["base_optimizer_state"]["state"][number]
+        assert state.keys() == {"momentum_buffer"}
+        for name, place in slices.items():
+            found = state["momentum_buffer"][place.start : place.start + place.numel]
+            assert torch.equal(found, momentum[f"{name}.momentum_buffer"].flatten()), name
+
+
+def test_weights_alone_have_no_moments(deepspeed_folder, tmp_path):
+    converted("--from", deepspeed_folder / "baseline", "--to", "portable", tmp_path / "portable")
+    converted("--from", tmp_path / "portable", "--to", "deepspeed", tmp_path / "out")
+    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), deepspeed_folder / "baseline" / STEP)
+    assert optimizer_states(tmp_path / "out")["base_optimizer_state"]["state"] == {}
+
+
+def test_other_precisions_are_refused(tmp_path, snapshot):
+    lines = refusal("--from", tmp_path, "--to", "deepspeed", "--dtype", "bf16", tmp_path / "out")
+    assert [without_paths(line, tmp_path) for line in lines] == snapshot
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "training_state.json", "model.safetensors"])
+def test_damage_is_found_for_deepspeed(deepspeed_folder, tmp_path, name):
+    copy = tmp_path / STEP
+    shutil.copytree(deepspeed_folder / "baseline" / STEP, copy)
+    damage(copy / name)
+    (line,) = refusal("--from", copy, "--to", "deepspeed", tmp_path / "out")
+    assert line.startswith(f"{copy}/{name}: is damaged")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_write_leaves_nothing_and_deepspeed_is_not_needed(deepspeed_folder, tmp_path):
+    """A limit of the system on the size of a file stands for a full disk: the second of the two files is larger."""
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        CONVERT,
+        "--from",
+        deepspeed_folder / "baseline",
+        "--to",
+        "deepspeed",
+    ]
+    done = subprocess.run(
+        [*command, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert done.returncode == 2
+    assert f"error: {tmp_path}/out: could not be written (File too large)\n" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert " torch\n" in done.stderr
+    assert " deepspeed\n" not in done.stderr

@@ -1,0 +1,351 @@
+"""A plan: what it prints, and how it compares with published and measured runs."""
+
+import json
+
+import pytest
+from planner_records import RECORD
+from small_run import REPOSITORY
+
+from dsgpt.charts.plan import held_in_words
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.planner.fitting import fit
+from dsgpt.planner.hardware import gpus
+from dsgpt.planner.options import read_plan_options
+from dsgpt.planner.published import Published, predict, published_page, read_published
+from dsgpt.planner.rates import Calibration, Ceilings, calibrated_machine
+from dsgpt.planner.request import fixed_batch, read_measured, read_request
+from dsgpt.planner.step_time import predict_step
+
+# One setup planned, and mistakes in what is asked for.
+
+
+THREE_D = f"--deepspeed_config {REPOSITORY}/ds_configs/3d.json"
+XL = "--model_size xl --gpu a100-80gb --gpus 8 --tokens 10e9"
+FSDP = "--strategy fsdp --activation_checkpointing"
+ZERO2 = f"--deepspeed_config {REPOSITORY}/ds_configs/zero2.json"
+
+
+def test_a_plan_for_people(plan, snapshot):
+    assert plan(f"{XL} {ZERO2} --eval_every 1000 --val_tokens 1e7") == snapshot
+
+
+def test_json_says_the_same(plan):
+    found = json.loads(plan(f"{XL} {ZERO2} --json"))
+    assert found["strategy"] == "zero2"
+    assert found["micro_batch_size"] * found["gradient_accumulation_steps"] * found["data_parallel_size"] == 32
+    assert sum(found["step"]["parts"].values()) == pytest.approx(found["step"]["seconds"])
+    assert sum(found["memory"]["parts"].values()) == found["memory"]["bytes"]
+    assert found["step"]["assumed"]
+    cost = found["costs"][0]
+    assert cost["usd"] == pytest.approx(cost["usd_per_hour"] * found["training"]["seconds"] / 3600)
+
+
+def test_what_a_plan_takes_from_the_flags(plan):
+    def planned(more: str) -> dict:
+        return json.loads(plan(f"{XL} {ZERO2} --json {more}"))
+
+    assert planned("--price_per_gpu_hour 2")["costs"][0]["usd_per_hour"] == 16
+    accumulated = planned("--micro_batch_size_per_gpu 1 --activation_checkpointing")
+    assert (accumulated["micro_batch_size"], accumulated["gradient_accumulation_steps"]) == (1, 4)
+    assert "recomputation" in accumulated["step"]["parts"]
+    assert planned("--run_type fsdp")["strategy"] == "fsdp"
+    assert planned("--precision fp32")["step"]["seconds"] > 3 * planned("")["step"]["seconds"]
+    slow = planned("--gpus_per_machine 4 --network_gbps 10")
+    assert slow["step"]["parts"]["communication"] > 10 * planned("")["step"]["parts"]["communication"]
+    on_spot = json.loads(plan(f"--model_size small --gpu a100-40gb --tokens 1e9 --spot --json {ZERO2}"))
+    assert "Google" in on_spot["costs"][0]["offer"]
+    assert all(cost["offer"].endswith(", spot") for cost in on_spot["costs"])
+    assert "no spot price of a100-80gb is known" in plan(f"{XL} {ZERO2} --spot")
+
+
+def test_a_setup_that_does_not_fit_says_what_would(plan):
+    t4 = "--model_size large --gpu t4 --tokens 1e9"
+    out = plan(f"{t4} --gpus 4 {ZERO2} --micro_batch_size_per_gpu 8", code=1)
+    assert "it fits with --" in out
+    assert out.splitlines()[-1].startswith("DOES NOT FIT: 21.")
+    assert not [word for word in ("step:", "MFU", "$") if word in out]
+    assert "take --recommend" in plan(f"{t4} --gpus 1 {ZERO2} --run_type baseline", code=1)
+
+
+def test_headroom_decides_what_fits_and_is_printed(plan):
+    """16 GB less 20% and 0.6 GB are 12.2 GB."""
+    line = f"--model_size xl --gpu t4 --gpus 2 --global_batch_size 8 --micro_batch_size_per_gpu 4 --tokens 1B {FSDP}"
+    memory = json.loads(plan(f"{line} --json"))["memory"]
+    assert memory["usable_bytes"] == 0.92 * 16e9 - 0.6e9 > memory["bytes"]
+    assert (memory["headroom_percent"], memory["fixed_bytes"]) == (8.0, 600_000_000)
+    assert "12.2 GB is 16.0 GB less 20% headroom (--headroom) and 0.6 GB of" in plan(f"{line} --headroom 20", code=1)
+    full = json.loads(plan(f"{line} --headroom 20 --json", code=1))
+    assert (full["memory"]["fits"], full["step"], full["training"], full["costs"]) == (False, None, None, [])
+
+
+def test_a_strategy_is_trained_with_the_recipe_of_the_size(plan):
+    """The command without a recipe, that of the dashboard's page, and the search plan the same training."""
+    line = "--model_size small --gpu A100-80GB --gpus 8 --tokens 10B --json"
+    by_name, by_size = (json.loads(plan(f"{line} {more}")) for more in ("--strategy fsdp", "--run_type fsdp"))
+    assert by_name == by_size
+    assert by_name["training"]["steps"] == 19_073
+    found = json.loads(plan(f"{line} --recommend --micro_batch_size_per_gpu {by_name['micro_batch_size']}"))
+    (same,) = [each["plan"] for each in found["ranked"] if each["name"] == "fsdp"]
+    assert same == {key: value for key, value in by_name.items() if key != "assumptions"}
+
+
+def test_an_instance_is_its_gpus_network_and_price(plan):
+    line = "--model_size small --strategy zero1 --tokens 1e9 --gpus 16 --json"
+    found = json.loads(plan(f"{line} --instance P5.48xlarge"))
+    same = json.loads(plan(f"{line} --gpu h100 --network_gbps 3200"))
+    assert found["step"] == same["step"]
+    assert [cost["offer"] for cost in found["costs"]] == ["AWS p5.48xlarge"]
+    assert found["costs"][0] in same["costs"]
+    assert "p5.48xlarge, 2024-12-01: https://" in found["assumptions"][0]["value"]
+    slower = json.loads(plan(f"{line} --instance p5.48xlarge --network_gbps 25"))
+    assert slower["step"]["seconds"] > 2 * found["step"]["seconds"]
+
+
+def test_what_to_know_first_is_noted(plan):
+    found = json.loads(plan("--gpu H100 --tokens 50M --json"))
+    assert found["notes"] == [
+        "--gpu H100 is taken as h100-80gb",
+        "the training ends at step 95, and the recipe warms up for 715 steps: lower scheduler.params.warmup_num_steps, "
+        "or train on more tokens",
+        "list prices of 2024-06-01 are over a year old: check their source, or give --price_per_gpu_hour",
+    ]
+    assert json.loads(plan("--gpu h100-80gb --tokens 10b --price_per_gpu_hour 2 --json"))["notes"] == []
+
+
+def test_offload_needs_the_memory_of_the_host(plan):
+    """12 bytes a parameter at least, of each GPU's share."""
+    line = (
+        f"--model_size xl --gpu t4 --tokens 1e9 --micro_batch_size_per_gpu 1 "
+        f"--deepspeed_config {REPOSITORY}/ds_configs/zero3_offload.json"
+    )
+    little, much = (
+        json.loads(plan(f"{line} --json --host_memory_gb {size}", code=code))["memory"]
+        for size, code in ((20, 1), (90, 0))
+    )
+    assert 12 * 1.56e9 < little["host_bytes"] == much["host_bytes"] < 72e9
+    assert not little["fits"]
+    assert much["fits"]
+
+
+REFUSED = {
+    "several mistakes": "--model_size huge --gpu a100 --gpus 0 --tokens none --num_heads 0 --deadline 3 --micro 2",
+    "nothing": "",
+    "no GPU of that name": "--gpu h10 --tokens 1e9",
+    "an instance that is none": "--instance p4d.24xlrge --strategy zero9 --headroom 100 --tokens 1Q",
+    "an instance and a GPU": "--instance p4d.24xlarge --gpu t4 --strategy ddp --recommend --tokens 1e9",
+    "two machines": "--gpu t4 --machine calibration.json --tokens 1e9",
+    "heads": f"{XL} --deepspeed_config {REPOSITORY}/ds_configs/tensor.json",
+    "ranks": f"--gpu t4 --gpus 3 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/3d.json",
+    "global batch": f"--gpu t4 --gpus 3 --tokens 1e9 {ZERO2}",
+    "no bf16": "--gpu t4 --tokens 1e9 --precision bf16",
+    "Zero++": f"--gpu h200 --gpus 8 --tokens 1e9 --deepspeed_config {REPOSITORY}/ds_configs/zeropp.json",
+    "limits without a search": f"{XL} --budget 3 --deadline 4d",
+    "validation": f"{XL} --eval_every 100",
+    "no whole machines": "--gpu h100-80gb --gpus 12 --tokens 1e9",
+    "a network without speed": f"{XL} --network_gbps 0",
+    "what a search chooses": f"{XL} --recommend --run_type ddp --activation_checkpointing",
+    "machines of no GPU": "--gpus_per_machine 4 --network_gbps 10 --host_memory_gb 64 --tokens 1e9",
+    "a budget without prices": "--gpu h200 --tokens 1e9 --spot --recommend --budget 9000",
+    "a batch that training refuses": f"{XL} --recommend --global_batch_size 4_000_000_000",
+    "a calibration in a file": "--calibrate --machine /dev/null/calibration.json",
+    "a calibration that is a folder": "--calibrate --machine /dev",
+    "a folder that cannot be": "--gpu h200 --tokens 1e9 --recommend --into /dev/null/plan",
+    "a picture that cannot be": f"{XL} {ZERO2} --picture /dev/null/plan.svg",
+    "more memory than a number can count": f"{XL} --host_memory_gb 1e300",
+    "prices that are replaced": f"{XL} --price_per_gpu_hour 2 --spot --prices mine.json",
+    "no recipe": f"{XL} --deepspeed_config none.json",
+    "no prices": f"{XL} --prices none.json",
+    "no calibration": "--machine none.json --tokens 1e9",
+    "fits nowhere": "--model_size xl --num_layers 96 --gpu t4 --tokens 1e9 --recommend",
+    "over budget": "--model_size medium --gpu t4 --gpus 4 --tokens 10e9 --recommend --budget 2 --deadline 1h",
+    "picture of another kind": f"{XL} --picture plan.gif",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_mistakes(refused, what, snapshot):
+    assert [line.replace(f"{REPOSITORY}/", "") for line in refused(REFUSED[what])] == snapshot
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_picture_has_the_same_bytes_twice(plan, tmp_path, ending):
+    path = tmp_path / f"plan.{ending}"
+    line = f"--model_size large --gpu a100-40gb --gpus 8 --tokens 1e9 {THREE_D}"
+    plan(f"{line} --picture {path}")
+    first = path.read_bytes()
+    plan(f"{line} --picture {path}")
+    assert path.read_bytes() == first
+    assert first.startswith(b"<?xml" if ending == "svg" else b"\x89PNG")
+
+
+def test_who_holds_what():
+    """As ``Topology`` deals ranks: stages outermost, then data, then tensor."""
+    words = f"--model_size large --gpu t4 --gpus 8 --tokens 1e9 {THREE_D}".split()
+    request = read_request(*read_plan_options(words), repository=REPOSITORY)
+    batch = fixed_batch(request, Problems())
+    setup = request.setup(request.recipe, "optimized", batch, activation_checkpointing=False)
+    assert held_in_words(setup, 0) == "embedding, blocks 0-17, matrices 1/2, data 1/2"
+    assert held_in_words(setup, 3) == "embedding, blocks 0-17, matrices 2/2, data 2/2"
+    assert held_in_words(setup, 6) == "embedding, blocks 18-35, matrices 1/2, data 2/2"
+    whole = request.setup(request.recipe, "ddp", batch, activation_checkpointing=False)
+    assert held_in_words(whole, 5) == "all layers, data 6/8"
+
+
+# The page of published figures says what the planner predicts now.
+
+
+TABLE = read_published()
+
+
+def test_the_page_is_that_of_the_code():
+    """After a change of the model of time: ``python src/plan.py --published docs/planner-published.md``."""
+    page = (REPOSITORY / "docs" / "planner-published.md").read_text(encoding="utf-8")
+    assert page == published_page(repository=REPOSITORY)
+
+
+@pytest.mark.parametrize("row", TABLE.rows, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")
+def test_a_range_contains_the_figure_or_the_row_says_why_not(row: Published):
+    found = predict(row, repository=REPOSITORY)
+    assert found.low < found.likely < found.high
+    assert found.contains(row.tokens_per_sec_per_gpu) == (row.why_outside is None)
+    assert found.high < 3 * found.low  # a wider range would say nothing
+    assert row.source.startswith("https://")
+
+
+def test_figures_are_within_what_the_gpu_can_do():
+    """A slip of the pen in a figure would be above the peak."""
+    for row in TABLE.rows:
+        peak = gpus()[row.gpu].peak(row.precision)
+        blocks = 12 * row.shape.n_layer * row.shape.n_embd**2
+        flops = 6 * (blocks + 50_257 * row.shape.n_embd) * row.tokens_per_sec_per_gpu
+        assert 0.1 * peak < flops < 0.7 * peak, row
+
+
+# `--measured`: records of sweeps and of `benchmark.py plan` are read as setups and fitted to.
+
+
+MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 8192}
+
+
+def result(run_type: str, ranks: int, seconds: float, *, fit: bool = True) -> dict:
+    """A result of ``benchmark.py plan``."""
+    work = {"model": {"name": "4 x 256"} | MODEL, "seq_length": 256, "micro_batch_size": 4, "run_type": run_type}
+    work |= {"gradient_accumulation_steps": 1, "precision": "fp32", "activation_checkpointing": False}
+    work |= {"recipe": "zero1.json", "changes": {"zero_optimization": {"reduce_bucket_size": 5_000_000}}}
+    return {"fit": fit, "work": work, "ranks": ranks, "step_seconds": {"measured": seconds}}
+
+
+def cell(name: str, run_type: str, devices: int, tokens_per_sec: float) -> dict:
+    """A cell of a sweep."""
+    work = {f"model {field}": float(size) for field, size in MODEL.items()}
+    work |= {"model block_size": 256.0, "global batch": 8.0, "sequence length": 256.0, "precision": "fp32"}
+    turn = {"cell": name, "repeat": 1, "place": 1, "state": "done", "message": None, "seconds": 9.0, "work": work}
+    speed = {
+        "median": tokens_per_sec,
+        "smallest": tokens_per_sec,
+        "largest": tokens_per_sec,
+        "values": [tokens_per_sec],
+    }
+    flags = ["--run_type", run_type, "--deepspeed_config", "ds_configs/zero1.json", "--micro_batch_size_per_gpu", "4"]
+    known = {"name": name, "devices": devices, "launcher": "python", "flags": flags}
+    return known | {"turns": [turn], "tokens_per_sec": speed}
+
+
+def sweep(*cells: dict) -> dict:
+    head = {"schema_version": "1.0", "timestamp_utc": "2026-11-22T18:00:00+00:00", "git_commit": None, "suite": "s"}
+    head |= {"env": {}, "hardware": {}, "seed": 1, "repeats": 1, "limit_sec": 9.0, "target_loss": None}
+    return head | {"price_per_device_hour": None, "seconds": 9.0, "cells": list(cells), "comparisons": []}
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(RECORD))
+    return path
+
+
+def measured(path, record):
+    path.write_text(json.dumps(record))
+    ceilings = [Ceilings(**each) for each in RECORD["ceilings"]]
+    calibration = Calibration(**RECORD | {"ceilings": ceilings})
+    return read_measured(
+        (path,), lambda devices: calibrated_machine(calibration, devices=devices), repository=REPOSITORY
+    )
+
+
+def test_cells_of_a_plan_suite_and_of_a_sweep_are_the_setups_that_ran(tmp_path):
+    alone, ddp = measured(tmp_path / "plan.json", {"cells": [result("baseline", 1, 0.5), result("ddp", 2, 0.7)]})
+    assert (alone.setup.world_size, ddp.setup.world_size) == (1, 2)
+    assert ddp.setup.model.n_embd == 256
+    assert ddp.setup.recipe.zero_optimization.reduce_bucket_size == 5_000_000
+    assert (alone.machine.rates.bus, ddp.seconds) == ({2: 1e9}, 0.7)
+    record = sweep(cell("baseline", "baseline", 1, 4096.0), cell("ddp", "ddp", 2, 8192.0))
+    alone, ddp = measured(tmp_path / "sweep.json", record)
+    assert (alone.seconds, ddp.seconds) == (8 * 256 / 4096, 8 * 256 / 8192)
+    assert (alone.setup.gradient_accumulation_steps, ddp.setup.gradient_accumulation_steps) == (2, 1)
+
+
+def test_cells_that_only_test_are_not_fitted(tmp_path):
+    record = {"cells": [result("baseline", 1, 0.5), result("ddp", 2, 0.7, fit=False)]}
+    assert len(measured(tmp_path / "plan.json", record)) == 1
+    with pytest.raises(UserError, match=r"has no measured step of a setup that the planner knows"):
+        measured(tmp_path / "plan.json", {"cells": [result("ddp", 2, 0.7, fit=False)]})
+
+
+def test_a_plan_uses_the_fitted_rates(plan, tmp_path, calibration):
+    path = tmp_path / "plan.json"
+    step = measured(path, {"cells": [result("baseline", 1, 1.0)]})[0]
+    factors = fit([step])
+    assert predict_step(step.setup, factors.applied(step.machine)).seconds == pytest.approx(step.seconds)
+    line = f"--machine {calibration} --gpus 1 --run_type baseline --model_size demo --tokens 1e6 --json"
+    plain, fitted = (json.loads(plan(f"{line} {more}")) for more in ("", f"--measured {path}"))
+    for part in ("forward", "backward", "head and loss"):
+        assert fitted["step"]["parts"][part] == pytest.approx(
+            factors.compute["fp32"] * plain["step"]["parts"][part], rel=0.01
+        )
+    assert "fitted to measured steps (1)" in fitted["machine"]["rates"]
+
+
+def test_the_committed_sweep_is_read(plan, calibration):
+    sweep = REPOSITORY / "checkpoint" / "reference" / "cpu-2-cores" / "sweep-scaling.json"
+    line = f"--machine {calibration} --gpus 2 --model_size demo --tokens 1e6 --measured {sweep} --json"
+    assert "fitted to measured steps (7)" in json.loads(plan(line))["machine"]["rates"]
+
+
+def test_steps_in_a_precision_without_rates_are_not_fitted(tmp_path):
+    bf16 = result("ddp", 2, 0.7)
+    bf16["work"]["precision"] = "bf16"
+    assert len(measured(tmp_path / "plan.json", {"cells": [result("baseline", 1, 0.5), bf16]})) == 1
+
+
+@pytest.mark.parametrize("cells", [[{"fit": True, "step_seconds": {"measured": 1.0}}], [3], {"fit": True}])
+def test_damaged_records_are_refused_in_a_line(tmp_path, cells):
+    with pytest.raises(UserError, match=r"plan.json: a cell is not as this program writes it \(\w+: [^\n]+\)$"):
+        measured(tmp_path / "plan.json", {"cells": cells})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"matrix_flops_per_sec": {"fp32": {"256": {"1024": 0.0}}}}, "fp32.256.1024 must be above 0, not 0"),
+        ({"matrix_flops_per_sec": {"fp32": {"wide": {"1024": 1e11}}}}, "fp32: has the key 'wide'"),
+        ({"matrix_flops_per_sec": {"fp32": {}}}, "fp32: has no rate"),
+        ({"bus_bytes_per_sec": {"all_gather": {"fp32": 1e9}}}, "bus_bytes_per_sec: has no all_reduce of fp32"),
+        ({"operation_sec": -1.0}, "operation_sec must be above 0, not -1"),
+        ({"logits_per_sec": {}}, "logits_per_sec: has other precisions than matrix_flops_per_sec"),
+    ],
+)
+def test_a_calibration_with_impossible_rates_is_refused(refused, tmp_path_factory, changes, why):
+    """A negative time of an operation would be a plan with negative steps; a rate of 0 ended in a traceback."""
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    alone, together = RECORD["ceilings"]
+    path.write_text(json.dumps(RECORD | {"ceilings": [alone, together | changes]}))
+    (line,) = refused(f"--machine {path} --gpus 2 --model_size tiny --tokens 1e6")
+    assert why in line
+
+
+def test_more_devices_than_were_measured_are_refused(refused, tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "calibration.json"
+    path.write_text(json.dumps(RECORD))
+    (line,) = refused(f"--machine {path} --gpus 4 --model_size tiny --tokens 1e6")
+    assert line.startswith("--gpus 4: the calibration measured 2 devices:")

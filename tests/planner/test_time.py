@@ -1,0 +1,482 @@
+"""Time: the order of a step, its passes over memory, and how long they take."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner_records import RATES, machine
+from small_run import REPOSITORY
+
+from dsgpt.common.errors import Problems
+from dsgpt.config.recipe import read_recipe
+from dsgpt.model.config import PRESETS
+from dsgpt.planner.hardware import find_gpu
+from dsgpt.planner.rates import at_ranks, datasheet_machine
+from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.step_order import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD, copied, passes, placed_traffic
+from dsgpt.planner.step_time import bubble_fraction, bus_rate, calls, predict_step
+from dsgpt.planner.traffic import gathered, gathered_forward, step_traffic
+from dsgpt.planner.work import (
+    Work,
+    block_backward,
+    block_forward,
+    gradient_bytes,
+    head_and_loss,
+    low_arithmetic_bytes,
+    optimizer_bytes,
+)
+
+# The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
+
+
+RECIPES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "sequence", "pipeline", "3d")
+
+
+def setup_of(
+    recipe: str, *, run_type: str = "optimized", ranks: int = 8, batches: int = 3, again: bool = False
+) -> Setup:
+    problems = Problems()
+    read = read_recipe(REPOSITORY / "ds_configs" / f"{recipe}.json", problems)
+    assert read is not None
+    return Setup(
+        run_type=run_type,
+        model=PRESETS["small"],
+        recipe=read,
+        world_size=ranks,
+        precision="bf16",
+        micro_batch_size=2,
+        gradient_accumulation_steps=batches,
+        seq_length=1024,
+        activation_checkpointing=again,
+    )
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recipe", [*RECIPES, "ddp", "fsdp"])
+def test_places_share_out_the_traffic_of_the_step(recipe, again):
+    run_type = recipe if recipe in {"ddp", "fsdp"} else "optimized"
+    setup = setup_of("zero0" if run_type != "optimized" else recipe, run_type=run_type, again=again)
+    for rank in setup.first_ranks:
+        found = Counter[tuple[str, str, str]]()
+        for each in placed_traffic(setup, rank=rank):
+            found[each.traffic.what, each.traffic.operation, each.traffic.axis] += each.traffic.payload_bytes
+        assert found == {(t.what, t.operation, t.axis): t.payload_bytes for t in step_traffic(setup, rank=rank)}
+
+
+def places(setup: Setup, what: str, rank: int = 0) -> list[tuple[str, int | None]]:
+    return [(each.moment, each.micro_batch) for each in placed_traffic(setup, rank=rank) if each.traffic.what == what]
+
+
+def test_gradients_are_sent_where_each_strategy_sends_them():
+    assert places(setup_of("zero0", run_type="ddp"), "gradients") == [(BACKWARD, 2)]
+    assert places(setup_of("zero1"), "gradients") == [(BEFORE_STEP, None)]
+    assert places(setup_of("zero2"), "gradients") == [(BACKWARD, 0), (BACKWARD, 1), (BACKWARD, 2)]
+
+
+def test_weights_are_gathered_where_each_strategy_gathers_them():
+    each_pass = [(kind, number) for number in range(3) for kind in (FORWARD, BACKWARD)]
+    assert places(setup_of("zero0", run_type="fsdp"), "weights") == each_pass
+    assert places(setup_of("zero2"), "weights") == [(AFTER_STEP, None)]
+    assert places(setup_of("zero3"), "weights") == [*each_pass, (AFTER_STEP, None)]
+
+
+def test_zero_3_gathers_every_large_parameter_before_its_first_use():
+    setup = setup_of("zero3")
+    forward = {part.name for part in gathered_forward(setup)}
+    assert forward == {part.name for part in gathered(setup)}
+    assert len(gathered_forward(setup)) < len(gathered(setup))
+
+
+def megabytes(setup: Setup, what: str) -> tuple[int, int]:
+    """What a rank copies to its host in a step, and back."""
+    found = [each for each in copied(setup) if each.what == what]
+    out, back = (sum(each.size for each in found if each.to_device == way) for way in (False, True))
+    return round(out / 1e6), round(back / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision", "batches", "gradients"),
+    [
+        # A rank's part has 15.6 million elements, 62 MB in fp32. ZeRO-3 copies it to the host and back each time.
+        ("zero3_offload", "bf16", 1, (62 + 62, 62)),
+        ("zero3_offload", "bf16", 8, (9 * 62.24, 8 * 62.24)),
+        ("zero2_offload", "bf16", 1, (62, 0)),
+        ("zero2_offload", "fp16", 8, (62, 0)),
+        ("zero2_offload", "fp32", 1, (62, 0)),
+        # The part lies in the embedding, of 50,304 x 768 elements: 155 MB, which go out each time and come back from
+        # the second time on.
+        ("zero2_offload", "fp32", 8, (8 * 154.53 + 62.24, 7 * 154.53)),
+    ],
+)
+def test_offload_copies_gradients_as_deepspeed_does(recipe, precision, batches, gradients):
+    setup = replace(setup_of(recipe, batches=batches), precision=precision)
+    assert megabytes(setup, "gradients") == pytest.approx(gradients, abs=1)
+    own = 62 if precision == "fp32" else 31
+    if recipe == "zero2_offload":
+        assert megabytes(setup, "weights") == (0, own)
+    else:  # the weights stay in the host, and reach the device in the passes alone
+        assert {each.moment for each in copied(setup) if each.what == "weights"} == {FORWARD, BACKWARD}
+
+
+def test_fsdp_copies_what_stays_gathered_once():
+    """Blocks have 85.1 million elements, embeddings and last LayerNorm 39.4 million, of which a rank has an eighth."""
+    setup = setup_of("zero0", run_type="fsdp", batches=8)
+    offload = replace(setup.recipe.dsgpt.fsdp, cpu_offload=True)
+    setup = replace(setup, recipe=replace(setup.recipe, dsgpt=replace(setup.recipe.dsgpt, fsdp=offload)))
+    assert megabytes(setup, "weights") == (0, round((16 * 85.05 + 39.42) * 4 / 8))
+    assert megabytes(setup, "gradients") == (62, 0)
+
+
+def test_a_stage_sends_to_its_neighbours_alone():
+    setup = setup_of("pipeline", ranks=4)
+    assert {moment for moment, _ in places(setup, "activations", rank=0)} == {FORWARD}
+    assert {moment for moment, _ in places(setup, "activations", rank=2)} == {BACKWARD}
+
+
+@pytest.mark.parametrize(("stages", "batches"), [(2, 1), (2, 5), (4, 2), (4, 4), (4, 9)])
+def test_a_pipeline_runs_in_the_order_of_deepspeed(stages, batches, tmp_path):
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+
+    recipe = tmp_path / "pipeline.json"
+    text = (REPOSITORY / "ds_configs" / "pipeline.json").read_text(encoding="utf-8")
+    recipe.write_text(text.replace('"stages": 2', f'"stages": {stages}'), encoding="utf-8")
+    setup = setup_of(str(Path(recipe).with_suffix("")), ranks=stages, batches=batches)
+    for stage in range(stages):
+        done, kinds = [], {ForwardPass: FORWARD, BackwardPass: BACKWARD}
+        for commands in TrainSchedule(micro_batches=batches, stages=stages, stage_id=stage):
+            done += [kinds[type(each)] for each in commands if type(each) in kinds]
+        assert [each.kind for each in passes(setup, rank=stage)] == done
+        for kind in (FORWARD, BACKWARD):
+            own = [each.micro_batch for each in passes(setup, rank=stage) if each.kind == kind]
+            assert own == list(range(batches))
+
+
+# Bytes of a step's passes over gradients and weights, for each element, worked out by hand.
+
+
+ALONE = {"run_type": "baseline", "world_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "micro_batches", "on_cpu", "on_gpu"),
+    [
+        (ALONE, 3, 2 * 12, 2 * 12),
+        (ALONE | {"precision": "bf16"}, 3, 3 * 10, 3 * 10),
+        ({"run_type": "ddp"}, 1, 8 + 8, 0),
+        ({"run_type": "ddp", "precision": "bf16"}, 1, 10 + 4 + 8, 10),
+        ({"name": "zero0"}, 1, 3 * 8, 0),
+        ({"name": "zero0", "precision": "bf16"}, 2, 2 * 10 + 2 * 4 + 6 + 6, 2 * 10),
+        ({"name": "zero1"}, 1, 3 * 8 + 4, 8),
+        ({"name": "zero1", "world_size": 1}, 1, 8, 8),
+        ({"name": "zero1", "precision": "bf16"}, 1, 10 + 2 * 8 + 2 * 6, 10 + 4),
+        ({"name": "zero1", "precision": "bf16"}, 2, 2 * 10 + 2 * 8 + 2 * 6 + 2 * 2 + 6, 2 * 10 + 4),
+        ({"name": "sequence", "precision": "bf16"}, 1, 10 + 2 * 8 + 8, 10 + 4),
+        ({"name": "zero2", "precision": "bf16"}, 2, 2 * 10 + 2 * (2 * 4 + 10 / 2), 2 * 10 + 2 * 4),
+    ],
+)
+def test_passes_over_gradients(setup, fields, micro_batches, on_cpu, on_gpu):
+    """Two ranks. A GPU keeps what was held against published figures."""
+    found = setup(gradient_accumulation_steps=micro_batches, **fields)
+    p = total(found.held(0))
+    assert gradient_bytes(found, 0, kind="cpu") == pytest.approx(on_cpu * p)
+    assert gradient_bytes(found, 0, kind="cuda") == pytest.approx(on_gpu * p)
+
+
+@pytest.mark.parametrize(
+    ("fields", "micro_batches", "each"),
+    [
+        ({"run_type": "ddp", "precision": "bf16"}, 1, 0),
+        ({"name": "zero0"}, 1, 0),
+        ({"name": "zero0", "precision": "bf16"}, 2, 4 + 4),
+        ({"name": "zero1", "precision": "bf16"}, 2, 4),
+        ({"name": "zero1", "precision": "bf16", "world_size": 1}, 1, 0),
+        ({"name": "sequence", "precision": "bf16"}, 1, 0),
+        ({"name": "zero2", "precision": "bf16"}, 2, 2 * 4),
+        ({"name": "zero3", "precision": "bf16"}, 2, 2 * 4),
+    ],
+)
+def test_deepspeed_divides_and_searches_gradients_in_their_precision(setup, fields, micro_batches, each):
+    """On a CPU at the rate of elementwise operations. Sequence ranks divide in fp32, DDP does in every precision."""
+    found = setup(gradient_accumulation_steps=micro_batches, **fields)
+    p = total(found.held(0))
+    assert low_arithmetic_bytes(found, 0, kind="cpu") == each * p
+    assert low_arithmetic_bytes(found, 0, kind="cuda") == 0
+    slow, fast = (machine(elementwise={"bf16": rate, "fp32": rate}, memory=1e30) for rate in (1e3, 1e30))
+    seconds = [predict_step(found, other).parts.get("gradients", 0) for other in (slow, fast)]
+    assert seconds == pytest.approx([each * p / 1e3, 0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "each"), [({"run_type": "fsdp"}, 4 + 4 + 8 / 2), ({"name": "zero3"}, 4 * 4 + 12 / 2)]
+)
+def test_gathered_weights_are_copied(setup, fields, each):
+    """In fp32 and one micro batch: the own half before a gather, and both halves after it."""
+    found = setup(gradient_accumulation_steps=1, **fields)
+    gathered = next(t.payload_bytes for t in step_traffic(found) if t.operation == "all_gather")
+    expected = each * total(found.held(0)) + 2 * (gathered / 2 + gathered)
+    assert gradient_bytes(found, 0, kind="cpu") == pytest.approx(expected)
+
+
+def test_pipelines_step_in_several_operations(setup):
+    """PyTorch's AdamW reads and writes 20 numbers a weight then, instead of 7; bf16 weights are written too."""
+    fused, several = setup(precision="bf16", **ALONE), setup("pipeline", precision="bf16")
+    assert optimizer_bytes(fused, 0) == (28 + 6) * total(fused.held(0))
+    assert optimizer_bytes(several, 0) == pytest.approx((80 + 6) * total(several.held(0)))
+
+
+# The time of a step against figures worked out by hand.
+
+
+C, LAYERS, VOCABULARY, TOKENS, LENGTH = 8, 2, 64, 8, 4
+"""Of the tiny model, and of its micro batch of 2 sequences of 4 tokens."""
+STREAM = 4 * TOKENS * C
+
+
+def test_flops_of_a_micro_batch(setup):
+    """Matrices as the PaLM paper counts them, 6 for each weight that multiplies; attention only below the diagonal."""
+    tiny = setup(run_type="baseline", world_size=1)
+    forward, backward, head = block_forward(tiny), block_backward(tiny), head_and_loss(tiny, kind="cpu")
+    assert (forward.matrix_flops, backward.matrix_flops) == (24 * TOKENS * C * C, 48 * TOKENS * C * C)
+    assert (forward.attention_flops, backward.attention_flops) == (2 * TOKENS * LENGTH * C, 5 * TOKENS * LENGTH * C)
+    assert head.matrix_flops == 6 * TOKENS * VOCABULARY * C
+    assert (forward.elementwise_bytes, backward.elementwise_bytes) == (20 * STREAM, 43 * STREAM)
+    whole = LAYERS * (forward.matrix_flops + backward.matrix_flops) + head.matrix_flops
+    vectors = LAYERS * 13 * C + 2 * C  # biases and LayerNorms, which PaLM's count includes
+    attention = 12 * LAYERS * C * LENGTH
+    assert whole == TOKENS * (tiny.model.flops_per_token(LENGTH) - 6 * vectors - attention)
+
+
+def test_flops_are_split_among_tensor_and_sequence_ranks(setup):
+    whole = block_forward(setup(run_type="baseline", world_size=1))
+    by_matrix = block_forward(setup("tensor"))
+    by_position = block_forward(setup("sequence"))
+    assert by_matrix.matrix_flops == by_position.matrix_flops == whole.matrix_flops / 2
+    assert by_matrix.attention_flops == by_position.attention_flops == whole.attention_flops / 2
+    biases = 4 + 14 / 2  # added after the products of tensor ranks
+    assert by_matrix.elementwise_bytes == (10 + 10 / 2 + biases) * STREAM
+    assert block_backward(setup("tensor")).elementwise_bytes == (18 + 25 / 2) * STREAM
+    arranged = 4 * 4  # around all-to-alls of half the tokens
+    assert by_position.elementwise_bytes == (20 + arranged) * STREAM / 2
+    assert block_backward(setup("sequence")).elementwise_bytes == (43 + arranged) * STREAM / 2
+    assert (
+        head_and_loss(setup("tensor"), kind="cpu").matrix_flops == head_and_loss(setup(), kind="cpu").matrix_flops
+    )  # no rank splits the head
+
+
+def test_parts_of_a_step_take_their_flops_and_bytes_at_the_machines_rates(setup):
+    step = predict_step(setup(run_type="baseline", world_size=1), machine())
+    micro = 24 * TOKENS * C * C / 1e9 + 2 * TOKENS * LENGTH * C / 1e8 + 20 * STREAM / 1e7
+    assert step.parts["forward"] == pytest.approx(3 * (LAYERS * micro + 16 / 2 * STREAM / 1e7))
+    head = 6 * TOKENS * VOCABULARY * C / 1e9 + TOKENS * VOCABULARY / 1e6 + 4 * 4 * VOCABULARY * C / 1e7
+    assert step.parts["head and loss"] == pytest.approx(3 * head)
+    p = total(model_parameters(setup().model))
+    assert step.parts["optimizer"] == pytest.approx(28 * p / 1e12)
+    assert step.parts["norm and clipping"] == pytest.approx(12 * p / 1e12)
+    assert step.parts["gradients"] == pytest.approx(2 * 12 * p / 1e12)
+    assert "communication" not in step.parts
+    assert step.least < step.seconds < step.most
+    assert step.most == pytest.approx(2 * step.seconds)
+
+
+def test_activation_checkpointing_runs_every_block_forward_again(setup):
+    plain = predict_step(setup(run_type="ddp"), machine())
+    again = predict_step(setup(run_type="ddp", activation_checkpointing=True), machine())
+    lookups = 3 * 16 / 2 * STREAM / 1e7
+    assert again.parts["recomputation"] == pytest.approx(plain.parts["forward"] - lookups)
+    assert again.seconds == pytest.approx(plain.seconds + again.parts["recomputation"])
+
+
+def test_the_hooks_of_zero3_take_time_for_each_parameter_and_pass_on_a_cpu(setup):
+    micro_batches, parameters = 3, 12 * LAYERS + 4
+    hooks = predict_step(setup("zero3"), machine(kernel_sec=1e-3)).parts["hooks"]
+    assert hooks == pytest.approx(micro_batches * 2 * parameters * 100 * 1e-3)
+    again = predict_step(setup("zero3", activation_checkpointing=True), machine(kernel_sec=1e-3)).parts["hooks"]
+    assert again == pytest.approx(1.5 * hooks)
+    assert "hooks" not in predict_step(setup("zero2"), machine(kernel_sec=1e-3)).parts
+
+
+def test_the_hooks_of_zero3_are_a_range_on_gpus(setup):
+    """GPT-2 small at micro batch 4: 148 parameters, 2 passes, 100 operations of 4 us, which nobody measured."""
+    fields = {"model": PRESETS["small"], "world_size": 8, "precision": "bf16", "seq_length": 1024}
+    fields |= {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
+    gpu, host = datasheet_machine(find_gpu("a100-80gb")), 29_600 * 4e-6
+    step = predict_step(setup("zero3", **fields), gpu)
+    assert step.seconds > step.parts["hooks"] > 0
+    passes = sum(step.parts[name] for name in ("forward", "backward", "head and loss", "communication", "hooks"))
+    assert passes == pytest.approx(host)
+    assert step.least < 0.04 < host < step.seconds < step.most
+    assert "0.12 s for ZeRO-3's hooks (assumed)" in step.overlap
+    busy = predict_step(setup("zero3", **fields | {"micro_batch_size": 32}), gpu)
+    assert "hooks" not in busy.parts  # the GPU is the slower one
+
+
+def test_matrices_that_are_read_longer_than_multiplied(setup):
+    slow_memory = predict_step(setup(run_type="baseline", world_size=1), machine(memory=1e3))
+    fast_memory = predict_step(setup(run_type="baseline", world_size=1), machine())
+    read = 4 * 12 * C * C + 16 * STREAM
+    faster = 24 * TOKENS * C * C / 1e9
+    assert slow_memory.parts["forward"] - fast_memory.parts["forward"] == pytest.approx(
+        3 * LAYERS * (read / 1e3 - faster)
+    )
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "share"), [(1, 7, 0), (2, 3, 1 / 4), (4, 5, 3 / 8)])
+def test_the_bubble_of_a_pipeline(setup, stages, micro_batches, share):
+    assert bubble_fraction(stages, micro_batches) == share
+    if stages == 1:
+        return
+    model = replace(setup().model, n_layer=stages)
+    pipeline = {"pipeline": {"stages": stages, "partition": "type:StageBlock"}}
+    fields = {"model": model, "world_size": stages, "gradient_accumulation_steps": micro_batches}
+    no_gradients = machine(memory=1e30, bus={1: 1e30})
+    parts = predict_step(setup("pipeline", top=pipeline, **fields), no_gradients).parts
+    assert parts["bubble"] / sum(parts.values()) == pytest.approx(share)
+
+
+def test_collectives_take_their_ring_bytes_and_a_start_for_each_bucket(setup):
+    p = total(model_parameters(setup().model))
+    bytes_of_a_rank = 4 * p  # 2 (n - 1) / n of the gradients, on two ranks
+    two_buckets = {"dsgpt": {"ddp": {"bucket_cap_mb": 4 * p / 2 / 2**20}}}
+    ddp = setup(run_type="ddp", top=two_buckets)
+    assert predict_step(ddp, machine(collective_sec={2: 5.0})).parts["communication"] == pytest.approx(
+        bytes_of_a_rank / 1e6 + 2 * 5.0
+    )
+
+
+@pytest.mark.parametrize(("name", "plain", "checkpointed"), [("tensor", 4, 5), ("sequence", 8, 12)])
+def test_sums_and_all_to_alls_of_a_block_start_anew_in_recomputation(setup, name, plain, checkpointed):
+    for again, each in ((False, plain), (True, checkpointed)):
+        found = setup(name, activation_checkpointing=again)
+        traffic = next(traffic for traffic in step_traffic(found) if traffic.what == "activations")
+        assert calls(found, traffic, rank=0) == 3 * LAYERS * each
+
+
+def test_what_a_gpu_hides(setup):
+    """DDP's embedding comes last. ZeRO hides nothing without ``overlap_comm``, and a CPU hides nothing at all."""
+    p, embedding = total(model_parameters(setup().model)), VOCABULARY * C
+    slow = {"elementwise": {"fp32": 1e3, "bf16": 1e3}}  # a backward pass longer than all communication
+    ddp = predict_step(setup(run_type="ddp"), machine("cuda", **slow))
+    assert ddp.parts["communication"] == pytest.approx(4 * p / 1e6 * embedding / p)
+    assert ddp.hidden == pytest.approx(4 * p / 1e6 * (1 - embedding / p))
+    assert predict_step(setup(run_type="ddp"), machine(**slow)).hidden == 0
+    assert predict_step(setup("zero2"), machine("cuda", **slow)).hidden == 0
+    overlapping = predict_step(setup("zero2", zero={"overlap_comm": True}), machine("cuda", **slow))
+    assert overlapping.hidden > 0
+    assert "overlap_comm" in overlapping.overlap
+
+
+def test_offload_moves_gradients_and_weights_over_the_hosts_link(setup):
+    p = total(model_parameters(setup().model))
+    parts = predict_step(setup("zero2_offload"), machine()).parts
+    touched = (512 + 128 + 192 + 64 + 256) + (4 * 8 + 24 + 8 + 32 + 8 + 8)  # whole parameters in a rank's half
+    assert parts["offload"] == pytest.approx(4 * (3 * touched + 2 * touched + p / 2 + p / 2) / 1e4, rel=0.01)
+    assert parts["optimizer"] == pytest.approx(28 * p / 2 / 1e3, rel=0.01)
+
+
+def test_matrices_of_a_micro_batch_take_the_rate_of_its_rows_and_of_a_ranks_share_of_the_width(setup):
+    """A micro batch of 2 sequences of 4 tokens, of which a sequence rank has half; 4 tensor ranks halve a square."""
+    by_rows = {name: {1: {4: 1e9, 8: 2e9, 16: 4e9}} for name in ("fp32", "bf16")}
+    by_width = {name: {4: {1: 1e9}, 8: {1: 2e9}} for name in ("fp32", "bf16")}
+    flops = Work(matrix_flops=1e9)
+
+    def seconds(rates: dict, **fields) -> float:
+        return flops.seconds(machine(matrix=rates).rates, setup(**fields))
+
+    assert seconds(by_rows, run_type="baseline", world_size=1) == pytest.approx(1 / 2)
+    assert seconds(by_rows, run_type="baseline", world_size=1, micro_batch_size=4) == pytest.approx(1 / 4)
+    assert seconds(by_rows, name="sequence") == pytest.approx(1)
+    four = {"tensor_parallel": {"autotp_size": 4}}
+    wide = replace(setup().model, n_head=4)
+    assert seconds(by_width, name="tensor", model=wide, world_size=4, top=four) == pytest.approx(1)
+    assert seconds(by_width, name="zero1") == pytest.approx(1 / 2)
+
+
+def test_collectives_take_the_time_of_their_operation_and_of_the_numbers_they_sum(setup):
+    """DDP sums gradients in fp32, ZeRO in the precision of the activations; FSDP gathers and scatters."""
+    slowness = {
+        "all_reduce": {"fp32": 1, "bf16": 3},
+        "reduce_scatter": {"fp32": 5, "bf16": 7},
+        "all_gather": {"fp32": 11},
+    }
+    slow = machine(slowness=slowness)
+
+    def sent(**fields) -> tuple[float, dict[str, int]]:
+        found = setup(**fields)
+        ring = {traffic.operation: traffic.ring_bytes for traffic in step_traffic(found)}
+        return 1e6 * predict_step(found, slow).parts["communication"], ring
+
+    seconds, ring = sent(run_type="ddp", precision="bf16")
+    assert seconds == pytest.approx(ring["all_reduce"])
+    seconds, ring = sent(name="zero0", precision="bf16")
+    assert seconds == pytest.approx(3 * ring["all_reduce"])
+    seconds, ring = sent(name="zero2", precision="bf16")
+    assert seconds == pytest.approx(3 * ring["all_reduce"] + 11 * ring["all_gather"])
+    seconds, ring = sent(run_type="fsdp", precision="bf16")
+    assert seconds == pytest.approx(5 * ring["reduce_scatter"] + 11 * ring["all_gather"])
+    seconds, ring = sent(name="zero3", precision="bf16")
+    assert seconds == pytest.approx(7 * ring["reduce_scatter"] + 11 * ring["all_gather"])
+
+
+@pytest.mark.parametrize(
+    ("world", "devices", "rate"),
+    [
+        (8, 8, 1e6),
+        (16, 8, 1e5),  # every ring passes the network once
+        (16, 16, 1e6),
+    ],
+)
+def test_rings_over_several_machines_pass_their_network(setup, world, devices, rate):
+    ddp = setup(run_type="ddp", world_size=world)
+    assert bus_rate(ddp, RATES, step_traffic(ddp)[0], devices=devices) == rate
+
+
+def test_tensor_peers_share_a_machine_and_their_data_peers_share_its_network(setup):
+    both = setup("tensor", world_size=16)
+    among = {traffic.axis: bus_rate(both, RATES, traffic, devices=8) for traffic in step_traffic(both)}
+    assert among == {"tensor": 1e6, "data": 1e5 / 2}
+
+
+def test_peers_that_do_not_fill_machines_and_stages_on_two_machines_pass_their_network(setup):
+    """Three peers of 8 GPUs a machine: ranks 6, 7 and 8. Four stages of 4 ranks: the second and the third, 7 and 8."""
+    model = replace(setup().model, n_head=3, n_embd=12)
+    odd = setup("tensor", world_size=24, model=model, top={"tensor_parallel": {"autotp_size": 3}})
+    rates = {bus_rate(odd, RATES, traffic, devices=8) for traffic in step_traffic(odd) if traffic.axis == "tensor"}
+    assert rates == {1e5}
+    model = replace(setup().model, n_layer=4)
+    stages = {"stages": 4, "partition": "uniform"}
+    deep = setup("pipeline", world_size=16, model=model, top={"pipeline": stages})
+    rates = {bus_rate(deep, RATES, traffic, devices=8) for traffic in step_traffic(deep) if traffic.axis == "pipeline"}
+    assert rates == {1e5 / 4}
+
+
+def test_the_heads_gradient_is_added_up_over_chunks(setup):
+    """32 Mi logits a chunk on a CPU: 4 chunks for these 2,400 tokens. In bf16 each is added to a sum in fp32."""
+    vocabulary = 50_257
+    model = replace(setup().model, vocab_size=vocabulary, block_size=1200)
+    fields = {"model": model, "seq_length": 1200, "run_type": "baseline", "world_size": 1}
+    low = head_and_loss(setup(precision="bf16", **fields), kind="cpu").elementwise_bytes
+    assert low == model.padded_vocab_size * C * (4 * (2 + 2 + 8) + 6 + 4 * 2)
+    assert head_and_loss(setup(**fields), kind="cpu").elementwise_bytes == model.padded_vocab_size * C * 16
+    one_chunk = head_and_loss(setup(precision="bf16", **fields), kind="cuda").elementwise_bytes
+    assert one_chunk == model.padded_vocab_size * C * 8
+
+
+def test_rates_between_measured_widths_rows_and_ranks():
+    rates = replace(RATES, matrix={"fp32": {100: {16: 1e9, 64: 2e9}, 400: {16: 4e9, 64: 8e9}}})
+    assert rates.matrix_at("fp32", width=200, rows=16) == pytest.approx(2e9)
+    assert rates.matrix_at("fp32", width=100, rows=32) == pytest.approx(2**0.5 * 1e9)
+    assert rates.matrix_at("fp32", width=1, rows=1) == 1e9
+    assert rates.matrix_at("fp32", width=10_000, rows=10_000) == 8e9
+    assert [at_ranks({2: 20.0, 8: 80.0}, ranks) for ranks in (1, 2, 3, 16)] == [20.0, 20.0, 80.0, 80.0]
+
+
+def test_a_datasheet_gives_an_assumed_range_around_a_share_of_its_peaks(setup):
+    gpu = datasheet_machine(find_gpu("h100-80gb"))
+    assert gpu.assumed
+    assert (
+        gpu.slowest.matrix["bf16"][1][1] < gpu.rates.matrix["bf16"][1][1] < gpu.fastest.matrix["bf16"][1][1] < 989.4e12
+    )
+    step = predict_step(setup(run_type="ddp", model=PRESETS["small"], seq_length=1024, precision="bf16"), gpu)
+    assert step.assumed
+    assert step.least < step.seconds < step.most

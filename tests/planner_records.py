@@ -1,0 +1,74 @@
+"""A calibration with made-up rates, and a machine with round ones."""
+
+from dataclasses import replace
+
+from dsgpt.planner.rates import Machine, Rates
+
+# The record of a calibration of two devices, with made-up rates.
+
+
+BUS = {"all_reduce": {"fp32": 1e9, "bf16": 5e8}, "all_gather": {"fp32": 4e9}}
+RECORD = {
+    "schema_version": "2.0",
+    "timestamp_utc": "2026-11-22T18:00:00+00:00",
+    "machine": "Some Processor, 2 devices of 1 core",
+    "hardware": {"device": "cpu"},
+    "env": {},
+    "threads_per_device": 1,
+    "memory_bytes_per_device": 8_000_000_000,
+    "host_bytes_per_device": 8_000_000_000,
+    "seconds": 60.0,
+    "disk_bytes_per_sec": 1e9,
+    "ceilings": [
+        {
+            "devices": devices,
+            "matrix_flops_per_sec": {"fp32": {"128": {"256": 1e11}, "768": {"256": 2e11 / devices, "1024": 4e11}}},
+            "attention_flops_per_sec": {"fp32": {"64": {"128": 1e10, "512": 2e10}}},
+            "elementwise_bytes_per_sec": {"fp32": 5e9},
+            "logits_per_sec": {"fp32": 1e9},
+            "triad_bytes_per_sec": 1e10,
+            "operation_sec": 1e-6,
+            "bus_bytes_per_sec": None if devices == 1 else BUS,
+            "all_reduce_sec": None if devices == 1 else 1e-4,
+            "host_link_bytes_per_sec": 5e9,
+        }
+        for devices in (1, 2)
+    ],
+}
+
+
+# A machine whose rates are round numbers, so that a test can work out times by hand.
+
+
+RATES = Rates(
+    matrix={"fp32": {1: {1: 1e9}}, "bf16": {1: {1: 4e9}}},
+    attention={"fp32": {1: {1: 1e8}}, "bf16": {1: {1: 1e8}}},
+    elementwise={"fp32": 1e7, "bf16": 1e7},
+    logits={"fp32": 1e6, "bf16": 1e6},
+    memory=1e12,
+    kernel_sec=0.0,
+    bus={1: 1e6},
+    collective_sec={1: 0.0},
+    network=1e5,
+    host_link=1e4,
+    host_memory=1e3,
+    disk=1e6,
+)
+
+
+def machine(kind: str = "cpu", *, devices: int = 8, **changes: object) -> Machine:
+    """The machine, with other rates where ``changes`` names them."""
+    rates = replace(RATES, **changes)
+    return Machine(
+        name="round",
+        kind=kind,
+        devices=devices,
+        memory_bytes=10**9,
+        host_bytes=10**9,
+        precisions=("fp32", "bf16"),
+        rates=rates,
+        slowest=rates.scaled(compute=2, communication=2),
+        fastest=rates.scaled(compute=0.5, communication=0.5),
+        assumed=False,
+        basis="round numbers",
+    )

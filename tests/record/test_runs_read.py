@@ -1,0 +1,330 @@
+"""Reading a run: both generations, missing pieces, broken files, and the segments of a resumed one."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from chart_records import flat_record, record, step_lines, without, write_run
+from messages import without_paths
+
+from dsgpt.charts.comparison import comparison_markdown, console_summary
+from dsgpt.charts.plots import _warnings
+from dsgpt.common.errors import UserError
+from dsgpt.record.equal_work import judge, machine_line, machine_stamps, segment_stamps, setup_stamps
+from dsgpt.record.runs import Run, read_run, smoothed
+from dsgpt.record.work import Segment, over_time
+
+# Reading a run: both generations, missing pieces, broken files.
+
+
+def test_a_complete_record_is_read(tmp_path):
+    run = read_run(write_run(tmp_path, record(), lines=step_lines()), name="a")
+    assert (run.schema, run.status, run.machine) == ("2.1", "completed", "Fixture CPU, 2 cores")
+    assert run.devices == "1 CPU device of 1 thread"
+    assert (run.train_time, run.tokens_per_sec) == (100.0, 102.4)
+    assert (run.final_train_loss, run.best_train_loss, run.final_val_loss, run.best_val_loss) == (3.5, 3.5, 3.25, 3.25)
+    assert (run.inference_latency, run.inference_tokens_per_sec, run.new_tokens) == (0.5, 32.0, 16)
+    assert (run.host_memory, run.gpu_memory) == (2**30, None)
+    assert len(run.train_curve.points) == 40
+    assert [point.step for point in run.val_curve.points] == [10, 20, 30, 40]
+    assert run.val_curve.points[-1].time == 100.0
+    assert run.notes == ()
+
+
+def test_a_run_can_be_read_by_its_folder(tmp_path):
+    path = write_run(tmp_path, record())
+    assert read_run(tmp_path, name="a") == read_run(path, name="a")
+
+
+def test_without_step_log_epochs_end_at_their_steps_and_times(tmp_path):
+    curve = read_run(write_run(tmp_path, record()), name="a").val_curve
+    assert curve.per_epoch
+    assert [tuple(point) for point in curve.points] == [(4.0, 20.0, 50.0, 1, 5120.0), (3.25, 40.0, 100.0, 2, 10240.0)]
+
+
+def test_the_flat_generation_is_read_without_inventing_steps(tmp_path):
+    run = read_run(write_run(tmp_path, flat_record()), name="old")
+    assert (run.train_time, run.tokens_per_sec, run.final_val_loss, run.inference_latency) == (100.0, 1000.0, 3.25, 2.0)
+    assert run.new_tokens == 100  # what the flat key means
+    assert [tuple(point[:4]) for point in run.train_curve.points] == [(4.5, None, 60.0, 1), (3.5, None, 100.0, 2)]
+    assert set(run.work.values()) == {None}
+    assert run.status is None and run.machine is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "expected"),
+    [
+        ("train_throughput", [500.0, 1000.0], "tokens_per_sec", (500 * 60 + 1000 * 40) / 100),
+        ("train_throughput", [500.0], "tokens_per_sec", 500.0),
+        ("train_throughput", [], "tokens_per_sec", None),
+        ("inference_latency", [1.0, None, 3.0], "inference_latency", 2.0),
+        ("inference_throughput", 25, "inference_tokens_per_sec", 25.0),
+        ("train_time_per_epoch", [60.0, None], "train_time", None),
+        ("train_time_per_epoch", 60.0, "train_time", None),  # of one epoch or of both: unknown
+        ("val_loss_per_epoch", 3.0, "final_val_loss", 3.0),
+        ("val_loss_per_epoch", [3.0, None], "final_val_loss", None),
+        ("val_loss_per_epoch", [3.0, None], "best_val_loss", 3.0),
+        ("train_loss_per_epoch", None, "final_train_loss", None),
+        ("train_loss_per_epoch", "high", "final_train_loss", None),
+        ("train_throughput", True, "tokens_per_sec", None),
+        ("train_throughput", -5, "tokens_per_sec", None),
+    ],
+)
+def test_a_flat_key_may_hold_a_list_a_number_or_nothing(tmp_path, key, value, field, expected):
+    run = read_run(write_run(tmp_path, flat_record(**{key: value})), name="old")
+    assert getattr(run, field) == expected
+
+
+def test_one_number_is_the_whole_time_of_one_epoch(tmp_path):
+    values = flat_record(train_time_per_epoch=60.0, train_loss_per_epoch=4.0, val_loss_per_epoch=4.0)
+    run = read_run(write_run(tmp_path, values), name="old")
+    assert run.train_time == 60.0
+    assert [tuple(point[:4]) for point in run.train_curve.points] == [(4.0, None, 60.0, 1)]
+
+
+@pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
+def test_what_is_not_finite_becomes_unknown_and_is_noted(tmp_path, token):
+    path = write_run(tmp_path, record())
+    path.write_text(path.read_text().replace('"final_val_loss": 3.25', f'"final_val_loss": {token}'))
+    run = read_run(path, name="a")
+    assert run.final_val_loss == 3.25  # the last epoch's, from epochs[]
+    assert "not finite" in run.notes[0]
+
+
+@pytest.mark.parametrize("section", ["hardware", "data", "training_config", "epochs", "summary", "inference"])
+@pytest.mark.parametrize("instead", [None, [], "text", 3])
+def test_any_section_may_be_missing_or_of_the_wrong_type(tmp_path, section, instead):
+    values = record(**{section: instead}) if instead is not None else without(record(), section)
+    assert read_run(write_run(tmp_path, values), name="a").name == "a"
+
+
+def test_a_change_of_strategy_is_noted(tmp_path, snapshot):
+    moved = {"step": 200, "name": "executed by", "before": "zero2 on 4 ranks", "after": "ddp on 2 ranks"}
+    values = record(changed_at_resume=[{"step": 100, "name": "optimizer", "before": {}, "after": {}}, moved])
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert run.notes == snapshot
+
+
+def test_a_change_of_the_validation_set_is_noted(tmp_path, snapshot):
+    """Until the new set is measured, the losses of the old set are not taken for it."""
+    changes = [
+        {"step": 20, "name": name, "before": 1, "after": 2} for name in ("validation data", "validation windows")
+    ]
+    values = record(changed_at_resume=changes, summary__final_val_loss=None, summary__best_val_loss=None)
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert run.notes == snapshot
+    assert (run.final_val_loss, run.best_val_loss) == (None, None)
+
+
+def test_an_incomplete_last_line_is_ignored_without_a_note(tmp_path):
+    path = write_run(tmp_path, record(), lines=step_lines(steps=5, every=5))
+    log = path.with_name("metrics.jsonl")
+    log.write_bytes(log.read_bytes() + b'{"step": 6, "loss": 3.\xe2')
+    run = read_run(path, name="a")
+    assert [point.step for point in run.train_curve.points] == [1, 2, 3, 4, 5]
+    assert run.notes == ()
+
+
+def test_a_broken_line_in_the_middle_is_skipped_and_noted(tmp_path):
+    path = write_run(tmp_path, record())
+    lines = ['{"step": 1, "loss": 5.0}', '{"step": 2, "lo', '{"step": 3, "loss": NaN}', '{"step": 4, "loss": 4.0}', ""]
+    path.with_name("metrics.jsonl").write_text("\n".join(lines))
+    run = read_run(path, name="a")
+    assert run.train_curve.at_steps() == {1: 5.0, 4: 4.0}
+    assert len(run.notes) == 1 and "line 2 is broken" in run.notes[0] and "1 more" in run.notes[0]
+
+
+def test_a_step_written_twice_counts_once_as_last_written(tmp_path):
+    lines = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}, {"step": 2, "loss": 3.0}]
+    run = read_run(write_run(tmp_path, record(), lines=lines), name="a")
+    assert run.train_curve.at_steps() == {1: 5.0, 2: 3.0}
+
+
+def test_an_empty_step_log_falls_back_to_epochs(tmp_path):
+    run = read_run(write_run(tmp_path, record(), lines=[]), name="a")
+    assert run.train_curve.per_epoch and len(run.train_curve.points) == 2
+
+
+def test_smoothing_is_a_trailing_mean():
+    assert smoothed([4.0, 2.0, 0.0, 2.0], window=2) == [4.0, 3.0, 1.0, 1.0]
+    assert smoothed([4.0, 2.0], window=1) == [4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not JSON"),
+        ('{"summary": ', "not JSON"),
+        ("[1, 2]", "a JSON list, not an object"),
+        ('{"weights": 1}', "none of a training record's keys"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_file_that_is_not_a_record_is_an_error_of_one_line(tmp_path, text, reason):
+    path = tmp_path / "training_metrics.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_run(path, name="a")
+    (problem,) = caught.value.problems
+    assert str(path) in problem and reason in problem and "\n" not in problem
+
+
+def test_a_run_without_its_first_record_is_refused(tmp_path, snapshot):
+    (tmp_path / "metrics.jsonl").write_text("")
+    for path in (tmp_path, tmp_path / "training_metrics.json"):
+        with pytest.raises(UserError) as caught:
+            read_run(path, name="a")
+        assert without_paths(str(caught.value), tmp_path) == snapshot(name="by folder and by file")
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path):
+    path = tmp_path / "training_metrics.json"
+    path.write_bytes(b"\x80\x81\xff" * 9)
+    with pytest.raises(UserError, match="not a text file"):
+        read_run(path, name="a")
+
+
+def test_the_visible_gpus_do_not_make_another_machine(tmp_path):
+    values = record(hardware__device="cuda", hardware__gpu_name="NVIDIA T4", hardware__world_size=4)
+    four = read_run(
+        write_run(tmp_path / "4", values | {"hardware": values["hardware"] | {"gpu_count_visible": 4}}), name="4"
+    )
+    one = read_run(write_run(tmp_path / "1", json.loads(json.dumps(values))), name="1")
+    assert four.machine == one.machine == "NVIDIA T4; Fixture CPU, 2 cores"
+    assert four.devices == "4 GPUs"
+
+
+# Runs of several processes: which differences between them are shown, and where.
+
+
+OTHER_CPU = {"cpu_name": "Other CPU"}
+TWO_RANKS = {"world_size": 2}
+TWO_THREADS = {"threads_per_device": 2}
+
+
+def segment(first_step: int, last_step: int, **changes: Any) -> dict[str, Any]:
+    """A segment on the fixture's machine; ``hardware`` and ``env`` among ``changes`` are laid over its own."""
+    hardware = record()["hardware"] | changes.pop("hardware", {})
+    env = {"python_version": "3.11.7", "torch_version": "2.13.0"} | changes.pop("env", {})
+    return {
+        "first_step": first_step, "last_step": last_step, "host": "fixture-host", "hardware": hardware, "env": env,
+        "strategy": "zero1", "micro_batch_size_per_gpu": 8, "grad_accum_steps": 1, "compile": False,
+        "activation_checkpointing": False, "quantized_weights": False, "quantized_gradients": False,
+        "git_commit": "c" * 40, "train_time_sec": 40.0, "mean_tokens_per_sec_global": 128.0,
+        "max_cuda_mem_allocated_bytes_rank0": None, "peak_rss_bytes_rank0": 2**30,
+    } | changes  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path):
+    """A run of 40 steps, the first 30 of them as the program's defaults and the others with ``changes``."""
+
+    def read_segments(name: str = "b", *, first: dict[str, Any] | None = None, **changes: Any) -> Run:
+        segments = [first or segment(1, 30), segment(31, 40, **changes)]
+        values = record(segments=segments, resumed_from="step-00000030", changed_at_resume=[])
+        return read_run(write_run(tmp_path / name, values, lines=step_lines()), name=name)
+
+    return read_segments
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hardware": TWO_THREADS},
+        {"hardware": TWO_RANKS},
+        {"strategy": "zero2"},
+        {"compile": True},
+        {"activation_checkpointing": True},
+        {"micro_batch_size_per_gpu": 4},
+        {"env": {"torch_version": "2.14.0"}},
+    ],
+    ids=str,
+)
+def test_a_setup_that_changed_is_stamped(read, snapshot, changes):
+    assert setup_stamps([read(**changes)]) == snapshot
+
+
+def test_a_resume_that_changed_nothing_is_not_stamped(read):
+    run = read()
+    assert setup_stamps([run]) == []
+    assert (run.machine, run.devices, run.strategy) == ("Fixture CPU, 2 cores", "1 CPU device of 1 thread", "zero1")
+
+
+def test_hardware_of_every_segment_counts(read, tmp_path, snapshot):
+    """The hardware of the last segment alone is the same as the other run's."""
+    moved = read(first=segment(1, 30, hardware=OTHER_CPU))
+    plain = read_run(write_run(tmp_path / "a", record()), name="a")
+    assert [machine_stamps([moved]), machine_stamps([plain, moved])] == snapshot
+    assert machine_line([plain, moved]).startswith("several machines or devices.")
+
+
+def test_other_host_launcher_and_code_are_notes(read, snapshot):
+    run = read(
+        host="next",
+        hardware={"launcher": "torchrun"},
+        git_commit="d" * 40,
+        first=segment(1, 30, hardware={"launcher": "deepspeed"}),
+    )
+    assert setup_stamps([run]) == []
+    assert run.notes[1:] == snapshot
+
+
+def test_segments_without_a_step_are_ignored(tmp_path):
+    values = record(segments=[segment(1, 40), segment(41, 40, strategy="ddp", hardware=OTHER_CPU)])
+    run = read_run(write_run(tmp_path, values), name="a")
+    assert (setup_stamps([run]), run.strategy) == ([], "zero1")
+
+
+def test_a_value_per_segment_in_words():
+    segments = [Segment(1, 10), Segment(11, 20), Segment(21, 40)]
+    assert over_time(segments, ["a", "a", "a"]) == "a"
+    assert over_time(segments, ["a", "a", "b"]) == "a to step 20, b from step 21"
+    assert over_time(segments, ["a", None, "b"]) == "a to step 10, not recorded to step 20, b from step 21"
+    assert over_time(segments, [None, None, None]) is None
+
+
+def test_steps_without_a_record_are_stamped(tmp_path):
+    """In a run resumed from a checkpoint of a version without segments, and in a record of such a version."""
+    for name, values in {
+        "gap": record(segments=[segment(31, 40)], resumed_from="step-00000030"),
+        "old": record(resumed_from="step-00000030"),
+    }.items():
+        run = read_run(write_run(tmp_path / name, values), name=name)
+        assert segment_stamps([run]) == [f"NOT RECORDED: how {name} executed its steps 1 to 30"]
+        assert run.machine == "not recorded to step 30, Fixture CPU, 2 cores from step 31"
+        assert machine_stamps([run]) == []
+
+
+def test_the_peak_memory_of_the_last_process_alone_is_unknown(tmp_path):
+    run = read_run(write_run(tmp_path, record(resumed_from="step-00000030")), name="old")
+    assert run.host_memory is None
+    assert "peak memory was recorded of the last process alone: treated as unknown" in run.notes
+    assert read_run(write_run(tmp_path, record()), name="old").host_memory == 2**30
+
+
+def test_zero_plus_plus_for_some_of_the_steps_is_another_training(read, snapshot):
+    plain, mixed = read("a"), read("b", first=segment(1, 30, quantized_weights=True))
+    assert judge([plain, mixed]).line() == snapshot
+    twice = copy.deepcopy(mixed)
+    assert judge([mixed, twice]).answer == "yes"
+
+
+def test_the_stamps_are_on_page_console_and_pictures(read, tmp_path):
+    run = read(strategy="zero2", train_time_sec=60.0, peak_rss_bytes_rank0=2**29)
+    stamp = "SEGMENTS DIFFER: b: strategy zero1 to step 30, zero2 from step 31"
+    assert stamp in console_summary([run])
+    assert stamp in _warnings([run])
+    text = comparison_markdown([run])
+    assert f"**{stamp}**" in text
+    assert "| b | 1 to 30 | zero1 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 40.0 | 128 | 1.07 |" in text
+    assert "| b | 31 to 40 | zero2 | 1 CPU device of 1 thread | Fixture CPU, 2 cores | 60.0 | 128 | 0.54 |" in text
+    assert "## Segments" not in comparison_markdown([read_run(write_run(tmp_path / "one", record()), name="one")])
+
+
+@pytest.mark.parametrize(
+    "segments", [None, [], "text", [3], [{}], [{"first_step": "1", "last_step": []}], [{"hardware": 3}]]
+)
+def test_invalid_segments_are_ignored(tmp_path, segments):
+    run = read_run(write_run(tmp_path, record(segments=segments)), name="a")
+    assert run.machine == "Fixture CPU, 2 cores"

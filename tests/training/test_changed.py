@@ -1,0 +1,422 @@
+"""A resume with changed settings, data, or validation set."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from messages import without_paths
+from run_folders import Killed, checkpoints, errors, record, resume
+from small_run import RECIPE, TOKENS, command_line, random_ids, write_data, write_recipe, write_tokenizer, write_tokens
+
+from dsgpt.checkpoints import store
+from dsgpt.checkpoints.manifest import Change, parse_manifest, read_run_state
+from dsgpt.checkpoints.selection import find_checkpoint
+from dsgpt.common.errors import UserError
+from dsgpt.data import token_file as sidecars
+from dsgpt.data.token_file import TokenFile
+from dsgpt.record.equal_work import judge
+from dsgpt.record.runs import read_run
+from dsgpt.training.command import train as train_here
+from dsgpt.training.journal import Journal
+from dsgpt.training.run_description import CHANGEABLE, CHANGES_KEY
+
+# What a resume may change, and what only with `--allow_changed`.
+
+
+@pytest.fixture
+def faster(tmp_path):
+    """The recipe with three times the learning rate and other betas."""
+    params = RECIPE["optimizer"]["params"] | {"lr": 0.003, "betas": [0.8, 0.9]}
+    return write_recipe(tmp_path / "faster.json", optimizer={"type": "AdamW", "params": params})
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def compared(finished_run, run_dir):
+    """How the charts judge the finished run and one that was resumed."""
+    return judge([read_run(finished_run / "run", name="whole"), read_run(run_dir, name="resumed")])
+
+
+def test_the_split_of_the_batch_may_change(stopped, finished_run):
+    assert resume(stopped, finished_run, micro_batch_size_per_gpu=2) == 0
+    expected, found = losses(finished_run / "run"), losses(stopped)
+    assert found.keys() == expected.keys()
+    assert all(abs(found[step] - expected[step]) <= 2e-4 for step in expected)
+    assert record(stopped)[CHANGES_KEY] == []
+    assert compared(finished_run, stopped).line() == "same work: yes"
+
+
+def test_a_changed_recipe_is_refused_and_the_error_names_the_flag(stopped, finished_run, faster, capsys, snapshot):
+    assert resume(stopped, finished_run, deepspeed_config=faster) == 2
+    (line,) = errors(capsys)
+    assert without_paths(line, stopped) == snapshot
+
+
+def test_an_allowed_change_of_the_recipe_takes_effect_and_is_recorded(stopped, finished_run, faster, capsys):
+    assert resume(stopped, finished_run, deepspeed_config=faster, allow_changed="data,recipe") == 0
+    assert "--allow_changed: optimizer was {'lr': 0.001, " in capsys.readouterr().out
+    (change,) = record(stopped)[CHANGES_KEY]
+    assert (change["step"], change["name"]) == (9, "optimizer")
+    assert (change["before"]["lr"], change["after"]["lr"]) == (0.001, 0.003)
+    assert change["after"]["betas"] == [0.8, 0.9]
+    rates = [json.loads(line).get("lr") for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+    before, after = (next(rate for rate in order if rate is not None) for order in (rates[::-1], rates[1:]))
+    assert before != after
+    state = read_run_state(stopped / "step-00000012")
+    assert state.changes == [Change(**change)]
+    facts = {difference.fact for difference in compared(finished_run, stopped).differences}
+    assert "changed at resume optimizer after step 9" in facts
+
+
+def test_a_change_stays_in_the_record_after_another_resume(stopped, finished_run, faster):
+    changed = {"deepspeed_config": faster, "allow_changed": "recipe"}
+    assert resume(stopped, finished_run, **changed) == 0
+    (stopped / "RUN_COMPLETE.txt").unlink()
+    (change,) = record(stopped)[CHANGES_KEY]
+    assert resume(stopped, finished_run, deepspeed_config=faster) == 0
+    assert record(stopped)[CHANGES_KEY] == [change]
+
+
+def test_other_data_needs_allow_changed_data(stopped, finished_run, tmp_path, capsys):
+    other = write_tokens(tmp_path / "other.bin", random_ids(TOKENS, seed=9))
+    assert resume(stopped, finished_run, train_data_path=other, allow_changed="recipe") == 2
+    assert "add --allow_changed data" in errors(capsys)[0]
+    assert resume(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
+    assert [change["name"] for change in record(stopped)[CHANGES_KEY]] == ["train data"]
+
+
+def test_a_change_that_was_reverted_counts(stopped, finished_run, tmp_path):
+    """The record then has the recipe of a run that was never changed, but the weights were trained with both."""
+    params = RECIPE["optimizer"]["params"] | {"betas": [0.8, 0.9]}
+    other = write_recipe(tmp_path / "other.json", optimizer={"type": "AdamW", "params": params})
+    changed = {"max_train_steps": 12, "allow_changed": "recipe"}
+    assert resume(stopped, finished_run, deepspeed_config=other, **changed) == 0
+    assert resume(stopped, finished_run, max_train_steps=13, allow_changed="recipe") == 0
+    verdict = compared(finished_run, stopped)
+    assert verdict.mark == "NOT EQUAL WORK"  # one step more
+    assert {difference.fact for difference in verdict.differences} >= {
+        "changed at resume optimizer after step 9",
+        "changed at resume optimizer after step 12",
+    }
+
+
+def test_data_of_another_length_keeps_the_sums(stopped, finished_run, tmp_path):
+    """Epochs of 5 steps before, of 7 afterwards: every step belongs to one record of an epoch."""
+    other = write_tokens(tmp_path / "other.bin", random_ids(7 * 8 * 16 + 1, seed=9))
+    assert resume(stopped, finished_run, train_data_path=other, allow_changed="data") == 0
+    found = record(stopped)
+    assert sum(epoch["steps"] for epoch in found["epochs"]) == found["summary"]["optimizer_steps"] == 12
+
+
+def test_a_finished_run_may_be_made_longer(copied_run, finished_run, capsys):
+    assert resume(copied_run, finished_run, max_train_steps=15) == 2
+    assert "total steps is 15 but the finished run" in errors(capsys)[0]
+    assert resume(copied_run, finished_run, max_train_steps=15, allow_changed="recipe") == 0
+    assert record(copied_run)["summary"]["optimizer_steps"] == 15
+    assert sorted(losses(copied_run)) == list(range(1, 16))
+    assert record(copied_run)["status"] == "completed"
+
+
+def test_a_run_cannot_end_before_its_checkpoint(stopped, finished_run, capsys, snapshot):
+    assert resume(stopped, finished_run, max_train_steps=7, allow_changed="recipe") == 2
+    assert without_paths(errors(capsys)[0], stopped) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"seed": 7}, "seed"),
+        ({"seq_length": 8, "global_batch_size": 16}, "sequence length"),
+        ({"global_batch_size": 4}, "global batch"),
+        ({"dropout": 0.1}, "model"),
+        ({"precision": "bf16"}, "precision"),
+    ],
+)
+def test_some_things_never_change(stopped, finished_run, capsys, changes, name):
+    assert resume(stopped, finished_run, allow_changed="data,recipe", **changes) == 2
+    assert any(line.startswith(f"error: --resume: {name} is ") for line in errors(capsys))
+    assert not any(name in names for names in CHANGEABLE.values())
+
+
+def test_adams_implementation_may_change(stopped, finished_run, tmp_path):
+    """A machine without a compiler uses PyTorch's Adam instead of DeepSpeed's CPU Adam."""
+    params = RECIPE["optimizer"]["params"] | {"torch_adam": True}
+    recipe = write_recipe(tmp_path / "torch.json", optimizer={"type": "AdamW", "params": params})
+    assert resume(stopped, finished_run, deepspeed_config=recipe) == 0
+
+
+# Data that changed on disk, was copied, or came without its tokenizer: noticed at the start, before any work.
+
+
+CHANGED = "train.bin changed on disk since it was prepared (or was copied)"
+
+
+@pytest.fixture
+def here(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run's data and recipe, with the times of the files, as ``cp -a`` makes it."""
+    return shutil.copytree(finished_run, tmp_path / "here", ignore=shutil.ignore_patterns("run"))
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are hashed during the test."""
+    names, hash_file = [], TokenFile.computed_sha256
+
+    def note(self: TokenFile, *args: Any) -> str:
+        names.append(self.path.name)
+        return hash_file(self, *args)
+
+    monkeypatch.setattr(TokenFile, "computed_sha256", note)
+    return names
+
+
+def shuffle(path: Path, *, quietly: bool = False) -> None:
+    """Shuffle a file in place; with ``quietly``, set its modification time back."""
+    before = path.stat()
+    ids = np.random.default_rng(7).permutation(np.fromfile(path, dtype="<u2"))
+    with path.open("r+b") as file:
+        file.write(ids.tobytes())
+    if quietly:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def sidecar(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The contents of ``train.json``, after ``changes`` to it; ``...`` removes a key."""
+    path = folder / "train.json"
+    values = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
+    if changes:
+        path.write_text(json.dumps(values))
+    return values
+
+
+def test_data_as_it_was_prepared_is_not_hashed_again(here, hashed, capsys):
+    assert train_here(command_line(here)) == 0
+    assert hashed == []
+    assert "hashed again" not in capsys.readouterr().out
+
+
+def test_shuffled_in_place_is_refused(here, capsys):
+    shuffle(here / "train.bin")
+    assert train_here(command_line(here)) == 2
+    (line,) = errors(capsys)
+    assert line.startswith(f"error: {here / 'train.bin'}: its sha256 is ")
+    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
+    assert not (here / "run").exists()
+
+
+def test_shuffled_in_place_is_refused_at_a_resume(stopped, here, capsys):
+    shuffle(here / "val.bin")
+    assert resume(stopped, here) == 2
+    (line,) = errors(capsys)
+    assert line.startswith(f"error: {here / 'val.bin'}: its sha256 is ")
+    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
+
+
+def test_a_copy_is_hashed_once(here, hashed, capsys):
+    os.utime(here / "train.bin")
+    sidecar(here, mixture={"a": 0.5})
+    (here / "train.json").chmod(0o660)
+    assert train_here(command_line(here, dry_run=True)) == 0
+    assert f"{CHANGED}: hashed again; the sha256 is that of its sidecar" in capsys.readouterr().out
+    stat = (here / "train.bin").stat()
+    assert (sidecar(here)["size"], sidecar(here)["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
+    assert sidecar(here)["mixture"] == {"a": 0.5}, "keys of other tools stay"
+    assert (here / "train.json").stat().st_mode & 0o777 == 0o660, "its permissions stay"
+    assert train_here(command_line(here)) == 0
+    assert hashed == ["train.bin"]
+    assert "hashed again" not in capsys.readouterr().out
+
+
+def test_a_sidecar_that_does_not_know_the_file_is_completed(here, hashed, capsys):
+    """As earlier versions and other tools write it."""
+    sidecar(here, size=..., mtime_ns=...)
+    assert train_here(command_line(here, dry_run=True)) == 0
+    assert "train.json does not say when train.bin was written: hashed again; the sha256 is" in capsys.readouterr().out
+    assert train_here(command_line(here, dry_run=True)) == 0
+    assert hashed == ["train.bin"]
+
+
+@pytest.mark.parametrize("keeps", ["full", "link", "read-only"])
+def test_a_sidecar_that_cannot_be_written_does_not_stop_the_run(here, hashed, monkeypatch, capsys, keeps):
+    os.utime(here / "train.bin")
+    if keeps == "link":
+        (here / "train.json").rename(here / "elsewhere.json")
+        (here / "train.json").symlink_to("elsewhere.json")
+    else:
+
+        def refused(path: Path, _: Any) -> None:
+            raise PermissionError(13, "Permission denied", str(path)) if keeps == "read-only" else OSError(28, "full")
+
+        monkeypatch.setattr(sidecars, "write_json_atomic", refused)
+    before = (here / "train.json").read_text()
+    assert train_here(command_line(here, dry_run=True)) == 0
+    assert train_here(command_line(here, dry_run=True)) == 0
+    assert hashed == ["train.bin", "train.bin"]
+    assert capsys.readouterr().err == ""
+    assert (here / "train.json").read_text() == before
+    assert (here / "train.json").is_symlink() == (keeps == "link")
+
+
+def test_only_verify_data_finds_a_change_with_the_old_file_time(here, hashed, capsys):
+    shuffle(here / "train.bin", quietly=True)
+    assert train_here(command_line(here, dry_run=True)) == 0
+    assert hashed == []
+    assert train_here(command_line(here, dry_run=True, verify_data=True)) == 2
+    (line,) = errors(capsys)
+    assert line.endswith("or make it again with `.venv/bin/python data_prep/preprocess.py --overwrite`")
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_refused(here, monkeypatch, capsys, snapshot):
+    """Its hash belongs to no version of the file, and must not be written into the sidecar."""
+    os.utime(here / "train.bin")
+    before, hash_file = sidecar(here), TokenFile.computed_sha256
+
+    def changing(self: TokenFile, *args: Any) -> str:
+        computed = hash_file(self, *args)
+        if self.path.name == "train.bin":
+            os.utime(self.path, ns=(0, 0))
+        return computed
+
+    monkeypatch.setattr(TokenFile, "computed_sha256", changing)
+    assert train_here(command_line(here)) == 2
+    assert [without_paths(line, here) for line in errors(capsys)] == snapshot
+    assert sidecar(here) == before
+
+
+@pytest.mark.parametrize("lack", ["folder", "vocabulary", "all", "other"])
+def test_a_missing_or_different_tokenizer_is_refused(here, hashed, capsys, snapshot, lack):
+    """Otherwise a run of days would end with a model that cannot read or write text."""
+    about = write_tokenizer(here / "tokenizer")
+    write_tokens(here / "train.bin", random_ids(641), tokenizer=about)
+    os.utime(here / "train.bin")
+    if lack == "folder":
+        shutil.rmtree(here / "tokenizer")
+    elif lack == "other":
+        (here / "tokenizer" / "tokenizer.json").write_text("{}")
+    else:
+        (here / "tokenizer" / "tokenizer.json").unlink()
+        if lack == "all":
+            (here / "tokenizer" / "tokenizer_config.json").unlink()
+            sidecar(here, tokenizer=about | {"sha256": None})
+    assert train_here(command_line(here)) == 2
+    (line,) = errors(capsys)
+    assert without_paths(line, here) == snapshot
+    assert hashed == [], "refused before any work"
+    assert not (here / "run").exists()
+    sidecar(here, tokenizer=None)
+    assert train_here(command_line(here, dry_run=True)) == 0
+
+
+# After `--allow_changed data` the best starts anew: losses on different validation sets cannot be compared.
+
+
+FLAGS = {"max_train_steps": 12, "save_every": 2, "keep_checkpoints": 9, "eval_every": 2}
+"""Over epochs of 5 steps. Every checkpoint has a validation loss of its own."""
+
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run stopped after step 6, and ``hard.bin``, on which its model has a higher loss."""
+    folder = write_data(tmp_path_factory.mktemp("easy"))
+    for name, word in (("val", 17), ("hard", 1)):
+        write_tokens(folder / f"{name}.bin", np.full(161, word))
+    write_recipe(folder / "recipe.json")
+    assert train_here(command_line(folder, **FLAGS)) == 0
+    (folder / "run" / "RUN_COMPLETE.txt").unlink()
+    for step in (8, 10, 12):
+        shutil.rmtree(folder / "run" / f"step-{step:08d}")
+    return folder
+
+
+@pytest.fixture
+def run_dir(easy: Path, tmp_path: Path) -> Path:
+    """A copy of the run."""
+    return shutil.copytree(easy / "run", tmp_path / "run")
+
+
+def harder(easy: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """The command that resumes the run and validates on ``hard.bin``."""
+    resumes = {"resume": True, "val_data_path": easy / "hard.bin", "checkpoint_path": run_dir}
+    return command_line(easy, **FLAGS | resumes | {"allow_changed": "data"} | changes)
+
+
+def validations(run_dir: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+
+
+def test_the_best_is_chosen_on_the_new_set(easy, run_dir, capsys):
+    old = [loss for step, loss in validations(run_dir) if step <= 6]
+    assert train_here(harder(easy, run_dir, keep_checkpoints=2)) == 0
+    new = validations(run_dir)[len(old) :]
+    assert [step for step, _ in new] == [6, 8, 10, 12], "the loss of step 6 was one of the old set"
+    losses = dict(new)
+    assert min(losses.values()) > max(old)
+    summary = record(run_dir)["summary"]
+    assert summary["best_val_loss"] == min(losses.values())
+    assert summary["final_val_loss"] == losses[12]
+    assert record(run_dir)["epochs"][1]["val_loss_avg_global"] == losses[10]
+    best = min((8, 10, 12), key=losses.__getitem__)
+    assert find_checkpoint(run_dir, which="best", flag="--from").name == f"step-{best:08d}"
+    assert checkpoints(run_dir) == sorted({best, 10, 12}), "a loss of the old set keeps no checkpoint"
+    assert read_run_state(run_dir / "step-00000012").best_val_loss == min(losses.values())
+    assert "the best validation loss starts anew" in capsys.readouterr().out
+
+
+def test_before_the_first_validation_nothing_is_the_best(easy, run_dir, monkeypatch):
+    """The last loss on the old set is not the run's last one either, even after another resume."""
+    monkeypatch.setattr(Journal, "validated", Killed.now)
+    for changes in ({"allow_changed": "data"}, {"allow_changed": None}):
+        with pytest.raises(Killed):
+            train_here(harder(easy, run_dir, eval_every=9, **changes))
+        state = read_run_state(run_dir / "step-00000008")
+        assert (state.best_val_loss, state.last_val_loss, state.val_loss) == (None, None, None)
+        summary = record(run_dir)["summary"]
+        assert (summary["best_val_loss"], summary["final_val_loss"]) == (None, None)
+        assert not (run_dir / "best").exists()
+        with pytest.raises(UserError, match=r"--which best: .* none was saved after a validation"):
+            find_checkpoint(run_dir, which="best", flag="--from")
+
+
+def test_a_best_that_an_earlier_version_named_across_sets_is_refused(easy, run_dir, monkeypatch):
+    monkeypatch.setattr(Journal, "validated", Killed.now)
+    with pytest.raises(Killed):
+        train_here(harder(easy, run_dir, eval_every=9))
+    (run_dir / "best").write_text("step-00000006\n")
+    with pytest.raises(UserError, match=r"step-00000006, which was validated on other data than the newest"):
+        find_checkpoint(run_dir, which="best", flag="--from")
+
+
+def test_the_best_starts_anew_again_back_on_the_first_set(easy, run_dir, monkeypatch):
+    """Checkpoints and the record agree: earlier losses on the first set count in neither."""
+    validated = Journal.validated
+
+    def killed_after_step_8(journal: Journal, **values: Any) -> None:
+        (Killed.now if values["step"] > 8 else validated)(journal, **values)
+
+    monkeypatch.setattr(Journal, "validated", killed_after_step_8)
+    with pytest.raises(Killed):
+        train_here(harder(easy, run_dir))
+    monkeypatch.undo()
+    lowest = run_dir / "step-00000002" / "manifest.json"
+    lowest.write_text(json.dumps(json.loads(lowest.read_text()) | {"val_loss": 1e-3}))
+    assert train_here(harder(easy, run_dir, val_data_path=easy / "val.bin")) == 0
+    best = find_checkpoint(run_dir, which="best", flag="--from")
+    assert best.name in {"step-00000010", "step-00000012"}
+    assert parse_manifest(best).val_loss == min(dict(validations(run_dir)[-2:]).values())
+    assert record(run_dir)["summary"]["best_val_loss"] <= parse_manifest(best).val_loss
+
+
+def test_the_same_set_keeps_its_best(easy, run_dir):
+    before = dict(validations(run_dir))
+    assert set(store.VALIDATED_ON) <= parse_manifest(run_dir / "step-00000006").fixed.keys()
+    assert train_here(harder(easy, run_dir, val_data_path=easy / "val.bin", allow_changed="recipe")) == 0
+    assert dict(validations(run_dir)) == before
+    assert record(run_dir)["summary"]["best_val_loss"] == min(before.values())

@@ -1,0 +1,289 @@
+"""Saving: asynchronously, when asked to stop, and under launchers."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_ranks import run_script
+from messages import without_paths
+from run_folders import LONG, checkpoints, errors, record
+from safetensors.torch import load_file
+from small_run import command_line
+from training_runs import SCRIPT, assert_same_training, data_flags, finished, read_record, train, write_optimizer_recipe
+
+from dsgpt.benchmarks.faults_runs import default_sighup
+from dsgpt.checkpoints import training_state
+from dsgpt.common.errors import EXIT_STOPPED
+from dsgpt.machine.launcher import launcher_command
+from dsgpt.training import saving as checkpoint
+from dsgpt.training.command import train as train_here
+from dsgpt.training.journal import Journal
+
+# Checkpoints that are written while training continues.
+
+
+def trained(finished_run: Path, run_dir: Path, **flags: Any) -> int:
+    """The run of ``finished_run`` once more, with checkpoints in the background."""
+    return train_here(command_line(finished_run, **LONG | {"checkpoint_path": run_dir, "save_mode": "async"} | flags))
+
+
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(finished_run, tmp_path, monkeypatch, capsys):
+    """The one of step 3 is not written before step 5 was taken; the next save waits for it."""
+    taken = threading.Event()
+    original_step, original_write = Journal.step_done, checkpoint.write_training_state
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        original_step(self, *args, step=step, **values)
+        if step == 5:
+            taken.set()
+
+    def write(*args: Any, **values: Any) -> list[str]:
+        assert taken.wait(60)
+        return original_write(*args, **values)
+
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    assert trained(finished_run, tmp_path / "run") == 0
+    assert checkpoints(tmp_path / "run") == [3, 6, 9, 12]
+    for step in (3, 6, 9, 12):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            ours, theirs = (
+                load_file(run / f"step-{step:08d}" / name) for run in (tmp_path / "run", finished_run / "run")
+            )
+            assert ours.keys() == theirs.keys()
+            assert all(ours[key].equal(theirs[key]) for key in theirs), (step, name)
+    saves = record(tmp_path / "run")["saves"]
+    assert [(save["step"], save["mode"]) for save in saves] == [(3, "async"), (6, "async"), (9, "async"), (12, "sync")]
+    assert all(0 < save["save_stall_sec"] <= save["save_total_sec"] for save in saves)
+    assert saves[0]["save_stall_sec"] < saves[0]["save_total_sec"]
+    assert saves[0]["bytes"] > 1000
+    assert "s; training waited 0.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_failure_in_the_background_is_reported(finished_run, tmp_path, monkeypatch, capsys, snapshot, policy):
+    original = checkpoint.store.publish
+
+    def publish(run_dir: Path, folder: Path, **values: Any) -> Path:
+        if folder.name.endswith("6"):
+            raise OSError(28, "No space left on device", str(folder))
+        return original(run_dir, folder, **values)
+
+    monkeypatch.setattr(checkpoint.store, "publish", publish)
+    code = trained(finished_run, tmp_path / "run", on_save_failure=policy)
+    assert not list((tmp_path / "run").glob(".partial-*"))
+    if policy == "stop":
+        assert code == 4
+        (line,) = errors(capsys)
+        assert checkpoints(tmp_path / "run") == [3]
+        assert record(tmp_path / "run")["status"] == "failed"
+    else:
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "not saved" in line]
+        assert code == 0
+        assert checkpoints(tmp_path / "run") == [3, 9, 12]
+        assert record(tmp_path / "run")["summary"]["failed_saves"] == 1
+    assert without_paths(line, tmp_path) == snapshot
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no memory")], ids=repr)
+def test_a_failure_in_the_background_does_not_keep_the_last_step_from_being_saved(
+    finished_run, tmp_path, monkeypatch, capsys, error
+):
+    original, last = checkpoint.store.publish, threading.Event()
+    original_step = Journal.step_done
+
+    def publish(run_dir: Path, folder: Path, **values: Any) -> Path:
+        if folder.name.endswith("9"):
+            assert last.wait(60)
+            raise error
+        return original(run_dir, folder, **values)
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        original_step(self, *args, step=step, **values)
+        if step == 12:
+            last.set()
+            for thread in threading.enumerate():
+                if thread.name == "background":
+                    thread.join()  # its failure may be noticed before the last save, and must not end the run there
+
+    monkeypatch.setattr(checkpoint.store, "publish", publish)
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    assert trained(finished_run, tmp_path / "run") == 0
+    assert "step      9/12  not saved: " in (said := capsys.readouterr().out)
+    assert "earlier checkpoints are untouched; the current step is saved now" in said
+    assert checkpoints(tmp_path / "run") == [3, 6, 12]
+
+
+def test_memory_that_cannot_be_allocated_is_a_failed_save(finished_run, tmp_path, monkeypatch, capsys):
+    def keep(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(training_state, "_copied", keep)
+    assert trained(finished_run, tmp_path / "run", on_save_failure="continue") == 0
+    assert capsys.readouterr().out.count("not saved: rank 0: RuntimeError: can't allocate memory") == 3
+    assert checkpoints(tmp_path / "run") == [12]
+    assert not list((tmp_path / "run").glob(".partial-*"))
+
+
+def test_a_run_that_fails_completes_its_last_checkpoint(finished_run, tmp_path, monkeypatch):
+    """A run that an error ends does not lose a checkpoint that is nearly written."""
+    original, failing = checkpoint.write_training_state, threading.Event()
+
+    def write(*args: Any, **values: Any) -> list[str]:
+        assert failing.wait(60)
+        return original(*args, **values)
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        if step == 4:
+            failing.set()
+            raise RuntimeError("a fault")
+
+    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    with pytest.raises(RuntimeError, match="a fault"):
+        trained(finished_run, tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == [3]
+    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
+
+
+def test_a_run_that_fails_reports_an_earlier_failed_save(finished_run, tmp_path, monkeypatch, capsys):
+    def write(*args: Any, **values: Any) -> list[str]:
+        raise OSError(28, "No space left on device")
+
+    def step_done(self: Journal, *args: Any, step: int, **values: Any) -> None:
+        if step == 4:
+            raise RuntimeError("a fault")
+
+    monkeypatch.setattr(checkpoint, "write_training_state", write)
+    monkeypatch.setattr(Journal, "step_done", step_done)
+    with pytest.raises(RuntimeError, match="a fault"):
+        trained(finished_run, tmp_path / "run")
+    assert (
+        "step      3/12  not saved: No space left on device; earlier checkpoints are untouched"
+        in capsys.readouterr().out
+    )
+    assert record(tmp_path / "run")["summary"]["failed_saves"] == 1
+
+
+# Requests to stop a run whose output nobody reads. Other tests of signals: `tests/benchmarks/test_faults.py`.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_run_whose_output_is_closed_still_saves(finished_run, tmp_path, number):
+    """For example, Ctrl-C ends ``tee`` first in ``... | tee log``, or the terminal was closed."""
+    endless = LONG | {"max_train_steps": 100_000, "save_every": 0, "eval_every": 0, "steps_per_print": 1}
+    words = command_line(finished_run, **endless, checkpoint_path=tmp_path / "run")
+    command = [*launcher_command("python", 1), SCRIPT, *words]
+    with default_sighup():
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with run:
+        assert any(line.startswith("step ") for line in run.stdout)
+        run.stdout.close()
+        run.send_signal(number)
+        if number == signal.SIGHUP:  # a terminal that is closed sends it again when its shell has gone
+            time.sleep(0.3)
+            run.send_signal(number)
+        assert run.wait(60) == EXIT_STOPPED
+    (step,) = checkpoints(tmp_path / "run")
+    assert (found := record(tmp_path / "run"))["status"] == "interrupted"
+    assert found["summary"]["optimizer_steps"] == step
+
+
+# One script under python, deepspeed and torchrun; a user's mistake is one line from one rank.
+
+
+STEPS = ("--max_train_steps", "4", "--max_val_steps", "2")
+
+
+def test_torchrun_trains_what_the_baseline_trains(corpus, tmp_path):
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    finished(train(tmp_path / "baseline", corpus, recipe, *STEPS))
+    finished(train(tmp_path / "torchrun", corpus, recipe, *STEPS, ranks=2, by="torchrun"))
+    assert_same_training(tmp_path / "baseline", tmp_path / "torchrun", loss=2e-4, norm=1e-4)
+    record = read_record(tmp_path / "torchrun")
+    assert (record["hardware"]["world_size"], record["hardware"]["launcher"]) == (2, "torchrun")
+    assert "train_micro_batch_size_per_gpu" not in record["deepspeed_config"]["given"]
+    assert record["deepspeed_config"]["resolved"]["train_micro_batch_size_per_gpu"] == 4
+    assert record["deepspeed_config"]["resolved"]["gradient_accumulation_steps"] == 1
+    assert read_record(tmp_path / "baseline")["deepspeed_config"]["resolved"] is None
+
+
+def test_data_workers_do_not_change_the_training(corpus, tmp_path):
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    finished(train(tmp_path / "none", corpus, recipe, *STEPS))
+    finished(train(tmp_path / "two", corpus, recipe, *STEPS, "--num_workers", "2"))
+    assert_same_training(tmp_path / "none", tmp_path / "two", loss=0, norm=0)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
+def test_a_mistake_is_printed_once(corpus, tmp_path, name):
+    command = [*launcher_command(name, 2), SCRIPT, "--run_type", "optimized", *data_flags(corpus), "--epochs", "0"]
+    command += ["--deepspeed_config", str(tmp_path / "missing.json"), "--checkpoint_path", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == (2 if name == "deepspeed" else 1)
+    assert (
+        len(re.findall("^error: --epochs must be a whole number of at least 1, not 0", done.stderr, re.MULTILINE)) == 1
+    )
+    assert done.stderr.count("missing.json: cannot be read") <= 2
+    assert "gpt2.py" not in done.stderr.split("error: --epochs")[0].rpartition("Traceback")[2]
+    assert not (tmp_path / "run").exists()
+
+
+def test_baseline_under_a_launcher_is_refused(corpus, tmp_path):
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    words = ["--run_type", "baseline", *data_flags(corpus), "--deepspeed_config", str(recipe)]
+    done = run_script(SCRIPT, [*words, "--checkpoint_path", str(tmp_path / "run")], ranks=2)
+    assert done.returncode == 2
+    assert done.stderr.count("--run_type baseline is one process, but the launcher started 2") == 1
+
+
+def test_dry_run_starts_nothing(corpus, tmp_path):
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    done = train(tmp_path / "run", corpus, recipe, *STEPS, "--dry_run", ranks=2)
+    finished(done)
+    for word in (
+        "topology    2 x cpu",
+        "batch       8 sequences = 4 micro x 1 accumulation x 2 ranks",
+        "4 optimizer steps",
+    ):
+        assert done.stdout.count(word) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_needs_a_compiler_or_an_activated_environment(corpus, tmp_path):
+    """The deepspeed command by its path, with no compiler and nothing of the environment on PATH."""
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "bash", "env", "uname", "grep", "awk", "cat"):
+        for folder in ("/bin", "/usr/bin"):
+            if os.path.exists(f"{folder}/{name}") and not (tools / name).exists():  # noqa: PTH110
+                (tools / name).symlink_to(f"{folder}/{name}")
+    command = [*launcher_command("deepspeed", 2), SCRIPT]
+    command += ["--run_type", "optimized", *data_flags(corpus), *STEPS, "--num_layers", "1", "--num_heads", "2"]
+    command += ["--embedding_size", "16", "--max_position_embeddings", "32", "--deepspeed_config", str(recipe)]
+    command += ["--checkpoint_path", str(tmp_path / "run")]
+    kept = {key: value for key, value in os.environ.items() if key in {"HOME", "TMPDIR", "LANG"}}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**kept, "PATH": str(tools)}, check=False, timeout=300
+    )
+    finished(done)
+
+
+def test_offload_without_a_compiler_is_refused(corpus, tmp_path):
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    recipe = write_optimizer_recipe(tmp_path / "recipe.json", zero_optimization=offload)
+    command = [*launcher_command("python", 1), SCRIPT, "--run_type", "optimized", *data_flags(corpus)]
+    command += ["--deepspeed_config", str(recipe), "--checkpoint_path", str(tmp_path / "run")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    assert "finds no C++ compiler: install one" in done.stderr
+    assert done.stderr.count("\n") == 1
