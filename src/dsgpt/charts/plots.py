@@ -99,7 +99,7 @@ def _money_picture(runs: Sequence[Run], *, price: float | None) -> Frame | str:
 
 def _loss_picture(runs: Sequence[Run], *, axis: Axis) -> Frame | str:
     if not is_drawable(runs, axis):
-        return f"no run recorded losses with their {axis.coordinate}s"
+        return f"no run recorded losses with their {axis.coordinate.removesuffix('s')}s"
     picture = frame(
         axis.picture,
         warnings=_warnings(runs),
