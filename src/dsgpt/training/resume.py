@@ -222,7 +222,7 @@ def _lost(run_dir: Path, why: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumePoint:
     """How a run begins."""
 
     checkpoint: Path | None = None
@@ -243,7 +243,7 @@ class Start:
     """Each rank does what the rank of the same number did in the checkpoint's run, and continues its random stream."""
 
 
-def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start:
+def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint:
     """Choose the checkpoint to resume from, and compare its settings with this run's; changes nothing.
 
     Args:
@@ -255,14 +255,14 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         UserError: all checkpoints are damaged, or there were checkpoints and all are missing.
     """
     if store.was_overwritten(config.run_dir):
-        return Start(messages=(f"--resume: an --overwrite of {config.run_dir} did not finish; starting fresh",))
+        return ResumePoint(messages=(f"--resume: an --overwrite of {config.run_dir} did not finish; starting fresh",))
     if (config.run_dir / COMPLETE_FILE).exists():
         finished = _plan_finished(config, settings=settings, problems=problems)
         if finished is not None:
             return finished
     checkpoint, refused = _newest_whole(config)
     if checkpoint is None:
-        return Start(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
+        return ResumePoint(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
     manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
     moved, same_ranks = _execution_change(config, manifest), _has_same_ranks(config, manifest)
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
@@ -273,7 +273,7 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
             differs=True,
         )
     validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
-    return Start(
+    return ResumePoint(
         checkpoint=checkpoint,
         refused=tuple(path for path, _ in refused),
         messages=(
@@ -334,7 +334,7 @@ def _strategy_on_ranks(strategy: str, ranks: int) -> str:
     return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
 
 
-def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start | None:
+def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint | None:
     """The start of a run that has finished; None if this run may be longer, or the checkpoints are missing.
 
     The files of the checkpoint are not verified, because none will be loaded.
@@ -347,7 +347,7 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
     if config.total_steps > manifest.step and "total steps" in _allowed(config):
         return None
     _compare(config, manifest.fixed, settings, made="the finished run", problems=problems)
-    return Start(
+    return ResumePoint(
         checkpoint=available[0],
         finished=True,
         messages=(f"{config.run_dir} holds a finished run; nothing to do",),

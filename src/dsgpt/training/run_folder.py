@@ -13,7 +13,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE
 from dsgpt.telemetry.trace import PROFILE_FOLDER, is_profile_folder
-from dsgpt.training.resume import MAX_RECORD_BYTES, Start
+from dsgpt.training.resume import MAX_RECORD_BYTES, ResumePoint
 from dsgpt.training.trackers import TRACKERS_FOLDER, is_tracker_folder
 
 CONFIG_FILE = "config.json"
@@ -97,7 +97,7 @@ def make_run_folder(run_dir: Path) -> None:
         ) from error
 
 
-def clear_run_folder(run_dir: Path, start: Start) -> None:
+def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:
     """Remove what an earlier process left: a fresh start removes its run, a resume its incomplete checkpoints.
 
     A resume also marks the checkpoints that it refused as damaged. An overwrite renames the checkpoints first and

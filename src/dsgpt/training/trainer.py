@@ -23,7 +23,7 @@ from dsgpt.machine.launcher import Interruption, own_command, stop_signals_block
 from dsgpt.machine.process_group import HostGroup, barrier, gather_objects
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.initial_weights import DTYPES
+from dsgpt.strategies.optimizer import DTYPES
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor
 from dsgpt.training.budget import Budget, stalls_reported

@@ -35,8 +35,7 @@ from dsgpt.strategies.deepspeed.state import (
     take_part,
 )
 from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.optimizer import block_norms, set_learning_rate
-from dsgpt.strategies.schedule import build_schedule
+from dsgpt.strategies.optimizer import block_norms, build_schedule, set_learning_rate
 
 
 def take_norms_of_blocks(optimizer: Any) -> None:

@@ -34,8 +34,7 @@ from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import engine_config, quietly
 from dsgpt.strategies.deepspeed.state import EngineState, is_split, pipeline_buffers, take_part
 from dsgpt.strategies.deepspeed.tensor import split_block
-from dsgpt.strategies.initial_weights import initial_values
-from dsgpt.strategies.optimizer import square_sum
+from dsgpt.strategies.optimizer import initial_values, square_sum
 
 _TIED = "wte"
 """Key of the embedding that the first and the last layer share, and its canonical name."""

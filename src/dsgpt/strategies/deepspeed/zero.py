@@ -24,8 +24,7 @@ from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
 from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
-from dsgpt.strategies.initial_weights import DTYPES, initial_values, initialize_whole
-from dsgpt.strategies.optimizer import global_norm
+from dsgpt.strategies.optimizer import DTYPES, global_norm, initial_values, initialize_whole
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
