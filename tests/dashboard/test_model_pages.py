@@ -1,6 +1,5 @@
 """The pages about models: plan, split, and try it."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -36,10 +35,12 @@ from dsgpt.dashboard.plan import (
 )
 from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
 from dsgpt.dashboard.summaries import inside
-from dsgpt.inference.generation import Sampling, likeliest
+from dsgpt.inference import commands
+from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import Sampling
+from dsgpt.inference.generation import likeliest
 from dsgpt.inference.loading import load
-from dsgpt.inference.requests import GenerateRequest as Request
-from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
+from dsgpt.inference.sample import Opened, Text, Writer, open_model
 from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
@@ -401,15 +402,10 @@ def test_text_and_ids_are_those_of_the_script(runs, changes):
 
 
 def test_the_script_prints_the_same(runs, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("generate_script", REPOSITORY / "src" / "generate.py")
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(script)
     words = f"--checkpoint {runs}/one/step-00000001 --max_new_tokens 8 --seed 1 --device cpu --prompt".split()
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, PROMPT])
-    script.main()
-    assert capsys.readouterr().out == f"{told(runs).text}\n{script.LINE}\n"
+    commands.generate()
+    assert capsys.readouterr().out == f"{told(runs).text}\n{commands.LINE}\n"
 
 
 @pytest.fixture
@@ -469,7 +465,7 @@ def test_the_likeliest_ids_are_those_of_the_model(runs):
     drawn = likeliest(opened.decoder, ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
     assert sum(each.drawn for each in drawn) == pytest.approx(1)
     assert [each.drawn > 0 for each in drawn] == [True, True] + [False] * 8
-    assert sampling_of(request_of(runs)).top_k == 50
+    assert request_of(runs).sampling.top_k == 50
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
