@@ -13,7 +13,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
-from opened_pages import open_page
 from small_run import REPOSITORY
 
 from dsgpt.charts.options import DARK, LIGHT
@@ -92,8 +91,8 @@ def test_the_command_says_what_the_page_asked_for(options):
     assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]
 
 
-def test_what_does_not_fit_is_the_loud_thing(tmp_path, monkeypatch):
-    page = open_page("plan", tmp_path, monkeypatch)
+def test_what_does_not_fit_is_the_loud_thing(tmp_path, open_page):
+    page = open_page("plan", folder=tmp_path)
     assert not page.error
     page.selectbox(key="plan-model").set_value("xl").run()
     page.select_slider(key="plan-count").set_value(1).run()
@@ -179,8 +178,8 @@ def test_a_broken_calibration_hides_nothing_else(tmp_path):
     assert "calibration.json" in broken[0]
 
 
-def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, monkeypatch):
-    page = open_page("plan", tmp_path, monkeypatch)
+def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, open_page):
+    page = open_page("plan", folder=tmp_path)
     page.select_slider(key="plan-tokens").set_value(3e9).run()
     (command,) = [code.value for code in page.code if "src/plan.py" in code.value]
     told = printed(
@@ -345,8 +344,8 @@ def test_what_training_refuses_is_refused_in_its_words():
         split("Tensor parallel", model_size="xl")
 
 
-def test_the_page_shows_the_planners_figures(tmp_path, monkeypatch):
-    page = open_page("split", tmp_path, monkeypatch)
+def test_the_page_shows_the_planners_figures(tmp_path, open_page):
+    page = open_page("split", folder=tmp_path)
     expected = split("ZeRO-1", global_batch_size=None)
     shown = {metric.label: metric.value for metric in page.metric}
     assert page.markdown[0].value.startswith("**zero1** in bf16")
@@ -517,8 +516,8 @@ def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
             inside(folder, name)
 
 
-def test_the_page_generates_beside_each_other(runs, monkeypatch):
-    page = open_page("generate", runs, monkeypatch)
+def test_the_page_generates_beside_each_other(runs, open_page):
+    page = open_page("generate")
     page.text_area(key="generate-prompt").set_value(PROMPT)
     page.number_input(key="generate-tokens").set_value(8)
     page.number_input(key="generate-seed").set_value(1)
@@ -531,8 +530,3 @@ def test_the_page_generates_beside_each_other(runs, monkeypatch):
     page.text_area(key="generate-prompt").set_value("x " * 500)
     page.button[0].click().run()
     assert "shorten it" in page.error[0].value
-
-
-def test_an_empty_project_says_how_to_begin(tmp_path, monkeypatch):
-    page = open_page("generate", tmp_path, monkeypatch)
-    assert "make demo" in page.info[0].value
