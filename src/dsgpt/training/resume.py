@@ -186,18 +186,9 @@ def why_nothing_was_saved(run_dir: Path) -> str:
         raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not list what was saved"))
     elif record.saves:
         steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
-        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {_was(record.saves)} saved"))
+        was = "was" if len(record.saves) == 1 else "were"
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {was} saved"))
     return f"{run_dir} holds no checkpoint yet"
-
-
-def _was(saves: list[Save]) -> str:
-    return "was" if len(saves) == 1 else "were"
-
-
-def missing_newest(run_dir: Path) -> str:
-    """The checkpoint that ``latest`` names if it does not exist; else empty."""
-    name = named_by(run_dir / store.LATEST)
-    return "" if store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir() else name
 
 
 def named_by(path: Path) -> str:
@@ -280,7 +271,8 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
             *_missing_newest_line(config.run_dir),
             _resuming_line(config, checkpoint, moved, same_ranks=same_ranks),
-            *_change_lines(changes, validates_anew=validates_anew),
+            *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
+            *(["validation set changed: the best validation loss starts anew"] if validates_anew else []),
         ),
         changes=(*map(asdict, state.changes), *({"step": state.step, **one} for one in [*moved, *changes])),
         run_id=manifest.run_id,
@@ -289,17 +281,12 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
     )
 
 
-def _change_lines(changes: list[dict[str, Any]], *, validates_anew: bool) -> list[str]:
-    lines = [f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes]
-    return [*lines, *(["validation set changed: the best validation loss starts anew"] if validates_anew else [])]
-
-
 def _missing_newest_line(run_dir: Path) -> list[str]:
     """A warning if the newest checkpoint is missing: the run repeats its steps."""
-    name = missing_newest(run_dir)
-    if not name:
-        return []
     latest = run_dir / store.LATEST
+    name = named_by(latest)
+    if not name or (store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir()):
+        return []
     return [f"--resume: {latest} names {name}, which does not exist; continuing from the newest one that does"]
 
 

@@ -156,8 +156,10 @@ def _proof(run_dir: Path) -> Path | None:
     """The first file or folder that only a run of this program writes; None if there is none."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
     own = [path for path in named if _is_ours(path)]
-    if _holds_our_steps(run_dir / STEPS_FILE):
-        own.append(run_dir / STEPS_FILE)
+    steps = run_dir / STEPS_FILE
+    first: dict[str, Any] = next(read_steps(steps), {}) if is_regular_file(steps) else {}
+    if any(first.keys() >= keys for keys in _OWN_LINES):
+        own.append(steps)
     folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
     return own[0] if own else None
@@ -168,12 +170,6 @@ def _is_ours(path: Path) -> bool:
         return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
-
-
-def _holds_our_steps(path: Path) -> bool:
-    """Whether ``path`` begins with the line of a step or a validation of this program."""
-    first: dict[str, Any] = next(read_steps(path), {}) if is_regular_file(path) else {}
-    return any(first.keys() >= keys for keys in _OWN_LINES)
 
 
 def _check_writable(run_dir: Path, problems: Problems) -> None:
