@@ -32,10 +32,9 @@ from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPE
 from dsgpt.config.options import parse_arguments
 from dsgpt.dashboard.summaries import recorded_of
 from dsgpt.machine.device import describe_hardware
-from dsgpt.machine.gpus import open_gpus
 from dsgpt.planner.rates import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.telemetry.monitor import Monitor
+from dsgpt.telemetry.monitor import Monitor, open_gpus
 from dsgpt.training import measurements, run
 from dsgpt.training.command import train as train_here
 from dsgpt.training.trainer import Trainer
