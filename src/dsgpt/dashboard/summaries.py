@@ -19,7 +19,7 @@ from dsgpt.dashboard.steps import StepReader, Steps, Values, last_entries
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.fields import Fields
-from dsgpt.record.runs import Curve, Run, read_record, run_of
+from dsgpt.record.runs import Curve, Run, first, read_record, run_of
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 from dsgpt.record.sweeps import SWEEP_FILE
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
@@ -198,10 +198,6 @@ def _moment(text: str | None) -> datetime | None:
     return found.replace(tzinfo=found.tzinfo or UTC) if found and 1970 < found.year < 9999 else None
 
 
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
-
-
 def with_steps(run: Run, steps: Steps) -> Run:
     """``run`` with the losses of its steps, as the charts' judgement of equal losses takes them."""
     train, validation = steps.train, steps.validation
@@ -359,10 +355,10 @@ def summary_of(folder: Path, name: str) -> Summary:
         problem=problem,
         recorded=recorded,
         signs=signs,
-        step=_first(step.get("step"), run.work["optimizer steps"] if run else None),
-        train_loss=_first(step.get("loss"), run.final_train_loss if run else None),
-        val_loss=_first(validation.get("val_loss"), run.final_val_loss if run else None),
-        tokens_per_sec=_first(run.tokens_per_sec if run else None, step.get("tokens_per_sec")),
+        step=first(step.get("step"), run.work["optimizer steps"] if run else None),
+        train_loss=first(step.get("loss"), run.final_train_loss if run else None),
+        val_loss=first(validation.get("val_loss"), run.final_val_loss if run else None),
+        tokens_per_sec=first(run.tokens_per_sec if run else None, step.get("tokens_per_sec")),
     )
 
 
