@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -30,6 +31,8 @@ from dsgpt.machine.topology import free_port
 MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
 """Modules that take long to import."""
 OF_A_RANK = ("RANK", "WORLD_SIZE")
+NO_READER = "a pipe without a reader"
+"""As an output of a script: as after ``| true``."""
 LIMIT_SEC = 600
 """Seconds after which ranks count as stuck."""
 POLL_SEC = 0.01
@@ -42,6 +45,8 @@ def run_script(
     ranks: int | None = None,
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    stdout: str | None = None,
+    stderr: str | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``script`` with ``words`` to its end.
 
@@ -52,6 +57,8 @@ def run_script(
         cwd: where they run; by default here.
         environment: their variables, besides those of a rank; by default those of this process, without those that
             make it part of another job.
+        stdout: the path of a device, or ``NO_READER``; by default the output is returned.
+        stderr: as ``stdout``.
 
     Returns:
         What they printed together, and the exit code of the rank that failed first. The other ranks of it are
@@ -65,7 +72,7 @@ def run_script(
             "ranks": ranks,
             "cwd": str(cwd or Path.cwd()),
             "environment": dict(environment),
-            "outputs": [f"{folder}/out", f"{folder}/err"],
+            "outputs": [stdout or f"{folder}/out", stderr or f"{folder}/err"],
         }
         server = _server()
         assert server.stdin and server.stdout
@@ -73,7 +80,10 @@ def run_script(
         server.stdin.flush()
         answer = server.stdout.readline()
         assert answer, "the process that forks ranks has ended"
-        out, err = (Path(path).read_text(encoding="utf-8", errors="replace") for path in request["outputs"])
+        out, err = (
+            Path(path).read_text(encoding="utf-8", errors="replace") if path.startswith(folder) else ""
+            for path in request["outputs"]
+        )
         return subprocess.CompletedProcess(request["words"], int(answer), out, err)
 
 
@@ -125,8 +135,17 @@ def be_script(
     code: Any = 1
     try:
         for descriptor, path in enumerate([os.devnull, *outputs]):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+            if path == NO_READER:
+                reader, end = os.pipe()
+                os.close(reader)
+            else:
+                end = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(end, descriptor)
+        buffering = 0 if environment.get("PYTHONUNBUFFERED") else -1
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(os.fdopen(number, "wb", buffering, closefd=False), write_through=not buffering)
+            for number in (1, 2)
+        )
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)

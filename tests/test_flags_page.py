@@ -17,7 +17,7 @@ from dsgpt.dashboard.command import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.options import PrepareOptions
 from dsgpt.data.verify import VerifyOptions
-from dsgpt.inference.requests import EvaluateRequest, GenerateRequest
+from dsgpt.inference.commands import ConvertOptions, EvaluateRequest, GenerateRequest
 from dsgpt.inference.server.options import ServeOptions
 from dsgpt.planner.options import PlanOptions
 
@@ -54,9 +54,7 @@ def _section(command: str, parser: Parser) -> str:
 
 
 def flags_page() -> str:
-    benchmark, convert, demo = (
-        runpy.run_path(f"{REPOSITORY}/src/{name}.py") for name in ("benchmark", "convert", "demo")
-    )
+    benchmark, demo = (runpy.run_path(f"{REPOSITORY}/src/{name}.py") for name in ("benchmark", "demo"))
     commands = {
         "data_prep/preprocess.py, preprocess_small.py": PrepareOptions,
         "data_prep/download_data.py": DownloadOptions,
@@ -66,7 +64,7 @@ def flags_page() -> str:
         "src/generate.py": GenerateRequest,
         "src/evaluate.py": EvaluateRequest,
         "src/serve.py": ServeOptions,
-        "src/convert.py": convert["ConvertOptions"],
+        "src/convert.py": ConvertOptions,
         "charts/generate_charts.py": ChartsOptions,
         "charts/dashboard.py": DashboardOptions,
         "src/demo.py": demo["Demo"],

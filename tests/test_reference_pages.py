@@ -11,9 +11,9 @@ from small_run import REPOSITORY
 from dsgpt.benchmarks.plan_page import MOMENTS
 from dsgpt.checkpoints.manifest import Segment
 from dsgpt.common import errors
-from dsgpt.machine.gpus import GpuSample
 from dsgpt.planner.memory import PARTS
 from dsgpt.telemetry.meter import IntervalFigures
+from dsgpt.telemetry.monitor import GpuSample
 
 RECORDS = (REPOSITORY / "docs" / "records.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]

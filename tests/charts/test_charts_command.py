@@ -14,7 +14,7 @@ from dsgpt.charts import command
 from dsgpt.charts.comparison import comparison_markdown, console_summary, improvement, shorten, speed_up
 from dsgpt.charts.options import DARK
 from dsgpt.common.command_line import exit_code_of
-from dsgpt.dashboard.summaries import read_recorded
+from dsgpt.dashboard.summaries import recorded_of
 from dsgpt.record.provenance import PARAGRAPH
 from dsgpt.record.runs import read_run
 from dsgpt.training.run import _earlier_record
@@ -255,7 +255,7 @@ def test_every_reader_says_that_a_record_is_of_a_later_schema(tmp_path, version,
     for said in (
         console_summary([run]),
         comparison_markdown([run]).replace("\\_", "_"),
-        read_recorded(folder, name="a").problem,
+        recorded_of(tmp_path, "run").problem,
         _earlier_record(folder)[1],
     ):
         assert (line in said) == later

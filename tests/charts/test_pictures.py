@@ -501,6 +501,7 @@ def test_charts_without_data_say_what_is_missing(tmp_path):
     assert [name for name, picture in found.items() if isinstance(picture, Frame)] == ["overview"]
     reasons = {name: why for name, why in found.items() if isinstance(why, str)}
     assert all(why and "\n" not in why for why in reasons.values())
+    assert reasons["loss_vs_tokens"] == "no run recorded losses with their tokens"
     assert reasons["loss_vs_money"] == "give --price, of a device hour"
     assert reasons["utilisation"] == "no run folder has samples of GPUs (hardware.jsonl)"
     assert reasons["s_scaling"] == "no strategy trained on several numbers of devices"

@@ -2,11 +2,12 @@
 
 import itertools
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.config.batch import BatchPlan, BatchRequest, plan_batch
+from dsgpt.config.run_config import BatchPlan, plan_batch
 
 TOTALS = (None, 1, 2, 6, 7, 8, 12, 32, 36, 97, 480)
 PARTS = (None, 1, 2, 3, 4, 5, 8, 16, 40, 600)
@@ -14,14 +15,15 @@ RANKS = (1, 2, 3, 4, 6, 8, 64)
 EVERYTHING = list(itertools.product(TOTALS, PARTS, PARTS, RANKS))
 
 
-def request(total: int | None = None, micro: int | None = None, steps: int | None = None) -> BatchRequest:
-    return BatchRequest(global_batch_size=total, micro_batch_size=micro, gradient_accumulation_steps=steps)
-
-
-def planned(asked: BatchRequest, ranks: int, *, enforce: bool = False) -> tuple[BatchPlan | None, str | None, str]:
-    """The plan, what was changed, and the error line."""
-    problems = Problems()
-    plan, changed = plan_batch(asked, data_parallel_size=ranks, enforce_global=enforce, problems=problems)
+def planned(
+    asked: Sequence[int | None], ranks: int, *, enforce: bool = False
+) -> tuple[BatchPlan | None, str | None, str]:
+    """The plan, what was changed, and the error line, for global batch, micro batch and accumulation."""
+    problems, notices = Problems(), []
+    plan = plan_batch(
+        *asked, *[None] * (3 - len(asked)), ranks=ranks, enforce_global=enforce, problems=problems, notices=notices
+    )
+    changed = notices[0] if notices else None
     try:
         problems.raise_if_any()
     except UserError as error:
@@ -35,7 +37,7 @@ def planned(asked: BatchRequest, ranks: int, *, enforce: bool = False) -> tuple[
 def test_every_plan_gives_the_global_batch_and_keeps_the_given_sizes():
     plans = 0
     for total, micro, steps, ranks in EVERYTHING:
-        plan, changed, _ = planned(request(total, micro, steps), ranks)
+        plan, changed, _ = planned((total, micro, steps), ranks)
         assert changed is None
         if plan is None:
             continue
@@ -51,7 +53,7 @@ def test_every_plan_gives_the_global_batch_and_keeps_the_given_sizes():
 
 def test_a_request_is_refused_only_if_no_plan_exists():
     for total, micro, steps, ranks in EVERYTHING:
-        plan, _, line = planned(request(total, micro, steps), ranks)
+        plan, _, line = planned((total, micro, steps), ranks)
         if total is None:
             assert plan is None
             assert "set train_batch_size in the JSON or --global_batch_size" in line
@@ -69,23 +71,23 @@ def test_a_request_is_refused_only_if_no_plan_exists():
 def test_values_named_in_errors_are_valid():
     named = {"batch": 0, "ranks": 0, "split": 0}
     for total, micro, steps, ranks in EVERYTHING:
-        plan, _, line = planned(request(total, micro, steps), ranks)
+        plan, _, line = planned((total, micro, steps), ranks)
         if plan is not None or total is None:
             continue
         assert str(total) in line
         if f"not divisible by {ranks} ranks" in line:
             batches, counts = line.split("take --global_batch_size ")[1].split(", or ")
             for batch in re.findall(r"\d+", batches):
-                assert planned(request(int(batch)), ranks)[0] is not None, line
+                assert planned((int(batch),), ranks)[0] is not None, line
                 named["batch"] += 1
             for count in re.findall(r"\d+", counts):
-                assert planned(request(total), int(count))[0] is not None, line
+                assert planned((total,), int(count))[0] is not None, line
                 named["ranks"] += 1
         else:
             pairs = re.findall(r"micro batch (\d+) with accumulation (\d+)", line)
             assert 1 <= len(pairs) <= 2
             for pair in pairs:
-                assert planned(request(total, *map(int, pair)), ranks)[0] is not None, line
+                assert planned((total, *map(int, pair)), ranks)[0] is not None, line
                 named["split"] += 1
             assert "--enforce_global_batch_size" in line
     assert min(named.values()) > 50
@@ -96,10 +98,10 @@ def test_enforcing_keeps_the_global_batch_and_never_raises_the_micro_batch():
     for total, micro, steps, ranks in EVERYTHING:
         if total is None or total % ranks:
             continue
-        plan, changed, line = planned(request(total, micro, steps), ranks, enforce=True)
+        plan, changed, line = planned((total, micro, steps), ranks, enforce=True)
         assert line == ""
         assert plan.micro_batch_size * plan.gradient_accumulation_steps * ranks == plan.global_batch_size == total
-        plain = planned(request(total, micro, steps), ranks)[0]
+        plain = planned((total, micro, steps), ranks)[0]
         assert (changed is None) == (plain is not None)
         if plain is not None:
             assert plan == plain
@@ -116,30 +118,11 @@ def test_enforcing_keeps_the_global_batch_and_never_raises_the_micro_batch():
 def test_the_number_of_ranks_never_changes_the_global_batch(enforce):
     for total, micro, steps in itertools.product(TOTALS[1:], PARTS, PARTS):
         sizes = {
-            plan.global_batch_size
-            for n in RANKS
-            if (plan := planned(request(total, micro, steps), n, enforce=enforce)[0])
+            plan.global_batch_size for n in RANKS if (plan := planned((total, micro, steps), n, enforce=enforce)[0])
         }
         assert sizes <= {total}
 
 
-def test_accumulation_alone_changes_the_micro_batch_only():
-    written = request(32, micro=4, steps=8)
-    for steps in (1, 2, 4, 8, 16, 32):
-        plan = planned(request(steps=steps).over(written), 1)[0]
-        assert (plan.global_batch_size, plan.micro_batch_size) == (32, 32 // steps)
-    for micro in (1, 2, 16):
-        plan = planned(request(micro=micro).over(written), 2)[0]
-        assert (plan.global_batch_size, plan.gradient_accumulation_steps) == (32, 16 // micro)
-
-
-def test_flags_override_the_json():
-    assert request(64).over(request(32)) == request(64)
-    assert request(64, 2, 4).over(request(32, 1, 1)) == request(64, 2, 4)
-    assert request().over(request(32, 4, 8)) == request(32, 4, 8)
-    assert request(steps=2).over(request(32, 4, None)) == request(32, None, 2)
-
-
 def test_default_micro_batch():
     for total, micro in ((32, 8), (36, 6), (7, 7), (97, 1), (8, 8), (480, 8)):
-        assert planned(request(total), 1)[0].micro_batch_size == micro
+        assert planned((total,), 1)[0].micro_batch_size == micro

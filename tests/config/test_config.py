@@ -33,6 +33,22 @@ def test_a_flag_overrides_the_json_and_the_json_the_default(here):
 
 
 @pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        ({}, (8, 4, 2)),
+        ({"grad_accum_steps": 8}, (8, 1, 8)),
+        ({"micro_batch_size_per_gpu": 2}, (8, 2, 4)),
+        ({"global_batch_size": 16, "micro_batch_size_per_gpu": 2}, (16, 2, 8)),
+    ],
+)
+def test_a_flag_for_one_part_of_the_split_drops_the_jsons_other_part(here, flags, split):
+    """So it never changes the global batch."""
+    write_recipe(here / "recipe.json", RECIPE, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
+    batch = resolved(here, **flags).batch
+    assert (batch.global_batch_size, batch.micro_batch_size, batch.gradient_accumulation_steps) == split
+
+
+@pytest.mark.parametrize(
     ("flags", "epochs", "steps"),
     [
         ({"max_train_steps": None}, 1, 5),

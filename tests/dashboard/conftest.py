@@ -34,11 +34,16 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_page(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AppTest]:
-    """Opens a page of the dashboard on ``runs``, as ``charts/dashboard.py`` would; ``state`` is the session's."""
-    monkeypatch.setattr(sys, "argv", ["dashboard.py", "--runs", str(runs)])
+    """Opens a page of the dashboard on ``runs`` or another folder, as ``charts/dashboard.py`` would.
+
+    ``state`` is the session's.
+    """
     contents.clear()
 
-    def opened(page: str, query: dict[str, list[str]] | None = None, **state: object) -> AppTest:
+    def opened(
+        page: str, query: dict[str, list[str]] | None = None, *, folder: Path = runs, **state: object
+    ) -> AppTest:
+        monkeypatch.setattr(sys, "argv", ["dashboard.py", "--runs", str(folder)])
         text = f"from dsgpt.dashboard import {page}\n{page}.show()\n"
         test = AppTest.from_string(text, default_timeout=60)
         for key, value in state.items():

@@ -1,6 +1,5 @@
 """The pages about models: plan, split, and try it."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -14,7 +13,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
-from opened_pages import open_page
 from small_run import REPOSITORY
 
 from dsgpt.charts.options import DARK, LIGHT
@@ -36,10 +34,12 @@ from dsgpt.dashboard.plan import (
 )
 from dsgpt.dashboard.split import CHOICES, Split, copied_rows, explanations, held_rows, sent_rows, split_of
 from dsgpt.dashboard.summaries import inside
-from dsgpt.inference.generation import Sampling, likeliest
+from dsgpt.inference import commands
+from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import Sampling
+from dsgpt.inference.generation import likeliest
 from dsgpt.inference.loading import load
-from dsgpt.inference.requests import GenerateRequest as Request
-from dsgpt.inference.sample import Opened, Text, Writer, open_model, sampling_of
+from dsgpt.inference.sample import Opened, Text, Writer, open_model
 from dsgpt.planner.command import act
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.memory import peak_memory
@@ -90,8 +90,8 @@ def test_the_command_says_what_the_page_asked_for(options):
     assert shlex.split(command_line(options)) == [".venv/bin/python", "src/plan.py", *words_of(options)]
 
 
-def test_what_does_not_fit_is_the_loud_thing(tmp_path, monkeypatch):
-    page = open_page("plan", tmp_path, monkeypatch)
+def test_what_does_not_fit_is_the_loud_thing(tmp_path, open_page):
+    page = open_page("plan", folder=tmp_path)
     assert not page.error
     page.selectbox(key="plan-model").set_value("xl").run()
     page.select_slider(key="plan-count").set_value(1).run()
@@ -177,8 +177,8 @@ def test_a_broken_calibration_hides_nothing_else(tmp_path):
     assert "calibration.json" in broken[0]
 
 
-def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, monkeypatch):
-    page = open_page("plan", tmp_path, monkeypatch)
+def test_the_page_shows_the_figures_of_its_own_command(tmp_path, capsys, open_page):
+    page = open_page("plan", folder=tmp_path)
     page.select_slider(key="plan-tokens").set_value(3e9).run()
     (command,) = [code.value for code in page.code if "src/plan.py" in code.value]
     told = printed(
@@ -343,8 +343,8 @@ def test_what_training_refuses_is_refused_in_its_words():
         split("Tensor parallel", model_size="xl")
 
 
-def test_the_page_shows_the_planners_figures(tmp_path, monkeypatch):
-    page = open_page("split", tmp_path, monkeypatch)
+def test_the_page_shows_the_planners_figures(tmp_path, open_page):
+    page = open_page("split", folder=tmp_path)
     expected = split("ZeRO-1", global_batch_size=None)
     shown = {metric.label: metric.value for metric in page.metric}
     assert page.markdown[0].value.startswith("**zero1** in bf16")
@@ -400,15 +400,10 @@ def test_text_and_ids_are_those_of_the_script(runs, changes):
 
 
 def test_the_script_prints_the_same(runs, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("generate_script", REPOSITORY / "src" / "generate.py")
-    assert spec is not None
-    script = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(script)
     words = f"--checkpoint {runs}/one/step-00000001 --max_new_tokens 8 --seed 1 --device cpu --prompt".split()
     monkeypatch.setattr(sys, "argv", ["generate.py", *words, PROMPT])
-    script.main()
-    assert capsys.readouterr().out == f"{told(runs).text}\n{script.LINE}\n"
+    commands.generate()
+    assert capsys.readouterr().out == f"{told(runs).text}\n{commands.LINE}\n"
 
 
 @pytest.fixture
@@ -468,7 +463,7 @@ def test_the_likeliest_ids_are_those_of_the_model(runs):
     drawn = likeliest(opened.decoder, ids, count=10, sampling=Sampling(temperature=1.0, top_k=2))
     assert sum(each.drawn for each in drawn) == pytest.approx(1)
     assert [each.drawn > 0 for each in drawn] == [True, True] + [False] * 8
-    assert sampling_of(request_of(runs)).top_k == 50
+    assert request_of(runs).sampling.top_k == 50
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_the_words_of_the_page(runs):
@@ -520,8 +515,8 @@ def test_only_checkpoints_inside_the_folder_are_offered(runs, tmp_path):
             inside(folder, name)
 
 
-def test_the_page_generates_beside_each_other(runs, monkeypatch):
-    page = open_page("generate", runs, monkeypatch)
+def test_the_page_generates_beside_each_other(runs, open_page):
+    page = open_page("generate")
     page.text_area(key="generate-prompt").set_value(PROMPT)
     page.number_input(key="generate-tokens").set_value(8)
     page.number_input(key="generate-seed").set_value(1)
@@ -534,8 +529,3 @@ def test_the_page_generates_beside_each_other(runs, monkeypatch):
     page.text_area(key="generate-prompt").set_value("x " * 500)
     page.button[0].click().run()
     assert "shorten it" in page.error[0].value
-
-
-def test_an_empty_project_says_how_to_begin(tmp_path, monkeypatch):
-    page = open_page("generate", tmp_path, monkeypatch)
-    assert "make demo" in page.info[0].value

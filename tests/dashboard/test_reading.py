@@ -32,7 +32,7 @@ def line(step: int, loss: float | None = 5.0, **others: object) -> str:
 def test_steps_are_those_that_the_charts_read():
     path = COMMITTED / "demo-zero1" / "metrics.jsonl"
     steps = StepReader(path).read()
-    train, validation = read_step_curves(path, [])
+    train, validation, _ = read_step_curves(path, [])
     assert steps.train["step"].tolist() == [point.step for point in train.points]
     assert steps.train["loss"].tolist() == [point.loss for point in train.points]
     assert steps.validation["val_loss"].tolist() == [point.loss for point in validation.points]

@@ -98,6 +98,14 @@ def test_the_baseline_is_the_slowest_on_the_fewest_devices(runs):
     assert [run.name for run in answer.runs] == ["quick", "zero1", "baseline"]
 
 
+def test_a_baseline_that_is_the_fastest_is_not_compared_with_itself(runs, open_page):
+    write_run(runs / "zero1", record(training_config__strategy="zero1", hardware__world_size=2))
+    write_run(runs / "baseline", record(training_config__strategy="baseline", summary__train_time_sec=14.6))
+    said = texts(open_page("overview"))
+    assert "14.6 s. It is the baseline: no other run is faster." in said
+    assert "instead of" not in said
+
+
 def test_the_overview_searches_and_prices(open_page):
     test = open_page("overview")
     test.text_input("search").input("ZERO").run()
@@ -108,12 +116,12 @@ def test_the_overview_searches_and_prices(open_page):
     assert [info.value for info in test.info] == ["No run matches."]
 
 
-def test_an_empty_folder_says_how_to_make_the_first_run(tmp_path, runs, open_page, monkeypatch):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setattr("sys.argv", ["dashboard.py", "--runs", str(tmp_path / "empty")])
-    test = open_page("overview")
-    assert "make demo" in test.code[0].value
-    assert open_page("live").info and open_page("compare").info
+def test_an_empty_folder_says_how_to_make_the_first_run(tmp_path, open_page):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "make demo" in open_page("overview", folder=empty).code[0].value
+    assert "make demo" in open_page("generate", folder=empty).info[0].value
+    assert open_page("live", folder=empty).info and open_page("compare", folder=empty).info
 
 
 def test_equal_work_is_compared_and_its_losses_are(open_page):
@@ -147,9 +155,8 @@ def test_unequal_work_is_marked_with_what_differs(runs, open_page):
     assert "<h2" in titles(test)[0] and "NOT EQUAL WORK" in titles(test)[0]
 
 
-def test_the_committed_sweeps_are_compared(open_page, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["dashboard.py", "--runs", str(ROOT / "checkpoint")])
-    test = open_page("compare")
+def test_the_committed_sweeps_are_compared(open_page):
+    test = open_page("compare", folder=ROOT / "checkpoint")
     test.segmented_control("kind").set_value("Sweeps").run()
     test.selectbox("sweep").set_value("reference/cpu-2-cores/sweep-strategies.json").run()
     rows = dict(zip(column(test, "cell"), column(test, "speed-up"), strict=True))

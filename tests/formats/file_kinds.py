@@ -21,7 +21,7 @@ from dsgpt.benchmarks.sweep_cells import read_description
 from dsgpt.charts.comparison import comparison_markdown, console_summary
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import read_run_state, write_run_state
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files
+from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_weights
 from dsgpt.common.errors import Problems
 from dsgpt.common.json_files import JsonError
 from dsgpt.config.options import parse_arguments
@@ -30,7 +30,7 @@ from dsgpt.data.preparation import Place
 from dsgpt.data.sources import SourceFile, downloaded_source, json_lines_reader
 from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json, weight_files
 from dsgpt.formats.tokenizer_files import end_of_text_id, token_ids
-from dsgpt.inference.loading import load_model
+from dsgpt.inference.loading import build_model
 from dsgpt.machine.process_group import HostGroup
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import GPT2Config
@@ -240,7 +240,8 @@ def resume(folder: Path) -> None:
     if _train(folder, resume=True) == 0:
         restore(folder)
     store.name_newest_and_best(folder / "run")
-    load_model(open_model_files(find_checkpoint(folder / "run", which="latest", flag="--checkpoint")), CPU)
+    files = open_model_files(find_checkpoint(folder / "run", which="latest", flag="--checkpoint"))
+    build_model(files.config, {name: stored.read() for name, stored in open_weights(files).items()}, device=CPU)
     find_checkpoint(folder / "run", which="best", flag="--checkpoint")
 
 

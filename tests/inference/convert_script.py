@@ -1,7 +1,6 @@
 """``src/convert.py``, called in this process because torch takes seconds to import, and what tests do to its input."""
 
 import contextlib
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from small_run import REPOSITORY
 
 from dsgpt.common.command_line import exit_code_of
+from dsgpt.inference.commands import convert as command
 from dsgpt.model.config import GPT2Config
 
 CONVERT = REPOSITORY / "src" / "convert.py"
@@ -16,12 +16,9 @@ CONVERT = REPOSITORY / "src" / "convert.py"
 
 def convert(*words: object) -> tuple[int, str, str]:
     """The exit code, the output and the error output."""
-    specification = importlib.util.spec_from_file_location("convert", CONVERT)
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = exit_code_of(lambda: script.main([str(word) for word in words]), kept=script.KEPT)
+        code = exit_code_of(lambda: command([str(word) for word in words]), kept="nothing was written")
     assert "Traceback" not in err.getvalue(), err.getvalue()
     return code, out.getvalue(), err.getvalue()
 

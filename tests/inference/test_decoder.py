@@ -11,14 +11,13 @@ from test_generate import script
 from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference import decoder as decoder_module
+from dsgpt.inference import decoder as linear
 from dsgpt.inference import generation as latency
-from dsgpt.inference import linear
-from dsgpt.inference.decoder import Decoder, _Step
-from dsgpt.inference.generation import Sampling, generate, generate_batch, measure_latency, random_stream
-from dsgpt.inference.linear import Packed, Plain, Transposed, round_to_int8, to_int8
-from dsgpt.inference.requests import GenerateRequest as Request
-from dsgpt.inference.sample import Writer, open_model
-from dsgpt.inference.text import Continuation
+from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import Sampling
+from dsgpt.inference.decoder import Decoder, Packed, Plain, Transposed, _Step, round_to_int8, to_int8
+from dsgpt.inference.generation import generate, generate_batch, measure_latency, random_stream
+from dsgpt.inference.sample import Continuation, Writer, open_model
 from dsgpt.machine.device import HugePages, packs
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, Block, initialize
@@ -181,7 +180,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 def pieces_of(tokenizer, ids: list[int], **settings) -> tuple[list[str], Continuation]:
     """What is shown after each id and at the end."""
-    continuation = Continuation(tokenizer, **settings)
+    continuation = Continuation(tokenizer, ends={END_OF_TEXT}, **settings)
     pieces = []
     for following in ids:
         continuation.add(following)

@@ -1,7 +1,6 @@
 """Evaluation: the command, and perplexity."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import math
@@ -20,9 +19,10 @@ from small_run import END_OF_TEXT, REPOSITORY, SEQUENCE, command_line, write_inp
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sha256_of
+from dsgpt.inference.commands import GenerateRequest as WriterRequest
+from dsgpt.inference.commands import evaluate as command
+from dsgpt.inference.evaluate import Prediction, predict, windows_of
 from dsgpt.inference.export import export
-from dsgpt.inference.perplexity import Prediction, predict, windows_of
-from dsgpt.inference.requests import GenerateRequest as WriterRequest
 from dsgpt.inference.sample import Writer
 from dsgpt.machine import console
 from dsgpt.machine.console import Console
@@ -46,13 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(*words: object) -> tuple[int, str, str]:
     """Exit code, output and error output of the command, called in this process because torch takes seconds."""
-    specification = importlib.util.spec_from_file_location("evaluate", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
-        code = exit_code_of(module.main, kept="")
+        code = exit_code_of(command, kept="")
     return code, out.getvalue(), err.getvalue()
 
 
@@ -145,7 +142,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder, tmp_path):
 def test_the_first_token_of_a_file_is_no_byte_and_the_name_of_a_special_token_is_text(folder, tmp_path):
     """As training encodes it."""
     from dsgpt.formats.tokenizer_files import open_tokenizer
-    from dsgpt.inference.perplexity import read_text
+    from dsgpt.inference.evaluate import read_text
 
     tokenizer = open_tokenizer(folder / "tokenizer", what="it")
     write_tokens(tmp_path / "ids.bin", np.array(tokenizer.encode("abcd")))

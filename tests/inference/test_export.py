@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsgpt.benchmarks.cells import Corpus
 from dsgpt.formats.hugging_face import PretrainedWeights
+from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.export import LAYOUT_VERSION
-from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.sample import Writer
 from dsgpt.model.gpt2 import GPT2, parameter_shapes
 from dsgpt.training.command import train

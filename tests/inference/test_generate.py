@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import shutil
@@ -30,9 +29,10 @@ from small_run import (
 
 from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import UserError
+from dsgpt.inference.commands import GenerateRequest as Request
+from dsgpt.inference.commands import generate as command
 from dsgpt.inference.export import export
 from dsgpt.inference.loading import load
-from dsgpt.inference.requests import GenerateRequest as Request
 from dsgpt.inference.sample import Writer
 from dsgpt.machine import device as cpu_kernels
 from dsgpt.machine.console import Console
@@ -170,15 +170,12 @@ def test_ctrl_c_ends_the_command_in_order(run_dir, tmp_path):
 
 def script(*words: object, stdin: str | bytes = b"") -> tuple[int, str, str]:
     """Exit code, output and error output of the command, called in this process because torch takes seconds."""
-    specification = importlib.util.spec_from_file_location("generate", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     source = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", [str(SCRIPT), *map(str, words), "--device", "cpu"])
         patch.setattr(sys, "stdin", source)
-        code = exit_code_of(module.main, kept="")
+        code = exit_code_of(command, kept="")
     return code, out.getvalue(), err.getvalue()
 
 

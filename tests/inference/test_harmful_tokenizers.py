@@ -11,7 +11,7 @@ from harmful_tokenizers import MALFORMED, bring_code, seal
 from small_run import REPOSITORY
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.inference.commands import GenerateRequest as Request
 from dsgpt.inference.sample import Writer
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from random_models import VOCABULARY, random_model, random_prompts
 
+from dsgpt.inference.commands import Sampling
 from dsgpt.inference.decoder import Decoder
-from dsgpt.inference.generation import Chooser, Sampling, generate_batch, probabilities, random_stream
+from dsgpt.inference.generation import Chooser, generate_batch, probabilities, random_stream
 
 MODEL = random_model()
 SETTINGS = [

@@ -16,10 +16,9 @@ from small_run import REPOSITORY, SEQUENCE, VOCABULARY, write_data, write_recipe
 
 from dsgpt.common.errors import Problems
 from dsgpt.common.text import divisors
-from dsgpt.config.batch import BatchPlan
 from dsgpt.config.compatibility import check_split
 from dsgpt.config.options import parse_arguments
-from dsgpt.config.run_config import resolve
+from dsgpt.config.run_config import BatchPlan, resolve
 from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import read_prices
 from dsgpt.planner.options import read_plan_options

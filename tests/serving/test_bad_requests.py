@@ -13,9 +13,8 @@ import openai
 import pytest
 from running_server import MODEL, PLACES, POSITIONS, Server, within
 
-from dsgpt.inference.server.http import ApiError
 from dsgpt.inference.server.options import Limits
-from dsgpt.inference.server.requests import Prompt, new_tokens_of, read_prompts, read_request
+from dsgpt.inference.server.requests import ApiError, Prompt, new_tokens_of, read_prompts, read_request
 
 SECRET = "a secret of a user"
 """A part of every prompt here; the log has it nowhere."""

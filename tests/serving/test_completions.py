@@ -17,14 +17,13 @@ import torch
 from running_server import BATCH, MODEL, POSITIONS, Server, within
 from small_run import END_OF_TEXT, REPOSITORY, write_tokenizer
 
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.loading import load_model
-from dsgpt.inference.server.completions import Answer, Choice, Completions, TextStream, add_logprobs
-from dsgpt.inference.server.engine import Engine, Scorer, Sequence, open_served
-from dsgpt.inference.server.http import ApiError, Gate, Metrics
+from dsgpt.inference.loading import load
+from dsgpt.inference.sample import Continuation
+from dsgpt.inference.server.completions import Answer, Choice, Completions, Gate, Metrics, add_logprobs
+from dsgpt.inference.server.engine import Engine, Sampler, Scorer, Sequence, open_served
 from dsgpt.inference.server.options import Limits
-from dsgpt.inference.server.requests import Prompt, Sampler, Sampling, read_request
+from dsgpt.inference.server.requests import ApiError, Prompt, Sampling, read_request
 from dsgpt.inference.server.server import make_app
 
 # A server answers the real `openai` client as OpenAI's interface says, with the text of our own generator.
@@ -37,8 +36,8 @@ NEW = 40
 @pytest.fixture(scope="module")
 def own(run_dir):
     """Our own model and tokenizer."""
-    files = open_model_files(find_checkpoint(run_dir, flag="--checkpoint"))
-    return load_model(files, torch.device("cpu")), open_tokenizer(files.tokenizer, what="tokenizer")
+    loaded = load(run_dir, which="latest", device=torch.device("cpu"), precision="fp32")
+    return loaded.model, loaded.tokenizer
 
 
 def greedy(own, prompt: str, new: int = NEW) -> list[int]:
@@ -231,7 +230,7 @@ def answered(
     sequence = Sequence("0", asyncio.Event(), 0.0)
     prompt = Prompt(ids=tokenizer.encode("ab"), text="ab")
     choice = Choice(
-        index=0, prompt=prompt, sequence=sequence, text=TextStream(tokenizer, stops), ends=frozenset({END_OF_TEXT})
+        index=0, prompt=prompt, sequence=sequence, text=Continuation(tokenizer, stop=stops, ends={END_OF_TEXT})
     )
     pieces = []
     for end in range(at_a_time, len(ids) + at_a_time, at_a_time):
@@ -262,7 +261,7 @@ def test_text_reason_and_usage_are_those_of_the_ids(tokenizer, at_a_time, text, 
     """End-of-text counts as a token and is no text; what arrives behind a stop sequence does not count."""
     ids = [*tokenizer.encode(text), *([END_OF_TEXT] if end else [])]
     choice, pieces, counted = answered(tokenizer, ids, at_a_time=at_a_time, stops=stops)
-    assert (choice.whole, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
+    assert (choice.text.text, "".join(pieces), choice.finish_reason, counted) == (whole, whole, reason, tokens)
     assert all(whole.startswith("".join(pieces[:end])) for end in range(len(pieces)))
 
 

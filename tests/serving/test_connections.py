@@ -19,7 +19,7 @@ from running_server import within
 from small_run import REPOSITORY
 
 from dsgpt.inference.server import server as connection
-from dsgpt.inference.server.http import Metrics
+from dsgpt.inference.server.completions import Metrics
 from dsgpt.inference.server.options import Key
 from dsgpt.inference.server.server import http_config, make_app
 

@@ -36,8 +36,9 @@ from dsgpt.benchmarks.serving import (
     summary_lines,
 )
 from dsgpt.common.errors import UserError
-from dsgpt.inference.server.http import ApiError, Gate, Metrics
+from dsgpt.inference.server.completions import Gate, Metrics
 from dsgpt.inference.server.options import Limits
+from dsgpt.inference.server.requests import ApiError
 from dsgpt.machine.console import Console
 
 # A server under several times its capacity answers every request once; the load test reports what is wrong.

@@ -20,9 +20,8 @@ from harmful_tokenizers import bring_code, seal
 from running_server import BATCH, MODEL, PLACES, Server, ready, running, within
 
 from dsgpt.common.errors import UserError
-from dsgpt.inference.server.completions import Completions
+from dsgpt.inference.server.completions import Completions, Gate, Metrics
 from dsgpt.inference.server.engine import Engine, Scorer, open_served
-from dsgpt.inference.server.http import Gate, Metrics
 from dsgpt.inference.server.options import Key, Limits, ServeOptions, keys_of
 from dsgpt.inference.server.server import http_config, make_app, serve
 

@@ -17,12 +17,12 @@ from dsgpt.strategies.optimizer import (
     begin_state,
     block_norms,
     build_optimizer,
+    build_schedule,
     global_norm,
     parameter_groups,
     set_learning_rate,
     square_sum,
 )
-from dsgpt.strategies.schedule import build_schedule
 
 # The optimizer: decay for the right parameters, each parameter in one group, and torch's arithmetic.
 

@@ -16,21 +16,21 @@ from stand_in_nvml import StandInNvml
 
 from dsgpt.common.errors import NonFiniteError
 from dsgpt.machine.console import duration
-from dsgpt.machine.gpus import GpuSample, open_gpus
 from dsgpt.strategies.base import StepResult
-from dsgpt.telemetry.collective_times import (
+from dsgpt.telemetry.communication import Traffic
+from dsgpt.telemetry.communication_profile import (
     STEP_RANGE,
     Event,
     Span,
     common,
+    communication_table,
     kernel_operation,
     length,
     merged,
+    rank_figures,
     times_on_cpu,
     times_on_gpu,
 )
-from dsgpt.telemetry.communication import Traffic
-from dsgpt.telemetry.communication_profile import communication_table, rank_figures
 from dsgpt.telemetry.meter import (
     Figures,
     RankShare,
@@ -43,7 +43,7 @@ from dsgpt.telemetry.meter import (
     throughput,
     timing_figures,
 )
-from dsgpt.telemetry.monitor import Monitor, _Device, gpu_use
+from dsgpt.telemetry.monitor import GpuSample, Monitor, _Device, gpu_use, open_gpus
 from dsgpt.training.measurements import gpus_to_sample
 
 # Figures of an interval: which ranks the others waited for.

@@ -30,12 +30,11 @@ from training_runs import (
 
 from dsgpt.common.errors import EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from dsgpt.config.options import parse_arguments
-from dsgpt.dashboard.summaries import read_recorded
+from dsgpt.dashboard.summaries import recorded_of
 from dsgpt.machine.device import describe_hardware
-from dsgpt.machine.gpus import open_gpus
 from dsgpt.planner.rates import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.telemetry.monitor import Monitor
+from dsgpt.telemetry.monitor import Monitor, open_gpus
 from dsgpt.training import measurements, run
 from dsgpt.training.command import train as train_here
 from dsgpt.training.trainer import Trainer
@@ -388,7 +387,7 @@ def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
     block = record(tmp_path / "run")["plan"]
     assert block["planned_usd"] == 1.0
     assert block["seconds"] > block["planned_seconds"] == 1800
-    shown = read_recorded(tmp_path / "run", name="run").plan  # of the dashboard's page Live
+    shown = recorded_of(tmp_path, "run").plan  # of the dashboard's page Live
     assert re.fullmatch(r"\d+% slower than planned, \$\S+ spent, \$1.00 expected instead of \$1.00", shown)
     (tmp_path / "plan.json").write_text(json.dumps(plan | {"strategy": "zero2", "seq_length": 32}))
     done, _ = sabotaged("", plan=tmp_path / "plan.json", overwrite=True)

@@ -15,9 +15,10 @@ from dsgpt.common.errors import EXIT_DONE, Problems, UserError, did_you_mean, is
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import NO_DIFFERENCE, machine_words
 from dsgpt.record.equal_work import Verdict, judge
-from dsgpt.record.runs import RECORD_NAME, Run, read_run
-from dsgpt.record.schema import STEPS_FILE, read_steps
-from dsgpt.record.sweeps import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, Worked, read_sweep
+from dsgpt.record.runs import Run, read_run
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE, read_steps
+from dsgpt.record.sweeps import MAX_BYTES, SWEEP_FILE, Sweep, SweepCell, read_sweep
+from dsgpt.record.work import Worked
 
 CELL_MARK = "#"
 """Between the path of a sweep and the name of a cell."""
@@ -98,7 +99,7 @@ class _Source:
 
     def _is_sweep(self) -> bool:
         if self.path.is_dir():
-            return (self.path / SWEEP_FILE).exists() and not (self.path / RECORD_NAME).exists()
+            return (self.path / SWEEP_FILE).exists() and not (self.path / RECORD_FILE).exists()
         try:
             return {"cells", "comparisons"} <= read_object(self.path, max_bytes=MAX_BYTES).keys()
         except JsonError:

@@ -20,10 +20,10 @@ from dsgpt.benchmarks.decoding import HUGGING_FACE, NANOGPT, OURS, RATIO_GOAL, S
 from dsgpt.common.errors import UserError
 from dsgpt.formats.hugging_face import hugging_face_config, to_hugging_face
 from dsgpt.formats.tensor_files import DTYPES
+from dsgpt.inference.commands import EvaluateRequest as Request
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.evaluate import evaluate
 from dsgpt.inference.generation import generate_batch
-from dsgpt.inference.requests import EvaluateRequest as Request
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import HugePages
 from dsgpt.model.config import PRESETS

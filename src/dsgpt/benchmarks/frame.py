@@ -284,8 +284,7 @@ def work_folder(keep: Path | None, held: ExitStack, *, prefix: str) -> Path:
 
 def record_head(schema_version: str, *, device: str) -> Record:
     """The fields that every record begins with: when, from which code, on which machine."""
-    from dsgpt.machine.device import describe_hardware  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.machine.environment import software_versions  # noqa: PLC0415
+    from dsgpt.machine.device import describe_hardware, software_versions  # noqa: PLC0415 - torch takes seconds
 
     return {
         "schema_version": schema_version,

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from dsgpt.benchmarks.inference_worker import Answer, Request, clock
-from dsgpt.checkpoints.selection import find_checkpoint, open_model_files
+from dsgpt.checkpoints.selection import find_checkpoint, open_model_files, open_weights
 from dsgpt.common.errors import UserError
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
-from dsgpt.inference.loading import load_model
+from dsgpt.inference.loading import build_model
 
 # The adapter to this project's inference room: the only file of this suite that knows how it decodes.
 
@@ -33,7 +33,8 @@ class OwnModel:
     def __init__(self, checkpoint: Path, device: str, *, batch_size: int = 1) -> None:
         files = open_model_files(find_checkpoint(checkpoint, flag="--checkpoint"))
         self._device = torch.device(device)
-        self._model = load_model(files, self._device)
+        weights = {name: stored.read() for name, stored in open_weights(files).items()}
+        self._model = build_model(files.config, weights, device=self._device)
         self._alone = Decoder(self._model)
         self._together = Decoder(self._model, batch_size=batch_size) if batch_size > 1 else self._alone
         self.positions = files.config.block_size

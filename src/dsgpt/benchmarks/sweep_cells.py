@@ -12,7 +12,8 @@ from dsgpt.common.json_files import JsonError, clipped, read_object
 from dsgpt.config.options import parse_arguments
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import Verdict, judge
-from dsgpt.record.sweeps import Kind, Turn, Worked, worked
+from dsgpt.record.sweeps import Kind, Turn, worked
+from dsgpt.record.work import Worked
 
 # What a sweep trains and compares: cells, comparisons, and what may differ in them.
 

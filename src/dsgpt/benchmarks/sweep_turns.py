@@ -19,7 +19,8 @@ from dsgpt.benchmarks.sweep_cells import Cell, ComparisonPlan, comparable, judge
 from dsgpt.common.errors import EXIT_USER_ERROR, UserError, is_number
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_as, read_object
-from dsgpt.record.runs import LOG_NAME, RECORD_NAME, read_run, read_step_curves
+from dsgpt.record.runs import read_run, read_step_curves
+from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 from dsgpt.record.sweeps import Compared, Comparison, Spread, State, SweepCell, Turn
 
 # Runs one training with the launcher that users use, ends it after a limit, and says how it ended.
@@ -262,7 +263,7 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
     if ending.state != State.DONE:
         return Turn(**known, state=ending.state, message=ending.message)
     try:
-        run, record = read_run(folder, name=planned.cell.name), read_object(folder / RECORD_NAME)
+        run, record = read_run(folder, name=planned.cell.name), read_object(folder / RECORD_FILE)
     except (UserError, JsonError) as error:
         return Turn(**known, state=State.FAILED, message=f"its record cannot be read: {error}")
     return Turn(
@@ -285,13 +286,13 @@ def turn_of(planned: PlannedTurn, ending: Ending, folder: Path) -> Turn:
 
 def time_to_loss(folder: Path, target: float) -> float | None:
     """Seconds of training steps until a step of the run in ``folder`` had this loss or less; None if none had."""
-    train, _ = read_step_curves(folder / LOG_NAME, [])
+    train, *_ = read_step_curves(folder / STEPS_FILE, [])
     return next((point.time for point in train.points if point.loss <= target), None)
 
 
 def losses_of(folder: Path) -> Losses:
     """The losses of the run in ``folder``, from its lines of steps; empty without them."""
-    train, _ = read_step_curves(folder / LOG_NAME, [])
+    train, *_ = read_step_curves(folder / STEPS_FILE, [])
     return train.at_steps()
 
 

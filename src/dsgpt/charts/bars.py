@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.comparison import decimals, gigabytes, shorten
 from dsgpt.charts.options import current
-from dsgpt.charts.style import behind_text, look, note_inside
+from dsgpt.charts.style import behind_text, look, note_inside, number_axis
 from dsgpt.record.runs import TOO_SHORT, Run
 
 BAR_WIDTH = 0.62
@@ -52,8 +51,7 @@ def draw_rows(axes: Axes, rows: Sequence[Row], *, label_width: int = 30) -> None
         axes.text(end + top * 0.015, place, row.label, va="center", bbox=behind_text())
     axes.set_xlim(0, top * 1.2)
     name_rows(axes, [row.name for row in rows], label_width=label_width)
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    number_axis(axes.xaxis, 5)
     if all(row.value is None for row in rows):
         axes.set_xticks([])
 

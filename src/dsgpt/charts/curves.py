@@ -8,11 +8,10 @@ from itertools import pairwise
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.comparison import shorten
 from dsgpt.charts.options import current
-from dsgpt.charts.style import look, note_inside
+from dsgpt.charts.style import look, note_inside, number_axis
 from dsgpt.record.runs import Curve, Point, Run, smoothed, window_of
 
 TIME_TITLE = "Loss by training time"
@@ -77,17 +76,15 @@ def money_axis(price: float) -> Axis:
 def in_money(run: Run, price: float) -> Run:
     """The run with the money that its devices cost in place of the time of each point; ``price`` of a device hour."""
     per_second = None if run.device_count is None else run.device_count * price / 3600
-    curves = {
-        name: replace(curve, points=tuple(_priced(point, per_second) for point in curve.points))
-        for name, curve in (("train_curve", run.train_curve), ("val_curve", run.val_curve))
-    }
-    return replace(run, train_curve=curves["train_curve"], val_curve=curves["val_curve"])
 
+    def priced(curve: Curve) -> Curve:
+        known = [
+            None if point.time is None or per_second is None else point.time * per_second for point in curve.points
+        ]
+        points = (point._replace(time=cost) for point, cost in zip(curve.points, known, strict=True))
+        return replace(curve, points=tuple(points))
 
-def _priced(point: Point, per_second: float | None) -> Point:
-    if point.time is None or per_second is None:
-        return point._replace(time=None)
-    return point._replace(time=point.time * per_second)
+    return replace(run, train_curve=priced(run.train_curve), val_curve=priced(run.val_curve))
 
 
 def _largest(runs: Sequence[Run], coordinate: str) -> float:
@@ -120,22 +117,16 @@ def draw_losses(axes: Axes, runs: Sequence[Run], *, kind: str, axis: Axis) -> li
     sns.despine(ax=axes)
     if ends:
         axes.set_xlim(left=0)
-        _widen(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis.coordinate in {"step", "epoch"}, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        low, high = axes.get_ylim()
+        missing = max(0.0, SMALLEST_SPAN - (high - low))
+        axes.set_ylim(low - missing / 2, high + missing / 2)
+        number_axis(axes.xaxis, 6, whole=axis.coordinate in {"step", "epoch"})
     else:
         axes.set(xticks=[], yticks=[], ylabel="")
         recorded = any(curve_of(run, kind).points for run in runs)
         text = axis.missing if recorded else "not recorded"
         note_inside(axes, text, x=0.5, y=0.5, transform=axes.transAxes, ha="center")
     return ends
-
-
-def _widen(axes: Axes) -> None:
-    """Let the vertical axis cover at least ``SMALLEST_SPAN``."""
-    low, high = axes.get_ylim()
-    missing = max(0.0, SMALLEST_SPAN - (high - low))
-    axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
 def ends_can_be_labelled(axes: Axes, ends: Sequence[End]) -> bool:
@@ -164,16 +155,13 @@ def legend_handles(runs: Sequence[Run], axis: Axis) -> list[Line2D]:
     """Legend entries, one per run, with what the run did not record."""
     handles = []
     for index, run in enumerate(runs):
-        style = look(index, count=len(runs))
         drawn = [kind for kind in ("train", "validation") if placeable(curve_of(run, kind), axis)]
         label = shorten(run.name, 34)
         if not drawn:
             label += f" ({axis.missing})"
         elif len(drawn) == 1:
             label += f" ({drawn[0]} only)"
-        handles.append(
-            Line2D([], [], color=style.colour, linestyle=style.dashes, lw=style.width, marker=style.marker, label=label)
-        )
+        handles.append(Line2D([], [], **look(index, count=len(runs)).line, label=label))
     return handles
 
 

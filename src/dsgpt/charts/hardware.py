@@ -10,10 +10,9 @@ from typing import Any
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.comparison import shorten
-from dsgpt.charts.style import Frame, frame, look
+from dsgpt.charts.style import Frame, frame, legend_height, look, number_axis
 from dsgpt.record.fields import Fields
 from dsgpt.record.runs import read_objects
 
@@ -76,13 +75,11 @@ def utilisation_chart(folders: Mapping[str, Path], *, warnings: Sequence[str], c
     if not any(sample.utilisation for samples in found.values() for sample in samples):
         return ABSENT
     powered = any(sample.power for samples in found.values() for sample in samples)
-    columns = 2
     picture = frame(
-        title="GPUs over time",
+        "GPUs over time",
         warnings=warnings,
         captions=[CAPTION, *captions],
-        width=9.0,
-        height=(3.0 if not powered else 5.6) + 0.26 * -(-len(found) // columns),
+        height=(3.0 if not powered else 5.6) + legend_height(len(found)),
     )
     panels = picture.body.subplots(2 if powered else 1, 1, squeeze=False, sharex=True)[:, 0]
     _draw(panels[0], found, lambda sample: [100 * value for value in sample.utilisation], statistics.fmean)
@@ -94,9 +91,9 @@ def utilisation_chart(folders: Mapping[str, Path], *, warnings: Sequence[str], c
     panels[-1].set(xlabel="seconds since the first sample")
     handles = []
     for index, name in enumerate(found):
-        style = look(index, count=len(found))
-        handles.append(Line2D([], [], color=style.colour, ls=style.dashes, lw=style.width, label=shorten(name, 34)))
-    picture.body.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, handlelength=4)
+        line = look(index, count=len(found)).line | {"marker": ""}
+        handles.append(Line2D([], [], **line, label=shorten(name, 34)))
+    picture.body.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, handlelength=4)
     return picture
 
 
@@ -111,12 +108,11 @@ def _draw(
         style = look(index, count=len(found))
         known = [(sample.time, list(values(sample))) for sample in samples if values(sample)]
         x = [time for time, _ in known]
-        axes.plot(x, [together(gpus) for _, gpus in known], color=style.colour, ls=style.dashes, lw=style.width)
+        axes.plot(x, [together(gpus) for _, gpus in known], **style.line | {"marker": ""})
         if together is statistics.fmean:
             low, high = [min(gpus) for _, gpus in known], [max(gpus) for _, gpus in known]
             axes.fill_between(x, low, high, color=style.colour, alpha=0.2, linewidth=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    number_axis(axes.xaxis, 6)
+    number_axis(axes.yaxis)
     axes.set_xlim(left=0)
     sns.despine(ax=axes)

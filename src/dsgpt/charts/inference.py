@@ -1,16 +1,14 @@
 """The charts of inference: latency against throughput."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.comparison import INFERENCE_NOISE, shorten
 from dsgpt.charts.options import current
-from dsgpt.charts.style import Frame, Look, frame, look
+from dsgpt.charts.style import Frame, Look, frame, legend_height, look, number_axis
 from dsgpt.common.text import machine_words
 from dsgpt.record.equal_work import inference_stamps
 from dsgpt.record.runs import Run
@@ -26,25 +24,18 @@ def latency_chart(runs: Sequence[Run], *, warnings: Sequence[str], captions: Seq
     points = [(run.inference_latency, run.inference_tokens_per_sec) for run in runs]
     if not any(latency and speed for latency, speed in points):
         return ABSENT
-    columns = 2
     picture = frame(
-        title="Inference: latency against throughput",
+        "Inference: latency against throughput",
         warnings=[*warnings, *inference_stamps(runs)],
         captions=["Greedy generation from one prompt, with a key-value cache.", INFERENCE_NOISE, *captions],
-        width=9.0,
-        height=3.6 + 0.26 * -(-len(runs) // columns),
+        height=3.6 + legend_height(len(runs)),
     )
     axes = picture.body.subplots()
     handles = []
     for index, (run, (latency, speed)) in enumerate(zip(runs, points, strict=True)):
         style = look(index, count=len(runs))
         label = shorten(run.name, 34)
-        mark: dict[str, Any] = {
-            "color": style.colour,
-            "marker": style.marker,
-            "ls": "",
-            "markeredgecolor": current().background,
-        }
+        mark = style.line | {"linestyle": "", "markeredgecolor": current().background}
         size = style.marker_size + 3
         if latency and speed:
             axes.plot([latency], [speed], **mark, markersize=size, zorder=2 + index / len(runs))
@@ -54,15 +45,14 @@ def latency_chart(runs: Sequence[Run], *, warnings: Sequence[str], captions: Seq
         handles.append(Line2D([], [], **mark, markersize=8, label=label))
     axes.set_xlim(0, 1.15 * max(latency or 0 for latency, _ in points))
     axes.set_ylim(0, 1.15 * max(speed or 0 for _, speed in points))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-        axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    number_axis(axes.xaxis, 6)
+    number_axis(axes.yaxis, 6)
     axes.set(
         xlabel="seconds to the last new token, batch 1 (less is better)",
         ylabel="tokens per second (more is better)",
     )
     sns.despine(ax=axes)
-    picture.body.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False)
+    picture.body.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False)
     return picture
 
 
@@ -78,25 +68,21 @@ CAPTION = (
 def concurrency_chart(record: Concurrency) -> Frame:
     """Median and 95th percentile of the latency over tokens per second; below and to the right is better."""
     picture = frame(
-        title="Many requests at once: latency against throughput",
+        "Many requests at once: latency against throughput",
         warnings=_warnings(record.engines),
         captions=[CAPTION, _footer(record)],
-        width=9.0,
-        height=4.2 + 0.26 * -(-len(record.engines) // 2),
+        height=4.2 + legend_height(len(record.engines)),
     )
     axes = picture.body.subplots()
     handles = []
     for index, engine in enumerate(record.engines):
         style = look(index, count=len(record.engines))
         _draw(axes, engine, style)
-        handles.append(
-            Line2D([], [], color=style.colour, ls=style.dashes, lw=style.width, marker=style.marker,
-                   label=TITLES.get(engine.name, engine.name))
-        )  # fmt: skip
+        handles.append(Line2D([], [], **style.line, label=TITLES.get(engine.name, engine.name)))
     axes.set_yscale("log")
     axes.set_xlim(0, None)
     axes.margins(x=0.08)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    number_axis(axes.xaxis)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(
         xlabel="tokens per second of all requests (more is better)",
@@ -111,10 +97,7 @@ def _draw(axes: Axes, engine: Engine, style: Look) -> None:
     loads = engine.by_concurrency
     x = [load.tokens_per_sec.median for load in loads.values()]
     y = [load.latency_sec.p50 for load in loads.values()]
-    axes.plot(
-        x, y, color=style.colour, ls=style.dashes, lw=style.width, marker=style.marker, markersize=style.marker_size,
-        markeredgecolor=current().background, zorder=3,
-    )  # fmt: skip
+    axes.plot(x, y, **style.line, markersize=style.marker_size, markeredgecolor=current().background, zorder=3)
     axes.vlines(x, y, [load.latency_sec.p95 for load in loads.values()], color=style.colour, lw=1.2, alpha=0.6)
     for slots, right, up in zip(loads, x, y, strict=True):
         axes.annotate(slots, (right, up), (5, -11), textcoords="offset points", fontsize=8.5, color=style.colour)

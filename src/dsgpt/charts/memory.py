@@ -5,12 +5,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.bars import BAR_WIDTH, Row, draw_rows, name_rows
 from dsgpt.charts.curves import ZOOMED
 from dsgpt.charts.options import current
-from dsgpt.charts.style import Frame, Look, behind_text, frame, look, note_inside
+from dsgpt.charts.style import Frame, Look, behind_text, frame, look, note_inside, number_axis
 from dsgpt.record.runs import OTHER, PARTS, Footprint, quantile
 from dsgpt.record.sweeps import Measured
 
@@ -39,10 +38,9 @@ def memory_chart(rows: Sequence[Measured], *, warnings: Sequence[str], captions:
     pairs = any(each.predicted for each in prints)
     heights = [1.5 + (0.62 if pairs else 0.4) * len(rows), *([0.9 + 0.36 * len(rows)] if resident else [])]
     picture = frame(
-        title="Memory of a rank, and what it holds",
+        "Memory of a rank, and what it holds",
         warnings=warnings,
         captions=[_caption(prints, resident=resident), *captions],
-        width=9.0,
         height=sum(heights),
     )
     panels = picture.body.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -85,8 +83,7 @@ def _draw_stacks(axes: Axes, rows: Sequence[Measured], *, unit: str, size: float
             note_inside(axes, row.lacking, x=top * 0.015, y=place)
     axes.set_xlim(0, top * 1.36)
     name_rows(axes, [row.name for row in rows])
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    number_axis(axes.xaxis, 5)
     axes.set(xlabel=f"{unit} of tensors of a rank (less is better)")
 
 
@@ -170,13 +167,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
     times = [sorted(row.footprint.step_times_sec or ()) for row in rows]
     if not any(times):
         return NO_TIMES
-    picture = frame(
-        title="Time of a step",
-        warnings=warnings,
-        captions=[TIMES, *captions],
-        width=9.0,
-        height=1.0 + 0.48 * len(rows),
-    )
+    picture = frame("Time of a step", warnings=warnings, captions=[TIMES, *captions], height=1.0 + 0.48 * len(rows))
     axes = picture.body.subplots()
     longest = max(values[-1] for values in times if values)
     unit, scale = ("seconds", 1.0) if longest >= 2 else ("milliseconds", 1000.0)
@@ -189,8 +180,7 @@ def step_times_chart(rows: Sequence[Measured], *, warnings: Sequence[str], capti
     for place, (row, values) in enumerate(zip(rows, times, strict=True)):
         if not values:
             note_inside(axes, row.lacking, x=low + 0.02 * (high - low), y=place)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    number_axis(axes.xaxis, 6)
     start = "" if axes.get_xlim()[0] == 0 else f"; {ZOOMED}"
     axes.set(xlabel=f"{unit} per optimizer step (less is better{start})")
     return picture
@@ -237,10 +227,9 @@ def communication_chart(rows: Sequence[Measured], *, warnings: Sequence[str], ca
     if not panels:
         return NO_TRAFFIC
     picture = frame(
-        title="Communication of a step",
+        "Communication of a step",
         warnings=warnings,
         captions=[*([TRAFFIC] if panels[0][0] is sent else []), *captions],
-        width=9.0,
         height=len(panels) * (0.9 + 0.4 * len(rows)),
     )
     for axes, (bars, label) in zip(picture.body.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):

@@ -32,13 +32,12 @@ def _figure(plan: Plan) -> Figure:
     shown = _parts_to_show(peaks)
     more = f" (ranks 0 to {len(ranks) - 1} of {setup.world_size})" if setup.world_size > len(ranks) else ""
     picture = frame(
-        title=f"Who holds what: {strategy_name(setup)} on {setup.world_size} x {plan.machine.name}{more}",
+        f"Who holds what: {strategy_name(setup)} on {setup.world_size} x {plan.machine.name}{more}",
         warnings=[],
         captions=[
             f"Predicted peak of tensor memory of each rank, {setup.precision}, micro batch {setup.micro_batch_size}, "
             f"{setup.seq_length:,} tokens a sequence. The line is what tensors can fill of a device. Not measured."
         ],
-        width=9.0,
         height=1.3 + 0.46 * len(ranks),
     )
     axes = picture.body.subplots()

@@ -28,10 +28,10 @@ from dsgpt.charts.hardware import utilisation_chart
 from dsgpt.charts.inference import concurrency_chart, latency_chart
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.options import INFERENCE_CHART, PLAN_CHART
-from dsgpt.charts.style import Chart, Frame, frame
+from dsgpt.charts.style import Chart, Frame, frame, legend_height
 from dsgpt.charts.sweeps import charts_of_sweep
 from dsgpt.record.equal_work import inference_stamps, judge, machine_line, partial_stamps, setup_stamps, work_stamps
-from dsgpt.record.runs import FLAT_SCHEMA, Curve, Run, window_of
+from dsgpt.record.runs import FLAT_SCHEMA, Run, window_of
 from dsgpt.record.sweeps import of_runs
 
 # The pictures: their panels, titles, warnings and captions.
@@ -78,7 +78,7 @@ def _bars_picture(runs: Sequence[Run], *, panels: Sequence[Bars]) -> Frame | str
         return f"no run recorded its {panels[0].title.lower()}"
     inference = inference_stamps(runs) if LATENCY in panels or INFERENCE in panels else []
     picture = frame(
-        title=panels[0].title if len(panels) == 1 else "Peak memory",
+        panels[0].title if len(panels) == 1 else "Peak memory",
         warnings=[*_warnings(runs), *inference],
         captions=[_caption_of_bars(panels[0], runs), _footer(runs)],
         width=8.4,
@@ -99,14 +99,13 @@ def _money_picture(runs: Sequence[Run], *, price: float | None) -> Frame | str:
 
 def _loss_picture(runs: Sequence[Run], *, axis: Axis) -> Frame | str:
     if not is_drawable(runs, axis):
-        return f"no run recorded losses with their {axis.coordinate}s"
-    rows = _legend_rows(runs, columns=2)
+        return f"no run recorded losses with their {axis.coordinate.removesuffix('s')}s"
     picture = frame(
-        title=axis.picture,
+        axis.picture,
         warnings=_warnings(runs),
         captions=[_caption_of_curves(runs), _footer(runs)],
         width=9.6,
-        height=4.0 + 0.26 * rows,
+        height=4.0 + legend_height(len(runs)),
     )
     _draw_loss_panels(picture.body, runs, places=[(kind, axis) for kind in LOSS_KINDS], columns=2)
     return picture
@@ -116,10 +115,10 @@ def _overview(runs: Sequence[Run]) -> Frame:
     panels = [TRAINING_TIME, THROUGHPUT, *memory_bars(runs), LATENCY]
     bar_rows = -(-len(panels) // COLUMNS)
     bar_height = bar_rows * (1.1 + 0.33 * len(runs))
-    loss_height = 3.4 + 0.26 * _legend_rows(runs, columns=COLUMNS)
+    loss_height = 3.4 + legend_height(len(runs), columns=COLUMNS)
     verdict = judge(runs)
     picture = frame(
-        title="Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {verdict.answer})",
+        "Overview" if len(runs) < 2 else f"{len(runs)} runs compared (same work: {verdict.answer})",
         warnings=[*_warnings(runs), *inference_stamps(runs)],
         captions=[_speed_ups(runs), _caption_of_curves(runs), _footer(runs)],
         width=9.6,
@@ -150,10 +149,6 @@ def _draw_loss_panels(
     else:
         handles = legend_handles(runs, places[0][1])
         body.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, handlelength=4)
-
-
-def _legend_rows(runs: Sequence[Run], *, columns: int) -> int:
-    return -(-len(runs) // columns)
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
@@ -209,14 +204,10 @@ def _caption_of_curves(runs: Sequence[Run]) -> str:
     if windows:
         span = " or ".join(str(window) for window in windows)
         parts.append(f"Faint: every recorded step; bold: mean of the last {span} recorded steps (fewer at the start).")
-    by_epoch = list(dict.fromkeys(name for name, curve in curves if _is_by_epoch(curve)))
+    by_epoch = list(dict.fromkeys(name for name, curve in curves if curve.per_epoch and curve.points))
     if by_epoch:
         parts.append(f"Only epoch means were recorded (points at epoch ends): {', '.join(by_epoch)}.")
     return " ".join(parts)
-
-
-def _is_by_epoch(curve: Curve) -> bool:
-    return curve.per_epoch and bool(curve.points)
 
 
 # All charts of what was read.

@@ -11,10 +11,12 @@ from typing import Any
 import matplotlib as mpl
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
 from dsgpt.charts.options import LIGHT, RGB, Theme, current, drawn_in, rgb
 
@@ -43,6 +45,11 @@ class Look:
     """Line width in points. Later runs are thinner, so that curves that coincide are all visible."""
     marker_size: float
     """In points. Smaller for later runs, so that points that coincide are all visible."""
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of Matplotlib for a line of this look."""
+        return {"color": self.colour, "linestyle": self.dashes, "linewidth": self.width, "marker": self.marker}
 
 
 def look(index: int, *, count: int) -> Look:
@@ -103,7 +110,7 @@ class Frame:
     body: SubFigure
 
 
-def frame(*, title: str, warnings: Sequence[str], captions: Sequence[str], width: float, height: float) -> Frame:
+def frame(title: str, *, warnings: Sequence[str], captions: Sequence[str], height: float, width: float = 9.0) -> Frame:
     """A figure of ``width`` inches whose panels get ``height`` inches, with title, boxed ``warnings`` and captions."""
     theme = current()
     stamp = _wrapped(warnings, width=int(width * 11.5))
@@ -147,6 +154,18 @@ def _saved(figure: Figure, form: str, metadata: dict[str, None]) -> bytes:
 
 FORMATS = {"png": png_bytes, "svg": svg_bytes}
 """By file ending."""
+
+
+def legend_height(entries: int, *, columns: int = 2) -> float:
+    """Inches of a legend below the panels."""
+    return 0.26 * -(-entries // columns)
+
+
+def number_axis(axis: Axis, parts: int | None = None, *, whole: bool = False) -> None:
+    """Write numbers with thousands separators; with ``parts``, at most that many round ones, or only whole ones."""
+    if parts is not None:
+        axis.set_major_locator(MaxNLocator(parts, integer=whole, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
 def behind_text() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dsgpt.charts.bars import Row, draw_rows
 from dsgpt.charts.comparison import decimals, shorten
 from dsgpt.charts.memory import communication_chart, memory_chart, step_times_chart
 from dsgpt.charts.options import current
-from dsgpt.charts.style import Chart, Frame, frame, look
+from dsgpt.charts.style import Chart, Frame, frame, legend_height, look
 from dsgpt.common.text import machine_words
 from dsgpt.record.sweeps import (
     NOT_RECORDED,
@@ -90,13 +90,12 @@ def scaling_chart(sweep: Sweep, *, warnings: Sequence[str], captions: Sequence[s
     groups, drawn = groups_of(sweep), {each.name for _, series in panels for each in series}
     names = {name: place for name, place in groups.items() if name in drawn}
     columns = min(2, len(panels))
-    rows, legend_rows = -(-len(panels) // columns), -(-(len(names) + 2) // LEGEND_COLUMNS)
+    rows = -(-len(panels) // columns)
     picture = frame(
-        title="Speed-up over devices, beside the ideal",
+        "Speed-up over devices, beside the ideal",
         warnings=warnings,
         captions=[*_captions(comparison for comparison, _ in panels), *captions],
-        width=9.0,
-        height=3.9 * rows + 0.26 * legend_rows,
+        height=3.9 * rows + legend_height(len(names) + 2, columns=LEGEND_COLUMNS),
     )
     places = list(picture.body.subplots(rows, columns, squeeze=False).flat)
     for axes in places[len(panels) :]:
@@ -121,10 +120,8 @@ def _draw_lines(axes: Axes, series: Sequence[Series], *, names: Mapping[str, int
         # Points of equal devices stand side by side, so that their ranges are all visible.
         shift = 1 + 0.05 * ((place + 0.5) / len(names) - 0.5)
         x = [count if (count, value) == (base, 1.0) else count * shift for count, value in points]
-        axes.plot(
-            x, [value for _, value in points], color=style.colour, ls=style.dashes, lw=style.width, marker=style.marker,
-            markersize=style.marker_size, markeredgecolor=current().background, zorder=2 + place / len(names),
-        )  # fmt: skip
+        line = style.line | {"markersize": style.marker_size, "markeredgecolor": current().background}
+        axes.plot(x, [value for _, value in points], **line, zorder=2 + place / len(names))
         for point in each.points:
             axes.vlines(
                 point.devices * shift, point.speed_up.smallest, point.speed_up.largest, color=style.colour, lw=1.6
@@ -151,10 +148,7 @@ def _handles(names: Mapping[str, int]) -> list[Line2D]:
     ]
     for name, group in names.items():
         style = look(group, count=max(names.values()) + 1)
-        handles.append(
-            Line2D([], [], color=style.colour, ls=style.dashes, lw=style.width, marker=style.marker,
-                   label=shorten(name, 24))
-        )  # fmt: skip
+        handles.append(Line2D([], [], **style.line, label=shorten(name, 24)))
     return handles
 
 
@@ -173,10 +167,9 @@ def efficiency_chart(sweep: Sweep, *, warnings: Sequence[str], captions: Sequenc
         return NO_EFFICIENCY
     heights = [0.9 + 0.4 * len(comparison.cells) for comparison in panels]
     picture = frame(
-        title="Efficiency: speed-up per device",
+        "Efficiency: speed-up per device",
         warnings=warnings,
         captions=[*_captions(panels), *captions],
-        width=9.0,
         height=sum(heights),
     )
     places = picture.body.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -275,13 +268,7 @@ def cell_rows(sweep: Sweep, value: Callable[[SweepCell], Spread | None], form: C
 
 
 def _bars(rows: Sequence[Row], *, title: str, axis: str, warnings: Sequence[str], captions: Sequence[str]) -> Frame:
-    picture = frame(
-        title=title,
-        warnings=warnings,
-        captions=captions,
-        width=9.0,
-        height=1.0 + 0.4 * len(rows),
-    )
+    picture = frame(title, warnings=warnings, captions=captions, height=1.0 + 0.4 * len(rows))
     axes = picture.body.subplots()
     draw_rows(axes, rows)
     axes.set(xlabel=axis)

@@ -305,7 +305,11 @@ class StateReader:
             UserError: they are not those of a checkpoint of this version.
         """
         self.checkpoint = checkpoint
-        self.counters = _read_counters(checkpoint / COUNTERS)
+        path = checkpoint / COUNTERS
+        try:
+            self.counters = read_as(path, Counters)
+        except JsonError as error:
+            raise UserError(f"{path}: is not a training state of this version ({error})") from error
         self._weights = open_safetensors(checkpoint / store.WEIGHTS)
         moments = checkpoint / MOMENTS
         self._moments = open_safetensors(moments) if moments.exists() else {}
@@ -343,13 +347,6 @@ class StateReader:
 
 def _fp32(stored: StoredTensor) -> Tensor:
     return stored.read().float()
-
-
-def _read_counters(path: Path) -> Counters:
-    try:
-        return read_as(path, Counters)
-    except JsonError as error:
-        raise UserError(f"{path}: is not a training state of this version ({error})") from error
 
 
 # The random state of every rank, so that a resumed run draws the same dropout masks as an uninterrupted one.

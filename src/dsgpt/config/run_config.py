@@ -1,44 +1,52 @@
 """The configuration of one run, checked against the data and the machine.
 
-Flags override the JSON; the JSON overrides the defaults.
+Flags override the JSON; the JSON overrides the defaults. The global batch is split over ranks, micro batches and
+accumulation steps; the ranks never change its size.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from dsgpt.common.command_line import require_flags
 from dsgpt.common.errors import Problems
-from dsgpt.config.batch import BatchPlan, BatchRequest, LengthPlan, plan_batch, plan_length
+from dsgpt.common.text import divisors, divisors_around, largest_divisor, multiples_around
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_compatibility, check_version, compatibility_notices
-from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, InitFrom, check_vocabulary, read_inputs
+from dsgpt.config.inputs import DEFAULT_MODEL_SIZE, Inputs, check_vocabulary, read_inputs
 from dsgpt.config.options import Options, check_trackers
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe
-from dsgpt.data.order import SampleOrder
+from dsgpt.data.order import SampleOrder, window_count
 from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2Config
 
 DEFAULT_STEPS_PER_PRINT = 10
+DEFAULT_MICRO_BATCH_SIZE = 8
+"""The default micro batch is the largest divisor of a rank's share that is at most this many sequences.
+
+With 8 sequences of 1,024 tokens, GPT-2 124M fits in 16 GB.
+"""
+LARGEST_BATCH = 1 << 31
+"""Sequences. No training needs more, and finding the divisors of a number up to this takes milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """One run, ready to be trained."""
+class BatchPlan:
+    """global_batch_size = micro_batch_size x gradient_accumulation_steps x data_parallel_size, in sequences."""
 
-    options: Options
-    """The flags as given. The fields below take precedence."""
-    topology: Topology
-    recipe: Recipe
-    model: GPT2Config
-    init_from: InitFrom | None
-    """Where the initial weights come from; None for random ones."""
-    batch: BatchPlan
-    train: TokenFile
-    val: TokenFile
-    run_dir: Path
-    seq_length: int
-    """Tokens per sequence."""
+    global_batch_size: int
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int
+    """Sequences per rank and forward pass."""
+    gradient_accumulation_steps: int
+    """Forward and backward passes per optimizer step."""
+    data_parallel_size: int
+    """Ranks that read different data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPlan:
+    """The length of one run."""
+
     epochs: int
     """Passes over the training data; the last one may be incomplete."""
     total_steps: int
@@ -46,10 +54,18 @@ class RunConfig:
     order: SampleOrder
     val_windows: int
     """Windows per validation."""
-    precision: str
-    """``fp32``, ``bf16`` or ``fp16``."""
-    device: str
-    """``cpu`` or ``cuda``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Inputs, LengthPlan):
+    """One run, ready to be trained; what it decided takes precedence over ``options``."""
+
+    recipe: Recipe
+    model: GPT2Config
+    train: TokenFile
+    val: TokenFile
+    seq_length: int
+    batch: BatchPlan
     threads_per_device: int | None
     """CPU threads per process; None leaves the choice to torch, as on GPUs."""
     steps_per_print: int
@@ -106,8 +122,10 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         problems: the mistakes found so far, those of the command line.
 
     Raises:
-        UserError: with every mistake, a line each.
+        UserError: with every mistake, a line each; or the published weights cannot be fetched, or do not fit the model.
     """
+    from dsgpt.machine.device import slow_precision  # noqa: PLC0415 - torch takes seconds; --help should not
+
     notices: list[str] = []
     require_flags(options, problems)
     if options.resume and options.overwrite:
@@ -124,63 +142,35 @@ def resolve(options: Options, *, topology: Topology, problems: Problems) -> RunC
         notices += compatibility_notices(request)
         if batch := split_batch(request, problems, notices):
             allowed = check_version(request, batch.gradient_accumulation_steps, problems, notices)
-    length = plan_length(inputs, batch, problems=problems, notices=notices)
+    length = _plan_length(inputs, batch, problems=problems, notices=notices)
     problems.raise_if_any()
     assert request is not None  # each of these is None only if a problem says why
-    assert batch is not None
     assert length is not None
-    return _run_config(request, batch, length, notices, allowed)
-
-
-def _run_config(
-    request: Request, batch: BatchPlan, length: LengthPlan, notices: list[str], allowed: tuple[str, ...]
-) -> RunConfig:
-    """The run of ``request``, in which no mistake was found.
-
-    Raises:
-        UserError: the published weights cannot be fetched, or do not fit the model.
-    """
-    from dsgpt.machine.device import slow_precision  # noqa: PLC0415 - torch takes seconds; --help should not
-
-    options, recipe, model, init_from = request.options, request.recipe, request.model, request.init_from
-    assert model is not None
-    assert request.train is not None
-    assert request.val is not None
-    assert request.seq_length is not None
-    if init_from and init_from.sha256 is None:
-        init_from.weights(model, quiet=not request.topology.is_main)
+    recipe, init_from = request.recipe, inputs.init_from
+    if init_from and inputs.model and init_from.sha256 is None:
+        init_from.weights(inputs.model, quiet=not topology.is_main)
     warm_up = recipe.scheduler.warmup_num_steps if recipe.scheduler else 0
     if length.total_steps <= warm_up:
         notices.append(
             f"the run ends at step {length.total_steps}, inside the {warm_up} warm-up steps of {recipe.path}"
         )
-    notices += filter(None, [slow_precision(request.precision, device=request.device)])
-    return RunConfig(
-        options=options,
-        topology=request.split_topology,
-        recipe=recipe,
-        model=model,
-        init_from=init_from,
-        batch=batch,
-        train=request.train,
-        val=request.val,
-        run_dir=request.run_dir,
-        seq_length=request.seq_length,
-        epochs=length.epochs,
-        total_steps=length.total_steps,
-        order=length.order,
-        val_windows=length.val_windows,
-        precision=request.precision,
-        device=request.device,
-        threads_per_device=options.threads_per_device or (1 if request.device == "cpu" else None),
-        steps_per_print=options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
-        notices=tuple(notices),
-        allowed_faults=allowed,
-    )
+    notices += filter(None, [slow_precision(inputs.precision, device=inputs.device)])
+    resolved = {
+        "topology": request.split_topology,
+        "batch": batch,
+        "threads_per_device": options.threads_per_device or (1 if inputs.device == "cpu" else None),
+        "steps_per_print": options.steps_per_print or recipe.steps_per_print or DEFAULT_STEPS_PER_PRINT,
+        "notices": tuple(notices),
+        "allowed_faults": allowed,
+    }
+    return RunConfig(**vars(inputs) | vars(length) | resolved)
 
 
 def split_batch(request: Request, problems: Problems, notices: list[str]) -> BatchPlan | None:
     """The global batch over the ranks; ``problems`` and ``notices`` receive lines about it.
+
+    A flag for the micro batch or for the accumulation drops the JSON's value of the other one. So a flag for one of
+    them changes the split, and never the global batch.
 
     None if it cannot be split, if the model cannot be split over the ranks, or if a size in the recipe is wrong.
     """
@@ -189,24 +179,137 @@ def split_batch(request: Request, problems: Problems, notices: list[str]) -> Bat
         return None
     if request.is_doubtful("train_batch_size", *PARALLEL_KEYS):
         return None
-    flags = BatchRequest(
-        global_batch_size=options.global_batch_size,
-        micro_batch_size=options.micro_batch_size_per_gpu,
-        gradient_accumulation_steps=options.grad_accum_steps,
-    )
-    written = BatchRequest(
-        global_batch_size=recipe.train_batch_size,
-        micro_batch_size=recipe.train_micro_batch_size_per_gpu,
-        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
-    )
-    plan, changed = plan_batch(
-        flags.over(written),
-        data_parallel_size=1 if options.run_type == "baseline" else request.split_topology.data_parallel_size,
+    micro, steps = options.micro_batch_size_per_gpu, options.grad_accum_steps
+    if micro is None and steps is None:
+        micro, steps = recipe.train_micro_batch_size_per_gpu, recipe.gradient_accumulation_steps
+    plan = plan_batch(
+        options.global_batch_size or recipe.train_batch_size,
+        micro,
+        steps,
+        ranks=1 if options.run_type == "baseline" else request.split_topology.data_parallel_size,
         enforce_global=options.enforce_global_batch_size,
         problems=problems,
+        notices=notices,
     )
-    if changed:
-        notices.append(changed)
     if plan is not None:
         check_accumulation(request, plan.gradient_accumulation_steps, problems)
     return plan
+
+
+def plan_batch(
+    total: int | None,
+    micro: int | None,
+    steps: int | None,
+    *,
+    ranks: int,
+    enforce_global: bool,
+    problems: Problems,
+    notices: list[str],
+) -> BatchPlan | None:
+    """Compute all three sizes from those that are given.
+
+    Args:
+        total: sequences of the global batch.
+        micro: sequences per rank and forward pass.
+        steps: micro batches per optimizer step.
+        ranks: that read different data.
+        enforce_global: if the given split does not give the global batch, change the split instead of failing.
+        problems: receives a line about an impossible split, with the nearest valid values.
+        notices: receives a line about what ``enforce_global`` changed.
+
+    Returns:
+        The plan, or None if there is none.
+    """
+    if total is None:
+        # DeepSpeed would multiply the other two by the ranks, so the training would depend on their number.
+        here = f" ({micro * steps * ranks} is what the split gives on these ranks)" if micro and steps else ""
+        problems.add(f"the global batch is not given: set train_batch_size in the JSON or --global_batch_size{here}")
+        return None
+    given = {"global batch": total, "micro batch": micro, "accumulation": steps}
+    too_large = [f"{name} {value:,}" for name, value in given.items() if value is not None and value > LARGEST_BATCH]
+    if too_large:
+        problems.add(f"{' and '.join(too_large)} is too large: at most {LARGEST_BATCH:,}")
+        return None
+    if total % ranks:
+        problems.add(
+            f"global batch {total} is not divisible by {ranks} ranks: take --global_batch_size "
+            f"{multiples_around(total, ranks)}, or {divisors_around(total, ranks)} ranks"
+        )
+        return None
+    share = total // ranks
+    if micro is None and steps is None:
+        chosen = largest_divisor(share, at_most=DEFAULT_MICRO_BATCH_SIZE)
+    else:
+        chosen = micro or share // (steps or 1)
+    if chosen * (steps or share // (chosen or 1)) != share:
+        if not enforce_global:
+            wanted = micro if micro is not None else max(1, round(share / (steps or 1)))
+            closest = sorted(divisors(share), key=lambda d: (abs(d - wanted), d))[:2]
+            nearest = " or ".join(f"micro batch {d} with accumulation {share // d}" for d in sorted(closest))
+            asked = [f"micro batch {micro}"] * (micro is not None) + [f"accumulation {steps}"] * (steps is not None)
+            problems.add(
+                f"{' x '.join(asked)} on {ranks} rank{'s' if ranks > 1 else ''} does not give the global batch of "
+                f"{total}: take {nearest}, or add --enforce_global_batch_size to let the program choose"
+            )
+            return None
+        chosen = largest_divisor(share, at_most=micro or max(1, share // (steps or 1)))
+        notices.append(
+            f"--enforce_global_batch_size: kept the global batch of {total}; micro batch {micro or 'unset'} and "
+            f"accumulation {steps or 'unset'} became {chosen} and {share // chosen}"
+        )
+    return BatchPlan(
+        global_batch_size=total,
+        micro_batch_size=chosen,
+        gradient_accumulation_steps=share // chosen,
+        data_parallel_size=ranks,
+    )
+
+
+def _plan_length(
+    inputs: Inputs, batch: BatchPlan | None, *, problems: Problems, notices: list[str]
+) -> LengthPlan | None:
+    """Compute the length of a run.
+
+    Args:
+        inputs: the flags, the data and the sequence length.
+        batch: None if the global batch cannot be split.
+        problems: receives a line about each file that is too short.
+        notices: receives a line about windows that are dropped.
+
+    Returns:
+        The plan, or None if one of the above is missing or too short.
+    """
+    options, train, val, seq_length = inputs.options, inputs.train, inputs.val, inputs.seq_length
+    if seq_length is None:
+        return None
+    counts: list[int] = []
+    for file in filter(None, (train, val)):
+        counts.append(window_count(file.tokens, seq_length))
+        if not counts[-1]:
+            problems.add(
+                f"{file.path}: its {file.tokens:,} tokens are fewer than one window of {seq_length} and its target: "
+                "lower --seq_length or use more text"
+            )
+    if not (train and val and all(counts) and batch):
+        return None
+    windows, val_windows = counts
+    size = batch.global_batch_size
+    if windows < size:
+        problems.add(
+            f"{train.path}: holds {windows:,} windows of {seq_length} tokens, fewer than one global batch of {size}: "
+            "lower --global_batch_size or --seq_length, or use more text"
+        )
+        return None
+    order = SampleOrder(windows=windows, global_batch_size=size, seed=options.seed)
+    per_epoch = order.steps_per_epoch
+    total = (options.epochs or 1) * per_epoch
+    if options.max_train_steps:
+        total = min(total, options.max_train_steps) if options.epochs else options.max_train_steps
+    if windows % size:
+        notices.append(
+            f"each epoch drops the last {windows % size} of its {windows:,} shuffled windows: "
+            "they do not fill a global batch"
+        )
+    if options.max_val_steps:
+        val_windows = min(val_windows, options.max_val_steps * size)
+    return LengthPlan(epochs=-(-total // per_epoch), total_steps=total, order=order, val_windows=val_windows)

@@ -14,8 +14,8 @@ from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import MANIFEST
 from dsgpt.common.errors import UserError
 from dsgpt.dashboard.figures import aligned, figure, heading, parts, plain
-from dsgpt.dashboard.summaries import Identity, contents, current_folder, identity, inside
-from dsgpt.inference.requests import GenerateRequest as Request
+from dsgpt.dashboard.summaries import contents, current_folder, inside, version_of
+from dsgpt.inference.commands import GenerateRequest as Request
 
 if TYPE_CHECKING:
     from dsgpt.inference.generation import Candidate
@@ -209,17 +209,17 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
     What ``show`` raises ends the text as it is. A request or checkpoint that cannot be used is noted in ``answer``.
     """
     from dsgpt.inference.generation import likeliest  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.inference.sample import Writer, encode_prompt, sampling_of  # noqa: PLC0415
+    from dsgpt.inference.sample import Writer, encode_prompt  # noqa: PLC0415
 
-    files: list[Identity] = []
-    for name in (MANIFEST, store.WEIGHTS, store.MODEL):
+    files: list[object] = []
+    for path in (request.checkpoint / name for name in (MANIFEST, store.WEIGHTS, store.MODEL)):
         with suppress(OSError):  # opening the model says what is missing
-            files.append(identity(request.checkpoint / name))
+            files += [path, version_of(path)]
     try:
         opened = _opened(files, request.precision, request.device, request.quantize, request.compile, _request=request)
         writer = Writer(request, opened=opened)
         ids = encode_prompt(answer.prompt, opened.tokenizer, opened.config)
-        for each in likeliest(opened.decoder, ids, count=CANDIDATES, sampling=sampling_of(request)):
+        for each in likeliest(opened.decoder, ids, count=CANDIDATES, sampling=request.sampling):
             token = str(opened.tokenizer.decode([each.id])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
             answer.likeliest.append((token, each))
         began = time.monotonic()
@@ -238,7 +238,7 @@ def generate(answer: Answer, request: Request, *, show: Callable[[], None] = lam
 
 
 @st.cache_resource(max_entries=MODELS, show_spinner=False)
-def _opened(files: list[Identity], *made: object, _request: Request) -> "Opened":  # noqa: ARG001 - they are the key
+def _opened(files: list[object], *made: object, _request: Request) -> "Opened":  # noqa: ARG001 - they are the key
     """The model of a request, opened once for every version of its ``files`` and every way in which it is ``made``."""
     from dsgpt.inference.sample import open_model  # noqa: PLC0415 - torch takes seconds
 

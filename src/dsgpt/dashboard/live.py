@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import psutil
 import streamlit as st
 
-from dsgpt.common.errors import UserError, is_number
+from dsgpt.common.errors import UserError
 from dsgpt.common.files import is_regular_file, printable
 from dsgpt.common.json_files import JsonError, parse_json
 from dsgpt.dashboard.curves import Series, labels, show_curves, smoothed
@@ -26,7 +27,7 @@ from dsgpt.dashboard.summaries import (
     steps_of,
     summaries_of,
 )
-from dsgpt.record.fields import is_figure
+from dsgpt.record.fields import Fields
 from dsgpt.record.schema import LOG_FILE
 from dsgpt.training.status import Status
 
@@ -135,8 +136,9 @@ def _look(folder: Path, chosen: Sequence[str], window: int, expected: int) -> No
         _show_one(runs[0])
     else:
         _show_many(runs)
-    _show_gpus({run.label: samples for run in runs if (samples := recent_samples(folder / run.summary.name))})
     names = [run.label for run in runs]
+    if samples := {run.label: own for run in runs if (own := recent_samples(folder / run.summary.name))}:
+        _show_gpus(samples)
     for row in (PANELS[:2], PANELS[2:]):
         for place, (column, title) in zip(st.columns(2), row, strict=True):
             series = []
@@ -235,21 +237,13 @@ def _show_many(runs: Sequence[Watched]) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuSample:
-    """One GPU at one time."""
-
-    time: float
-    """Seconds since 1970."""
-    gpu: str
-    figures: dict[str, float | None]
-    """By heading of ``FIGURES``."""
-
-
-def recent_samples(run_dir: Path) -> list[GpuSample]:
+def recent_samples(run_dir: Path) -> list[tuple[float, str, dict[str, float | None]]]:
     """The samples of the last minutes of every GPU of a run, oldest first.
 
     Lines that are no sample are left out, and so are files that cannot be read.
+
+    Returns:
+        The time in seconds since 1970, the GPU, and its figures by the headings of ``FIGURES``.
     """
     samples = []
     for path in sorted(run_dir.glob("hardware*.jsonl")):
@@ -261,21 +255,14 @@ def recent_samples(run_dir: Path) -> list[GpuSample]:
         except OSError:
             continue
         for line in lines:
-            try:
-                sample = parse_json(line)
-            except JsonError:  # the first and the last line may be parts
-                continue
-            if not isinstance(sample, dict) or not is_number(sample.get("time")):
-                continue
-            gpus = sample.get("gpus")
-            for place, gpu in enumerate(gpus if isinstance(gpus, list) else ()):
-                if isinstance(gpu, dict):
-                    known = {key: value for key, value in gpu.items() if is_number(value) and is_figure(value)}
-                    figures = {
-                        name: known[key] * unit if key in known else None for key, (name, unit) in FIGURES.items()
-                    }
-                    samples.append(GpuSample(time=sample["time"], gpu=f"GPU {place}{machine}", figures=figures))
-    return sorted(samples, key=lambda sample: (sample.time, sample.gpu))
+            with suppress(JsonError):  # the first and the last line may be parts
+                sample = Fields(parse_json(line), notes=[])
+                time = sample.number("time")
+                for place, gpu in enumerate(sample.sections("gpus") if time is not None else ()):
+                    values = [(heading, gpu.number(key), unit) for key, (heading, unit) in FIGURES.items()]
+                    figures = {heading: None if value is None else value * unit for heading, value, unit in values}
+                    samples.append((time or 0.0, f"GPU {place}{machine}", figures))
+    return sorted(samples, key=lambda sample: sample[:2])
 
 
 def end_of(path: Path, most: int) -> bytes:
@@ -289,32 +276,24 @@ def end_of(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def _show_gpus(samples: Mapping[str, Sequence[GpuSample]]) -> None:
-    """The GPUs of the runs, as the runs have sampled them."""
-    if not samples:
-        return
+def _show_gpus(samples: Mapping[str, Sequence[tuple[float, str, dict[str, float | None]]]]) -> None:
+    """The GPUs of the runs, as the runs have sampled them: each now, and the mean of a run's over the last minutes."""
     st.header("GPUs")
-    last = [(label, each) for label, own in samples.items() for each in {sample.gpu: sample for sample in own}.values()]
-    rows = [{"run": label, "GPU": sample.gpu, **sample.figures} for label, sample in last]
+    last = {(label, gpu): figures for label, own in samples.items() for _, gpu, figures in own}
+    rows = [{"run": label, "GPU": gpu, **figures} for (label, gpu), figures in last.items()]
     show_table(columns(rows), key="gpus", name="GPUs now")
     for key, heading in (("utilisation", "utilisation (%)"), ("power", "power (W)")):
-        series = gpu_series(samples, heading)
+        series = []
+        for label, own in samples.items():
+            at: dict[int, list[float]] = {}
+            for time, _, figures in own:
+                value = figures[heading]
+                if value is not None:
+                    at.setdefault(int(time), []).append(value)
+            if times := sorted(at):
+                x, y = [float(time - times[-1]) for time in times], [float(np.mean(at[time])) for time in times]
+                series.append(Series(name=label, x=np.array(x), y=np.array(y)))
         _show_curves(series, [*samples], x="seconds before now", y=heading, key=key, level=3)
-
-
-def gpu_series(samples: Mapping[str, Sequence[GpuSample]], heading: str) -> list[Series]:
-    """The mean of a run's GPUs over the last minutes, in seconds before the last sample."""
-    series = []
-    for label, own in samples.items():
-        at: dict[int, list[float]] = {}
-        for sample in own:
-            value = sample.figures[heading]
-            if value is not None:
-                at.setdefault(int(sample.time), []).append(value)
-        if times := sorted(at):
-            x = np.array([float(time - times[-1]) for time in times])
-            series.append(Series(name=label, x=x, y=np.array([float(np.mean(at[time])) for time in times])))
-    return series
 
 
 def _show_curves(series: Sequence[Series], names: Sequence[str], *, x: str, y: str, key: str, level: int) -> None:

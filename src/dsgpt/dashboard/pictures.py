@@ -5,6 +5,7 @@ forward pass is one long, a backward pass two, three with recomputation. What is
 the step waits for has a place of its own.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,7 +16,7 @@ from dsgpt.planner.memory import Peak, peak_memory
 from dsgpt.planner.plan import held_in_words, place_of
 from dsgpt.planner.setup import FULL, Setup, model_parameters, total
 from dsgpt.planner.strategies import Pass, Placed, copied, model_state, passes, placed_traffic, strategy_of
-from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, ModelState, Traffic
+from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, DURING_STEP, FORWARD, Place, Traffic
 
 # Who holds what: the bytes of every rank, whole or as a shard, and where they are.
 
@@ -79,11 +80,20 @@ def holdings(setup: Setup, *, ranks: int) -> list[Holding]:
 
 def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
     state, whole = model_state(setup, rank=rank), total(model_parameters(setup.model))
-    widths, parts = _widths(setup, state), dict(peak.parts)
+    widths = {  # bytes per parameter
+        "weights": FULL if setup.run_type == "fsdp" else setup.low,
+        "gradients": FULL,
+        "optimizer state": FULL * setup.moments,
+        "master weights": FULL if state.master else 0,
+    }
+    recipe, parts = setup.recipe, dict(peak.parts)
+    swapped = {"parameters": recipe.offload_param, "optimizer": recipe.offload_optimizer}
+    swapped["master"] = recipe.offload_optimizer
     for kind, (part, field) in _STATE.items():
         held, away = getattr(state, field), state.off_device.get(field, 0)
         here = parts.pop(part) if away < held else 0
-        for size, place in ((here, "device"), (away, _elsewhere(setup, field))):
+        elsewhere = "files" if setup.run_type == "optimized" and swapped.get(field) == "nvme" else "host"
+        for size, place in ((here, "device"), (away, elsewhere)):
             frame = size  # no shard if it is not the model state's
             if size in {held - away, away}:
                 frame = max(size, widths[kind] * whole)
@@ -96,16 +106,6 @@ def _blocks(setup: Setup, rank: int, peak: Peak) -> Iterator[Block]:
             yield Block(kind=kind, size=size, whole=size, start=0.0, place="device")
 
 
-def _widths(setup: Setup, state: ModelState) -> dict[str, int]:
-    """Bytes per parameter, of each kind."""
-    return {
-        "weights": FULL if setup.run_type == "fsdp" else setup.low,
-        "gradients": FULL,
-        "optimizer state": FULL * setup.moments,
-        "master weights": FULL if state.master else 0,
-    }
-
-
 def _start(setup: Setup, rank: int, size: int, width: int) -> float:
     """Where the rank's part begins in the whole model: its stage, then its tensor shard, then its ZeRO shard."""
     place, sizes = place_of(setup, rank), setup.sizes
@@ -116,14 +116,6 @@ def _start(setup: Setup, rank: int, size: int, width: int) -> float:
     if size < _WHOLE * width * total(setup.held(rank)):
         start += rank // sizes.tensor % setup.zero_ranks * share / setup.zero_ranks
     return start
-
-
-def _elsewhere(setup: Setup, field: str) -> str:
-    """Where offload puts this part of the model state."""
-    recipe = setup.recipe
-    swapped = {"parameters": recipe.offload_param, "optimizer": recipe.offload_optimizer}
-    swapped["master"] = recipe.offload_optimizer
-    return "files" if setup.run_type == "optimized" and swapped.get(field) == "nvme" else "host"
 
 
 # Pieces of SVG text. Every text is escaped; every shape has a title that browsers show and screen readers read.
@@ -173,12 +165,11 @@ def ink_on(fill: str, theme: Theme) -> str:
     return max((theme.ink, theme.background), key=lambda colour: contrast(colour, fill))
 
 
-_LEFT, _TOP, _WIDE, _SPACE, _TALL, _BETWEEN = 4, 34, 806, 10, 380, 10
-_WIDEST, _NARROWEST = 150.0, 90.0
-"""Of a column."""
 # The picture of who holds what: a column for each rank, true to scale in bytes, with what each shard leaves out.
 
-_LINE = 17
+_LEFT, _TOP, _WIDE, _SPACE, _TALL, _BETWEEN, _LINE = 4, 34, 806, 10, 380, 10, 17
+_WIDEST, _NARROWEST = 150.0, 90.0
+"""Of a column."""
 _PLACES = {"device": "on the device", "host": "in host memory", "files": "in files"}
 
 
@@ -193,13 +184,27 @@ def holding_svg(held: Sequence[Holding], *, ranks: int, theme: Theme) -> str:
     kinds = [kind for kind in KINDS if any(block.kind == kind for each in held for block in each.blocks)]
     most = {kind: max(block.whole for each in held for block in each.blocks if block.kind == kind) for kind in kinds}
     scale = (_TALL - _BETWEEN * (len(kinds) - 1)) / sum(most.values())
-    body = list(_legend(kinds, theme))
+    body, end = [], float(_LEFT)
+    for kind in kinds:
+        body.append(rectangle(end, 6, 12, 12, fill=colour_of(kind, theme), title=kind))
+        body.append(text(end + 17, 17, kind))
+        end += 17 + 7.2 * len(kind) + 22
     column = min(_WIDEST, max(_NARROWEST, _WIDE / len(held) - _SPACE))
     for number, each in enumerate(held):
-        left = _LEFT + number * (column + _SPACE)
-        body += _column(each, left, column, most=most, scale=scale, theme=theme)
+        left, top = _LEFT + number * (column + _SPACE), float(_TOP + _LINE)
+        middle, bottom = left + column / 2, top + _TALL + _LINE
+        body.append(text(middle, top - 7, f"rank {each.rank}", anchor="middle"))
+        for kind, whole in most.items():
+            blocks = [block for block in each.blocks if block.kind == kind]  # on the device, and what offload moved
+            for index, block in enumerate(blocks):
+                narrow = column / len(blocks)
+                body += _block(each, block, (left + index * narrow, top, narrow), scale=scale, theme=theme)
+            top += whole * scale + _BETWEEN
+        body.append(text(middle, bottom, memory(each.total("device")), anchor="middle", size=15))
+        for line, words in enumerate(_words(each), start=1):
+            body.append(text(middle, bottom + line * _LINE, words, anchor="middle", fill=theme.quiet, size=12))
     lines = max(len(_words(each)) for each in held)
-    width = max(_LEFT + len(held) * (column + _SPACE), _legend_width(kinds))
+    width = max(_LEFT + len(held) * (column + _SPACE), end)
     height = _TOP + _LINE + _TALL + (lines + 2) * _LINE
     if ranks > len(held):
         words = f"Ranks {len(held)} to {ranks - 1} are not drawn; they hold their own shards in the same way."
@@ -213,35 +218,6 @@ def holding_svg(held: Sequence[Holding], *, ranks: int, theme: Theme) -> str:
 def colour_of(kind: str, theme: Theme) -> str:
     """The colour of a kind of memory, the same in every picture."""
     return theme.palette[KINDS.index(kind)]
-
-
-def _legend(kinds: Sequence[str], theme: Theme) -> Iterator[str]:
-    left = float(_LEFT)
-    for kind in kinds:
-        yield rectangle(left, 6, 12, 12, fill=colour_of(kind, theme), title=kind)
-        yield text(left + 17, 17, kind)
-        left += 17 + 7.2 * len(kind) + 22
-
-
-def _legend_width(kinds: Sequence[str]) -> float:
-    return _LEFT + sum(17 + 7.2 * len(kind) + 22 for kind in kinds)
-
-
-def _column(
-    each: Holding, left: float, wide: float, *, most: dict[str, int], scale: float, theme: Theme
-) -> Iterator[str]:
-    middle, top = left + wide / 2, float(_TOP + _LINE)
-    yield text(middle, top - 7, f"rank {each.rank}", anchor="middle")
-    for kind, whole in most.items():
-        blocks = [block for block in each.blocks if block.kind == kind]  # on the device, and what offload moved
-        for index, block in enumerate(blocks):
-            narrow = wide / len(blocks)
-            yield from _block(each, block, (left + index * narrow, top, narrow), scale=scale, theme=theme)
-        top += whole * scale + _BETWEEN
-    bottom = _TOP + _LINE + _TALL + _LINE
-    yield text(middle, bottom, memory(each.total("device")), anchor="middle", size=15)
-    for number, line in enumerate(_words(each)):
-        yield text(middle, bottom + (number + 1) * _LINE, line, anchor="middle", fill=theme.quiet, size=12)
 
 
 def _block(
@@ -282,11 +258,18 @@ def _words(each: Holding) -> list[str]:
     return [*(f"+ {memory(count)} {where}" for where, count in away.items() if count), *each.words.split(", ")]
 
 
-_SENT, _STEP, _GAP = 1.4, 1.0, 0.7
+_SENT, _STEP = 1.4, 1.0
 _MOST_ALIKE = 4
 """More micro batches than this are not drawn one by one, except in a pipeline, whose stages differ."""
-LANES = ("computes", "weights", "gradients", "activations", "host", "files")
-"""From top to bottom."""
+LANES = {
+    "computes": "computes",
+    "weights": "sends weights",
+    "gradients": "sends gradients",
+    "activations": "sends activations",
+    "host": "device and host",
+    "files": "host and files",
+}
+"""Lanes from top to bottom, and what is written before them."""
 MOST_IN_PIPELINE = 64
 """Micro batches of a pipeline that can be drawn."""
 LINKS = {
@@ -295,16 +278,12 @@ LINKS = {
     ("files", True): "from files to host",
     ("files", False): "from host to files",
 }
-_NAMES = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "reduce": "reduce",
-    "all_to_all": "all-to-all",
-    "send": "send",
-}
 _ORDER = {"all_gather": 0, "send": 2}
 """Of activations in a pass: a stage gathers what it received first, and sends its result last."""
+_LEFT_OUT = "left out"
+"""Kind of the pass that stands for micro batches that are not drawn."""
+_Move = tuple[str, str, str]
+"""Lane, label and title of what is sent or copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,16 +306,10 @@ class Line:
     name: str
     bars: tuple[Bar, ...]
 
-    @property
-    def lanes(self) -> list[str]:
-        """Those that are used, computing first."""
-        used = {bar.lane for bar in self.bars}
-        return [lane for lane in LANES if lane in used]
-
 
 def operation_name(traffic: Traffic) -> str:
     """``all-gather weights``."""
-    return f"{_NAMES[traffic.operation]} {traffic.what}"
+    return f"{traffic.operation.replace('_', '-')} {traffic.what}"
 
 
 def step_lines(setup: Setup) -> list[Line]:
@@ -345,36 +318,41 @@ def step_lines(setup: Setup) -> list[Line]:
     Raises:
         ValueError: a pipeline with more than ``MOST_IN_PIPELINE`` micro batches.
     """
-    if setup.sizes.pipeline == 1:
-        others = f"ranks 0 to {setup.world_size - 1}, at the same time" if setup.world_size > 1 else "rank 0"
-        return [Line(name=others, bars=tuple(_Drawing(setup, 0).alone()))]
-    if setup.gradient_accumulation_steps > MOST_IN_PIPELINE:
+    stages, batches = setup.sizes.pipeline, setup.gradient_accumulation_steps
+    orders = [passes(setup, rank=rank) for rank in setup.first_ranks]
+    if stages > 1 and batches > MOST_IN_PIPELINE:
         raise ValueError(f"more than {MOST_IN_PIPELINE} micro batches are not drawn: take a larger micro batch")
-    drawings = [_Drawing(setup, rank) for rank in setup.first_ranks]
-    placed = _pipelined([drawing.passes for drawing in drawings], drawings[0].lengths)
-    end = max(end for stage in placed for _, _, end in stage)
-    return [
-        Line(name=_stage_name(setup, stage), bars=tuple(drawing.in_pipeline(placed[stage], end)))
-        for stage, drawing in enumerate(drawings)
-    ]
-
-
-def _stage_name(setup: Setup, stage: int) -> str:
-    ranks = setup.world_size // setup.sizes.pipeline
-    first = stage * ranks
-    return f"stage {stage}: rank{f's {first} to {first + ranks - 1}' if ranks > 1 else f' {first}'}"
+    if stages == 1 and batches > _MOST_ALIKE:
+        orders = [[*orders[0][:4], Pass(kind=_LEFT_OUT, micro_batch=2), *orders[0][-2:]]]
+    placed = _pipelined(
+        orders, {FORWARD: 1.0, BACKWARD: 3.0 if setup.activation_checkpointing else 2.0, _LEFT_OUT: 0.7}
+    )
+    end, ranks, lines = max(of_stage[-1][2] for of_stage in placed), setup.world_size // stages, []
+    for stage, rank in enumerate(setup.first_ranks):
+        name = f"ranks {rank} to {rank + ranks - 1}" if ranks > 1 else f"rank {rank}"
+        if stages > 1:
+            name = f"stage {stage}: {name}"
+        elif ranks > 1:
+            name = f"{name}, at the same time"
+        lines.append(Line(name=name, bars=tuple(_bars(setup, rank, placed[stage], end))))
+    return lines
 
 
 def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> list[list[tuple[Pass, float, float]]]:
     """Start and end of every pass of every stage: after its stage's pass before it, and after its input has come."""
-    stages, ends = len(orders), dict[tuple[str, int, int], float]()
+    ends = dict[tuple[str, int, int], float]()
     found: list[list[tuple[Pass, float, float]]] = [[] for _ in orders]
     waiting = [list(order) for order in orders]
     while any(waiting):
         for stage, order in enumerate(waiting):
             while order:
-                each = order[0]
-                source = _source(each, stage, stages)
+                each, source = order[0], None
+                if each.kind == FORWARD and stage:
+                    source = FORWARD, stage - 1, each.micro_batch
+                elif each.kind == BACKWARD and stage == len(orders) - 1:
+                    source = FORWARD, stage, each.micro_batch
+                elif each.kind == BACKWARD:
+                    source = BACKWARD, stage + 1, each.micro_batch
                 if source is not None and source not in ends:
                     break
                 free = found[stage][-1][2] if found[stage] else 0.0
@@ -385,105 +363,53 @@ def _pipelined(orders: Sequence[Sequence[Pass]], lengths: dict[str, float]) -> l
     return found
 
 
-def _source(each: Pass, stage: int, stages: int) -> tuple[str, int, int] | None:
-    """The pass whose output this one needs."""
-    if each.kind == FORWARD:
-        return (FORWARD, stage - 1, each.micro_batch) if stage else None
-    if stage == stages - 1:
-        return FORWARD, stage, each.micro_batch
-    return BACKWARD, stage + 1, each.micro_batch
-
-
-class _Drawing:
-    """The bars of one rank."""
-
-    def __init__(self, setup: Setup, rank: int) -> None:
-        self._setup = setup
-        self.passes = passes(setup, rank=rank)
-        self._placed = placed_traffic(setup, rank=rank)
-        self._copied = copied(setup, rank=rank)
-        self.lengths = {FORWARD: 1.0, BACKWARD: 3.0 if setup.activation_checkpointing else 2.0}
-
-    def alone(self) -> Iterator[Bar]:
-        """Of a rank outside of a pipeline."""
-        last, time = self._setup.gradient_accumulation_steps - 1, 0.0
-        left_out = range(2, last) if last >= _MOST_ALIKE else range(0)
-        for each in self.passes:
-            if each.micro_batch in left_out:
-                if each.kind == FORWARD and each.micro_batch == left_out.start:
-                    yield self._gap(left_out, time)
-                    time += _GAP
-                continue
-            yield from self._pass(each, time, time + self.lengths[each.kind])
-            time += self.lengths[each.kind]
-        yield from self._end(time)
-
-    def in_pipeline(self, placed: Sequence[tuple[Pass, float, float]], end: float) -> Iterator[Bar]:
-        """Of a stage; all stages step together, at ``end``."""
-        for each, start, stop in placed:
-            yield from self._pass(each, start, stop)
-        yield from self._end(end)
-
-    def _gap(self, left_out: range, time: float) -> Bar:
-        title = f"micro batches {left_out.start} to {left_out.stop - 1} do the same as micro batch 1"
-        return Bar(lane="computes", label=f"+{len(left_out)}", title=title, start=time, end=time + _GAP)
-
-    def _pass(self, each: Pass, start: float, end: float) -> Iterator[Bar]:
-        again = ", with recomputation" if each.kind == BACKWARD and self._setup.activation_checkpointing else ""
-        title = f"{each.kind} pass of micro batch {each.micro_batch}{again}"
-        label = f"{each.kind} {each.micro_batch}"
+def _bars(setup: Setup, rank: int, placed: Sequence[tuple[Pass, float, float]], time: float) -> Iterator[Bar]:
+    """What ``rank`` does in passes with these starts and ends, and in the step, which all stages begin at ``time``."""
+    sends, copies = defaultdict[Place, list[_Move]](list), defaultdict[Place, list[_Move]](list)
+    traffic = placed_traffic(setup, rank=rank)
+    for sent in sorted(traffic, key=lambda sent: _ORDER.get(sent.traffic.operation, 1)):
+        size, among = memory(sent.traffic.payload_bytes), f"{sent.traffic.group_size} {sent.traffic.axis} ranks"
+        label = f"{operation_name(sent.traffic)} {size}"
+        title = f"{operation_name(sent.traffic)}, {size}, among {among}: this rank sends "
+        title += f"{memory(sent.traffic.ring_bytes)}; {waits(setup, sent)}"
+        sends[sent.moment, sent.micro_batch].append((sent.traffic.what, label, title))
+    for copy in copied(setup, rank=rank):
+        title = f"copies {copy.what}, {memory(copy.size)}, {LINKS[copy.link, copy.to_device]}"
+        copies[copy.moment, copy.micro_batch].append((copy.link, f"copies {copy.what} {memory(copy.size)}", title))
+    last = setup.gradient_accumulation_steps - 1
+    for each, start, end in placed:
+        label, title = f"{each.kind} {each.micro_batch}", f"{each.kind} pass of micro batch {each.micro_batch}"
+        if each.kind == BACKWARD and setup.activation_checkpointing:
+            title += ", with recomputation"
+        if each.kind == _LEFT_OUT:
+            label = f"+{last - each.micro_batch}"
+            title = f"micro batches {each.micro_batch} to {last - 1} do the same as micro batch 1"
         yield Bar(lane="computes", label=label, title=title, start=start, end=end)
-        for lane in ("weights", "gradients", "activations"):
-            sent = [placed for placed in self._at(each.kind, each.micro_batch) if placed.traffic.what == lane]
-            sent.sort(key=lambda placed: _ORDER.get(placed.traffic.operation, 1))
-            width = (end - start) / max(1, len(sent))
-            for index, placed in enumerate(sent):
-                yield self._sent(placed, start + index * width, start + (index + 1) * width)
-        yield from self._copies(each.kind, each.micro_batch, start, end)
+        here = each.kind, each.micro_batch
+        yield from _beside([*sends[here], *copies[here]], start, end)
+    for move in sends[BEFORE_STEP, None]:
+        yield from _beside([move], time, time + _SENT)
+        time += _SENT
+    yield from _beside(copies[BEFORE_STEP, None], time - _SENT, time)
+    title = "the optimizer steps on what this rank holds of its state"
+    yield Bar(lane="computes", label="step", title=title, start=time, end=time + _STEP)
+    yield from _beside(copies[DURING_STEP, None], time, time + _STEP)
+    time += _STEP
+    yield from _beside(copies[AFTER_STEP, None], time, time + _SENT)
+    time += _SENT if any(copies.values()) else 0.0
+    for move in sends[AFTER_STEP, None]:
+        yield from _beside([move], time, time + _SENT)
+        time += _SENT
 
-    def _end(self, time: float) -> Iterator[Bar]:
-        for placed in self._at(BEFORE_STEP, None):
-            yield self._sent(placed, time, time + _SENT)
-            time += _SENT
-        title = "the optimizer steps on what this rank holds of its state"
-        yield from self._copies(BEFORE_STEP, None, time - _SENT, time)
-        yield Bar(lane="computes", label="step", title=title, start=time, end=time + _STEP)
-        yield from self._copies(DURING_STEP, None, time, time + _STEP)
-        time += _STEP
-        yield from self._copies(AFTER_STEP, None, time, time + _SENT)
-        time += _SENT if self._copied else 0.0
-        for placed in self._at(AFTER_STEP, None):
-            yield self._sent(placed, time, time + _SENT)
-            time += _SENT
 
-    def _copies(self, moment: str, micro_batch: int | None, start: float, end: float) -> Iterator[Bar]:
-        """What offload copies at this place, beside each other."""
-        for link in ("host", "files"):
-            here = [
-                each
-                for each in self._copied
-                if (each.moment, each.micro_batch, each.link) == (moment, micro_batch, link)
-            ]
-            width = (end - start) / max(1, len(here))
-            for index, each in enumerate(here):
-                label = f"copies {each.what} {memory(each.size)}"
-                title = f"copies {each.what}, {memory(each.size)}, {LINKS[link, each.to_device]}"
-                yield Bar(
-                    lane=link, label=label, title=title, start=start + index * width, end=start + (index + 1) * width
-                )
-
-    def _at(self, moment: str, micro_batch: int | None) -> list[Placed]:
-        return [each for each in self._placed if each.moment == moment and each.micro_batch == micro_batch]
-
-    def _sent(self, placed: Placed, start: float, end: float) -> Bar:
-        traffic = placed.traffic
-        among = f"among {traffic.group_size} {traffic.axis} ranks"
-        title = (
-            f"{operation_name(traffic)}, {memory(traffic.payload_bytes)}, {among}: this rank sends "
-            f"{memory(traffic.ring_bytes)}; {waits(self._setup, placed)}"
-        )
-        label = f"{operation_name(traffic)} {memory(traffic.payload_bytes)}"
-        return Bar(lane=traffic.what, label=label, title=title, start=start, end=end)
+def _beside(moves: Sequence[_Move], start: float, end: float) -> Iterator[Bar]:
+    """Those of a lane share the time evenly, one after the other."""
+    for lane in LANES:
+        here = [move for move in moves if move[0] == lane]
+        width = (end - start) / max(1, len(here))
+        for index, (_, label, title) in enumerate(here):
+            begin, stop = start + index * width, start + (index + 1) * width
+            yield Bar(lane=lane, label=label, title=title, start=begin, end=stop)
 
 
 def waits(setup: Setup, placed: Placed) -> str:
@@ -495,18 +421,9 @@ def waits(setup: Setup, placed: Placed) -> str:
     return "the layers wait for it in turn"
 
 
-_STEP_LEFT, _STEP_TOP, _LANE, _THIN, _STEP_WIDE, _NAME = 118, 8, 30, 22, 812, 20
 # The picture of an optimizer step: time goes right, a group of lanes for each line of the step.
 
-_LEAST_UNIT = 26
-_LINK_NAMES = {
-    "computes": "computes",
-    "weights": "sends weights",
-    "gradients": "sends gradients",
-    "activations": "sends activations",
-    "host": "device and host",
-    "files": "host and files",
-}
+_STEP_LEFT, _STEP_TOP, _LANE, _THIN, _STEP_WIDE, _NAME, _LEAST_UNIT = 118, 8, 30, 22, 812, 20, 26
 
 
 def step_svg(lines: Sequence[Line], theme: Theme) -> str:
@@ -518,30 +435,24 @@ def step_svg(lines: Sequence[Line], theme: Theme) -> str:
     for line in lines:
         body.append(text(4, top + 13, line.name, size=14))
         top += _NAME
-        for lane in line.lanes:
+        for lane, name in LANES.items():
+            bars = [bar for bar in line.bars if bar.lane == lane]
+            if not bars:
+                continue
             tall = _LANE if lane == "computes" else _THIN
-            body.append(text(4, top + tall / 2 + 4, _LINK_NAMES[lane], fill=theme.quiet, size=12))
-            body.append(_track(top + tall, width, theme))
-            for bar in line.bars:
-                if bar.lane == lane:
-                    body += _bar(bar, top, tall - 3, unit=unit, theme=theme)
+            body.append(text(4, top + tall / 2 + 4, name, fill=theme.quiet, size=12))
+            ends, y = f'x1="{_STEP_LEFT}" x2="{width - 10:.1f}"', top + tall - 1
+            body.append(f'<line {ends} y1="{y:.1f}" y2="{y:.1f}" stroke="{theme.grid}"/>')
+            for bar in bars:
+                left, wide, fill = _STEP_LEFT + bar.start * unit, (bar.end - bar.start) * unit - 2, _fill(bar, theme)
+                body.append(rectangle(left, top, wide, tall - 3, fill=fill, title=bar.title))
+                words = next((words for words in _shorter(bar.label) if fits(words, wide - 4, size=11.5)), "")
+                middle, base, ink = left + wide / 2, top + (tall - 3) / 2 + 4, ink_on(fill, theme)
+                body.append(text(middle, base, words, anchor="middle", fill=ink, size=11.5))
             top += tall
         top += 12
     label = "One optimizer step, in order from left to right; the table has the same operations"
     return picture(body, width=width, height=top, label=label, theme=theme)
-
-
-def _track(y: float, width: float, theme: Theme) -> str:
-    return f'<line x1="{_STEP_LEFT}" x2="{width - 10:.1f}" y1="{y - 1:.1f}" y2="{y - 1:.1f}" stroke="{theme.grid}"/>'
-
-
-def _bar(bar: Bar, top: float, tall: float, *, unit: float, theme: Theme) -> Iterator[str]:
-    left, width = _STEP_LEFT + bar.start * unit, (bar.end - bar.start) * unit - 2
-    fill = _fill(bar, theme)
-    yield rectangle(left, top, width, tall, fill=fill, title=bar.title)
-    words = next((words for words in _shorter(bar.label) if fits(words, width - 4, size=11.5)), "")
-    ink = ink_on(fill, theme)
-    yield text(left + width / 2, top + tall / 2 + 4, words, anchor="middle", fill=ink, size=11.5)
 
 
 def _fill(bar: Bar, theme: Theme) -> str:

@@ -16,7 +16,7 @@ from dsgpt.common.files import is_regular_file, is_utf8, link_between
 from dsgpt.common.text import REPOSITORY
 from dsgpt.config.options import PRECISIONS
 from dsgpt.dashboard.figures import Table, columns, download, figure, parts, plain, refusal, show_metrics, show_table
-from dsgpt.dashboard.split import CHOICES, Choice
+from dsgpt.dashboard.split import CHOICES
 from dsgpt.dashboard.summaries import current_folder
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.hardware import PRICES as TABLE
@@ -60,6 +60,9 @@ class MachineChoice:
     def is_measured(self) -> bool:
         """Whether its rates were measured."""
         return self.devices is not None
+
+    def __str__(self) -> str:
+        return f"{self.name}: measured" if self.is_measured else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,58 +170,51 @@ def _options() -> PlanOptions:
     sizes = list(PRESETS)
     model = one.selectbox("Model size", sizes, index=sizes.index("small"), key="plan-model")
     default = next(place for place, each in enumerate(known) if each.name == "a100-80gb")
-    machine = two.selectbox("Machine", known, index=default, format_func=_named, key="plan-machine")
+    machine = two.selectbox("Machine", known, index=default, key="plan-machine")
     counts = [number for number in _COUNTS if machine.devices is None or number <= machine.devices]
     count = three.select_slider("Devices", counts, value=min(8, counts[-1]), key="plan-count") if counts[1:] else 1
     four, five, six = st.columns(3)
     strategies = {_BEST: None} | {choice.name: choice for choice in CHOICES}
     strategy = strategies[four.selectbox("Strategy", list(strategies), index=4, key="plan-strategy")]
-    tokens = five.select_slider("Tokens of the training", _TOKENS, value=1e10, format_func=_short, key="plan-tokens")
+    tokens = five.select_slider(
+        "Tokens of the training",
+        _TOKENS,
+        value=1e10,
+        format_func=lambda each: f"{each / 1e9:g} billion" if each >= 1e9 else f"{each / 1e6:g} million",
+        key="plan-tokens",
+    )
     total = six.number_input("Sequences in a step", 1, 4096, None, key="plan-batch", placeholder="the recipe's")
     flags = machine.flags | {"model_size": model, "gpus": count, "tokens": tokens, "global_batch_size": total}
-    more = _limits() if strategy is None else _fixed(strategy)
-    return PlanOptions(**(flags | more | _details(machine)))
-
-
-def _named(machine: MachineChoice) -> str:
-    return f"{machine.name}: measured" if machine.is_measured else machine.name
-
-
-def _short(tokens: float) -> str:
-    """``10 billion``."""
-    unit, name = (1e9, "billion") if tokens >= 1e9 else (1e6, "million")
-    return f"{tokens / unit:g} {name}"
-
-
-def _limits() -> dict[str, Any]:
     one, two = st.columns(2)
-    budget = one.number_input("Budget, US dollars", 1.0, 1e9, None, key="plan-budget", placeholder="no limit")
-    hours = two.number_input("Deadline, hours", 0.1, 1e6, None, key="plan-deadline", placeholder="no limit")
-    return {"recommend": True, "budget": budget, "deadline": None if hours is None else hours * 3600}
-
-
-def _fixed(choice: Choice) -> dict[str, Any]:
-    one, two = st.columns(2)
-    micro = one.number_input("Micro batch, sequences", 1, 1024, None, key="plan-micro", placeholder="up to 8")
-    two.caption("Recompute blocks in the backward pass")
-    again = two.toggle("Activation checkpointing", key="plan-again")
-    return {
-        "strategy": Path(choice.recipe).stem if choice.run_type == "optimized" else choice.run_type,
-        "micro_batch_size_per_gpu": micro,
-        "activation_checkpointing": again,
-    }
+    if strategy is None:
+        flags["recommend"] = True
+        flags["budget"] = one.number_input(
+            "Budget, US dollars", 1.0, 1e9, None, key="plan-budget", placeholder="no limit"
+        )
+        hours = two.number_input("Deadline, hours", 0.1, 1e6, None, key="plan-deadline", placeholder="no limit")
+        flags["deadline"] = None if hours is None else hours * 3600
+    else:
+        recipe = Path(strategy.recipe).stem
+        flags["strategy"] = recipe if strategy.run_type == "optimized" else strategy.run_type
+        flags["micro_batch_size_per_gpu"] = one.number_input(
+            "Micro batch, sequences", 1, 1024, None, key="plan-micro", placeholder="up to 8"
+        )
+        two.caption("Recompute blocks in the backward pass")
+        flags["activation_checkpointing"] = two.toggle("Activation checkpointing", key="plan-again")
+    return PlanOptions(**(flags | _details(machine)))
 
 
 def _details(machine: MachineChoice) -> dict[str, Any]:
     with st.expander("Precision, machines, prices, checkpoints"):
         one, two, three = st.columns(3)
-        headroom = three.number_input("Headroom, percent of the memory", 0.0, 90.0, HEADROOM, key="plan-headroom")
         found: dict[str, Any] = {"precision": one.selectbox("Precision", PRECISIONS, key="plan-precision")}
+        found["headroom"] = three.number_input(
+            "Headroom, percent of the memory", 0.0, 90.0, HEADROOM, key="plan-headroom"
+        )
         found["seq_length"] = two.number_input(
             "Sequence, tokens", 1, 1 << 20, None, key="plan-length", placeholder="the model's"
         )
         found["save_every"] = three.number_input("Steps between checkpoints", 0, 1 << 30, 500, key="plan-save")
-        found["headroom"] = headroom
         price = one.number_input(
             "Your price, US dollars per GPU and hour", 0.01, 1e4, None, key="plan-price", placeholder="list prices"
         )

@@ -19,7 +19,7 @@ from dsgpt.dashboard.steps import StepReader, Steps, Values, last_entries
 from dsgpt.model.config import PRESETS
 from dsgpt.record.equal_work import judge
 from dsgpt.record.fields import Fields
-from dsgpt.record.runs import Curve, Run, read_record, run_of
+from dsgpt.record.runs import Curve, Run, first, read_record, run_of
 from dsgpt.record.schema import RECORD_FILE, STEPS_FILE
 from dsgpt.record.sweeps import SWEEP_FILE
 from dsgpt.training.status import LOCK_FILE, Signs, Status, signs_of_life, status_of
@@ -57,8 +57,7 @@ def current_folder() -> Path:
     Raises:
         UserError: the command line has mistakes.
     """
-    folder: Path = parse().runs
-    return folder
+    return parse().runs
 
 
 @st.cache_resource(ttl=1.0, max_entries=8, show_spinner=False)
@@ -136,7 +135,7 @@ class Recorded:
     """The name of its size or its shape, and how many parameters it has."""
     total_steps: float | None = None
     plan: str = ""
-    """How the run compares with its plan, and what it has cost; empty without plan and price."""
+    """``18% slower than planned, $4.20 spent, $21.00 expected instead of $17.69``; empty without plan and price."""
     started: datetime | None = None
 
 
@@ -165,30 +164,6 @@ class Summary:
         return None if self.step is None or not total else min(1.0, self.step / total)
 
 
-def read_recorded(folder: Path, *, name: str) -> Recorded:
-    """What the record in a run's ``folder`` says; a damaged record is a ``problem``."""
-    notes: list[str] = []
-    try:
-        path = own_file(folder, RECORD_FILE)
-        if path is None:
-            return Recorded()
-        record = read_record(path, name=name, notes=notes)
-    except UserError as error:
-        return Recorded(problem=str(error), status=None)
-    config = record.section("training_config")
-    run = run_of(record, name=name, log=None, notes=notes)
-    return Recorded(
-        run=run,
-        problem=run.later_schema and f"{path}: {run.later_schema}",
-        status=record.text("status"),
-        host=record.text("host"),
-        model=model_name(config),
-        total_steps=config.number("total_steps"),
-        plan=_plan_in_words(record.section("plan")),
-        started=_moment(record.text("timestamp_utc")),
-    )
-
-
 _SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 """Without the vocabulary, which the data decide, and the dropout, which belongs to training."""
 
@@ -214,15 +189,6 @@ def model_name(config: Fields) -> str | None:
     return f"{name} ({count})" if name else count
 
 
-def _plan_in_words(plan: Fields) -> str:
-    """``18% slower than planned, $4.20 spent, $21.00 expected instead of $17.69``."""
-    ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
-    pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
-    paid = f"{money(spent)} spent" if spent is not None else ""
-    expected = f"{money(usd)} expected instead of {money(plan.number('planned_usd'))}" if usd else ""
-    return ", ".join(filter(None, (pace, paid, expected)))
-
-
 def _moment(text: str | None) -> datetime | None:
     """A time in UTC; None for one outside of the years in which runs begin: arithmetic with the first fails."""
     try:
@@ -230,49 +196,6 @@ def _moment(text: str | None) -> datetime | None:
     except ValueError:
         return None
     return found.replace(tzinfo=found.tzinfo or UTC) if found and 1970 < found.year < 9999 else None
-
-
-def summarise(
-    name: str,
-    *,
-    recorded: Recorded,
-    signs: Signs,
-    last: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
-    problem: str = "",
-) -> Summary:
-    """A run as it is now.
-
-    Args:
-        name: of the run.
-        recorded: read after ``signs``.
-        signs: of life.
-        last: the last lines of a step and of a validation, of a run that has not finished.
-        problem: with its steps.
-    """
-    run = recorded.run
-    step, validation = ((line or {}) for line in last)
-    if recorded.problem and recorded.status is None:
-        status, reason = (
-            (Status.RUNNING, "a process holds its lock") if signs.process else (Status.UNKNOWN, "its record is damaged")
-        )
-    else:
-        status, reason = status_of(recorded.status, host=recorded.host, signs=signs)
-    return Summary(
-        name=name,
-        status=status,
-        reason=reason,
-        problem=recorded.problem or problem,
-        recorded=recorded,
-        signs=signs,
-        step=_first(step.get("step"), run.work["optimizer steps"] if run else None),
-        train_loss=_first(step.get("loss"), run.final_train_loss if run else None),
-        val_loss=_first(validation.get("val_loss"), run.final_val_loss if run else None),
-        tokens_per_sec=_first(run.tokens_per_sec if run else None, step.get("tokens_per_sec")),
-    )
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
 
 
 def with_steps(run: Run, steps: Steps) -> Run:
@@ -330,38 +253,51 @@ def own(summaries: Sequence[Summary]) -> list[Summary]:
     return [each for each in ordered if not is_reference(each.name)] or ordered
 
 
-# Records and steps, read once for all sessions: each result is kept by the identity of the file that it came from.
+# Records and steps, read once for all sessions: each result is in the cache by the version of its file.
 
 
-@dataclass(frozen=True)
-class Identity:
-    """A version of a file: another one has another identity."""
-
-    path: str
-    device: int
-    inode: int
-    modified_ns: int
-    size: int
+Version = tuple[int, int, int, int]
+"""Device, inode, time of the last change and size of a file: another version of it has others."""
 
 
-def identity(path: Path) -> Identity:
-    """The identity of a file.
+def version_of(path: Path) -> Version:
+    """The version of a file.
 
     Raises:
         OSError: there is none.
     """
     found = path.stat()
-    return Identity(str(path), found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
-def _recorded(version: Identity, name: str) -> Recorded:
-    return read_recorded(Path(version.path).parent, name=name)
+def _recorded(path: Path, version: Version, name: str) -> Recorded:  # noqa: ARG001 - part of the key
+    notes: list[str] = []
+    try:
+        record = read_record(path, name=name, notes=notes)
+    except UserError as error:
+        return Recorded(problem=str(error), status=None)
+    config, plan = record.section("training_config"), record.section("plan")
+    run = run_of(record, name=name, log=None, notes=notes)
+    ratio, spent, usd = (plan.number(key) for key in ("step_vs_plan", "spent_usd", "usd"))
+    pace = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than planned" if ratio else ""
+    paid = f"{money(spent)} spent" if spent is not None else ""
+    expected = f"{money(usd)} expected instead of {money(plan.number('planned_usd'))}" if usd else ""
+    return Recorded(
+        run=run,
+        problem=run.later_schema and f"{path}: {run.later_schema}",
+        status=record.text("status"),
+        host=record.text("host"),
+        model=model_name(config),
+        total_steps=config.number("total_steps"),
+        plan=", ".join(filter(None, (pace, paid, expected))),
+        started=_moment(record.text("timestamp_utc")),
+    )
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
-def _last_entries(version: Identity) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    return last_entries(Path(version.path))
+def _last_entries(path: Path, version: Version) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:  # noqa: ARG001
+    return last_entries(path)
 
 
 @st.cache_resource(max_entries=96, show_spinner=False)
@@ -374,7 +310,7 @@ def recorded_of(folder: Path, name: str) -> Recorded:
     try:
         run_dir = inside(folder, name)
         path = own_file(run_dir, RECORD_FILE)
-        return Recorded() if path is None else _recorded(identity(path), name)
+        return Recorded() if path is None else _recorded(path, version_of(path), name)
     except (UserError, OSError) as error:
         return Recorded(problem=str(error), status=None)
 
@@ -389,8 +325,8 @@ def steps_of(folder: Path, name: str) -> Steps | None:
     if path is None:
         return None
     try:
-        version = identity(path)
-        return _step_reader(path, version.device, version.inode).read()
+        device, inode, *_ = version_of(path)
+        return _step_reader(path, device, inode).read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -398,16 +334,32 @@ def steps_of(folder: Path, name: str) -> Steps | None:
 def summary_of(folder: Path, name: str) -> Summary:
     """The run ``name`` as it is now. Only the end of its steps is read, and only if it has not finished."""
     signs = signs_of_life(folder / name)
-    recorded = recorded_of(folder, name)
-    last: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
-    problem = ""
-    if status_of(recorded.status, host=recorded.host, signs=signs)[0] != Status.FINISHED:
+    recorded = recorded_of(folder, name)  # after the signs
+    run, problem = recorded.run, recorded.problem
+    status, reason = status_of(recorded.status, host=recorded.host, signs=signs)
+    if recorded.problem and recorded.status is None:
+        status, reason = Status.UNKNOWN, "its record is damaged"
+        if signs.process:
+            status, reason = Status.RUNNING, "a process holds its lock"
+    step, validation = dict[str, Any](), dict[str, Any]()
+    if status != Status.FINISHED:
         try:
-            path = own_file(inside(folder, name), STEPS_FILE)
-            last = last if path is None else _last_entries(identity(path))
+            if path := own_file(inside(folder, name), STEPS_FILE):
+                step, validation = (line or {} for line in _last_entries(path, version_of(path)))
         except (UserError, OSError) as error:
-            problem = str(error)
-    return summarise(name, recorded=recorded, signs=signs, last=last, problem=problem)
+            problem = problem or str(error)
+    return Summary(
+        name=name,
+        status=status,
+        reason=reason,
+        problem=problem,
+        recorded=recorded,
+        signs=signs,
+        step=first(step.get("step"), run.work["optimizer steps"] if run else None),
+        train_loss=first(step.get("loss"), run.final_train_loss if run else None),
+        val_loss=first(validation.get("val_loss"), run.final_val_loss if run else None),
+        tokens_per_sec=first(run.tokens_per_sec if run else None, step.get("tokens_per_sec")),
+    )
 
 
 def summaries_of(folder: Path) -> list[Summary]:

@@ -179,14 +179,21 @@ class PretrainedWeights:
 
     Args:
         folder: contains ``model.safetensors`` or ``pytorch_model.bin``, whole or in parts.
-        config: the shape that the weights must have.
+        config: the shape that the weights must have; None for that of ``config.json``.
 
     Raises:
-        UserError: a file cannot be read, or tensors are missing, unknown, there twice or of another shape.
+        UserError: a file cannot be read, the model is no GPT-2, or tensors are missing, unknown, there twice or of
+            another shape.
     """
 
-    def __init__(self, folder: Path, config: GPT2Config) -> None:
-        self._config = config
+    def __init__(self, folder: Path, config: GPT2Config | None = None) -> None:
+        if config is None:
+            problems, place = Problems(), folder / "config.json"
+            shape = published_shape(read_json(place), place=str(place), problems=problems)
+            problems.raise_if_any()
+            assert shape is not None  # ``published_shape`` returns None only where it reports a problem
+            config = GPT2Config(**shape)
+        self.config = config
         self.files = weight_files(folder)
         reader = open_safetensors if self.files[0].suffix == ".safetensors" else open_pickled
         self._stored: dict[str, StoredTensor] = {}
@@ -213,7 +220,7 @@ class PretrainedWeights:
         value = self._stored[_stored_name(name)].read()
         if name == "wte.weight" and HEAD in self._stored and not torch.equal(self._stored[HEAD].read(), value):
             raise UserError(f"{self.files[0]}: {HEAD} differs from wte.weight: in GPT-2 they are the same tensor")
-        return canonical_value(name, value, self._config)
+        return canonical_value(name, value, self.config)
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All parameters by canonical name, not read yet."""

@@ -3,14 +3,18 @@
 Letters in the shapes: B sequences, T positions, C width, nh heads, hs head size, V vocabulary, P positions of the
 cache.
 
+Decoding reads every weight for every token: the time of a token is that of the memory. It multiplies a few rows by each
+weight. PyTorch's general product arranges the weight anew in every call when there is more than one row, or when it is
+in bf16, and that costs more than the product. So linear layers are arranged once, as suits the device and the rows.
+
 The step of one token through ``torch.compile``: one graph for each batch size and each size of the cache. On GPUs it
 becomes a CUDA graph. On CPUs weights are constants, so that the compiler arranges them, and it measures which of its
 products and PyTorch's is faster.
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,9 +22,176 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsgpt.inference.linear import Linear, fast_linear, to_int8
-from dsgpt.machine.device import HugePages
+from dsgpt.machine.device import HugePages, multiplies, packs
 from dsgpt.model.gpt2 import GPT2, Block
+
+# Weights in 8 bits. Each output has its own scale, and zero stays zero; activations are not quantized.
+
+LARGEST = 127
+
+
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in int8, (out, in), and scales in fp32, (out,), whose product is close to ``weight``, (out, in)."""
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (wide / scales[:, None]).round().to(torch.int8), scales
+
+
+@torch.no_grad()
+def round_to_int8(model: GPT2) -> None:
+    """Replace the weights that ``Decoder(model, quantize="int8")`` quantizes by what they become.
+
+    The embedding of ids keeps its weights: the head, which shares them, gets its own.
+    """
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    for module in (model.lm_head, *model.blocks.modules()):
+        if isinstance(module, nn.Linear):
+            values, scales = to_int8(module.weight)
+            module.weight.copy_(values * scales.to(module.weight.dtype).float()[:, None])
+
+
+# Linear layers whose weights are arranged for decoding.
+
+_FEW_ROWS = 16
+"""The most rows for which PyTorch's product with weights in 8 or 16 bits is faster than converting them first."""
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; many rows in a precision that this CPU cannot multiply in, in fp32, rounded once."""
+    if x.device.type != "cpu" or len(x) <= _FEW_ROWS or multiplies(x.dtype):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+class Linear(ABC):
+    """A weight (out, in) and a bias (out,), applied to rows x, (N, in)."""
+
+    _weight: Tensor
+    _bias: Tensor | None
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``, (N, out)."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """The tanh GELU of the product, (N, out)."""
+        return F.gelu(self.product(x), approximate="tanh")
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The product plus ``residual``, (N, out)."""
+        return residual + self.product(x)
+
+
+class Plain(Linear):
+    """A linear layer on the weight as it is: shares the model's memory."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return _product(x, self._weight, self._bias)
+
+
+class Transposed(Linear):
+    """A linear layer on a copy of the weight as (in, out), which MKL's product of one row reads faster."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, memory: HugePages) -> None:
+        self._weight, self._bias = memory.copy(weight.t()), bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return torch.mm(x, self._weight) if self._bias is None else torch.addmm(self._bias, x, self._weight)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        out = torch.addmm(residual, x, self._weight)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class Packed(Linear):
+    """A linear layer on a copy of the weight in the layout of oneDNN's kernels, which also add and apply the GELU.
+
+    These are the operators that ``torch.compile`` replaces linear layers by; they work without a compiler, too.
+    """
+
+    _no_scalars: tuple[float, ...] = ()
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, rows: int) -> None:
+        """Copy ``weight`` into the layout for ``rows`` rows; other numbers of rows are computed, too."""
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        self._bias = bias
+
+    def product(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
+        """See ``Linear``; with an ``activation`` of oneDNN's."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, activation, self._no_scalars, algorithm
+        )
+        return out
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return self.product(x, "gelu", "tanh")
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+        return out
+
+
+class Int8(Linear):
+    """A linear layer on a copy of the weight in 8 bits, for bf16 or fp16: less memory, and less time for one row."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, memory: HugePages) -> None:
+        rounded, scales = to_int8(weight)
+        self._weight = memory.copy(rounded)
+        self._scales, self._bias = scales.to(weight.dtype), bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        out: Tensor
+        if x.device.type == "cpu" and len(x) <= _FEW_ROWS:
+            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+        else:
+            out = _product(x, self._weight.to(x.dtype)) * self._scales
+        return out if self._bias is None else out.add_(self._bias)
+
+
+def fast_linear(weight: Tensor, bias: Tensor | None, *, rows: int, memory: HugePages, quantize: str = "none") -> Linear:
+    """The fastest for products of ``rows`` rows with ``weight``, or with its 8 bits, of those that work here.
+
+    GPUs need no other layouts; what a CPU cannot do is left to ``Plain``.
+
+    Args:
+        weight: (out, in).
+        bias: (out,).
+        rows: usual rows of a product.
+        memory: of the copies whose layout is PyTorch's.
+        quantize: ``int8`` or ``none``.
+    """
+    if quantize == "int8":
+        return Int8(weight, bias, memory=memory)
+    on_cpu = weight.device.type == "cpu"
+    if on_cpu and weight.dtype == torch.float32 and rows == 1 and torch._C.has_mkl:
+        return Transposed(weight, bias, memory=memory)
+    if on_cpu and packs(weight.dtype):
+        return Packed(weight, bias, rows=rows)
+    return Plain(weight, bias)
+
+
+class _Layer(nn.Module):
+    """The parts of a transformer block; ``linear`` and ``norm`` arrange its modules."""
+
+    def __init__(
+        self, block: Block, linear: Callable[[nn.Linear], Any], norm: Callable[[nn.LayerNorm], Any] = lambda norm: norm
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = norm(block.ln_1), norm(block.ln_2)
+        self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
+        self.fc, self.out = linear(block.mlp.fc), linear(block.mlp.proj)
+
+
+# The step of one token through the compiler.
 
 GRANULE = 128
 """Positions by which the cache grows from one graph to the next."""
@@ -50,16 +221,6 @@ class _Int8(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class _CompiledLayer(nn.Module):
-    """The parts of a transformer block."""
-
-    def __init__(self, block: Block, linear: Callable[[nn.Linear], nn.Module]) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = block.ln_1, block.ln_2
-        self.qkv, self.proj = linear(block.attn.qkv), linear(block.attn.proj)
-        self.fc, self.out = linear(block.mlp.fc), linear(block.mlp.proj)
-
-
 class _Step(nn.Module):
     """One token of every sequence of a batch."""
 
@@ -74,7 +235,7 @@ class _Step(nn.Module):
         head = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False, device="meta")
         head.weight = nn.Parameter(model.wte.weight.detach()[: model.config.vocab_size], requires_grad=False)
         self.head = linear(head)
-        self.layers = nn.ModuleList(_CompiledLayer(block, linear) for block in model.blocks if isinstance(block, Block))
+        self.layers = nn.ModuleList(_Layer(block, linear) for block in model.blocks if isinstance(block, Block))
 
     def forward(self, ids: Tensor, places: Tensor, column: Tensor, padding: Tensor, cache: Tensor) -> Tensor:
         """The logits that follow ``ids``, (B, V) in fp32.
@@ -90,7 +251,7 @@ class _Step(nn.Module):
         seen = ((columns <= column) & (columns >= padding))[:, None, None]  # (B, 1, 1, P)
         x = self.wte(ids) + self.wpe(places)  # (B, C)
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, _CompiledLayer)
+            assert isinstance(layer, _Layer)
             qkv = layer.qkv(layer.attention_norm(x)).view(batch, 1, 3, self.heads, -1)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, 1, hs) each
             cache[index, 0].index_copy_(2, column, k)
@@ -111,7 +272,16 @@ def compiled_step(model: GPT2, *, quantize: str) -> Step:
     compiled = torch.compile(step, dynamic=False)
 
     def call(*inputs: Tensor) -> Tensor:
-        with warnings.catch_warnings(), _settings():
+        from torch._inductor import config, select_algorithm  # noqa: PLC0415 - takes a second
+
+        select_algorithm.PRINT_AUTOTUNE = False
+        settings: Any = config.patch(
+            freezing=True,
+            max_autotune=True,
+            max_autotune_gemm_backends="CPP,ATEN",
+            max_autotune_report_choices_stats=False,
+        )
+        with warnings.catch_warnings(), settings:
             warnings.simplefilter("ignore", UserWarning)  # the compiler's own use of deprecated storages
             found: Tensor = compiled(*inputs)
         return found
@@ -119,46 +289,13 @@ def compiled_step(model: GPT2, *, quantize: str) -> Step:
     return call
 
 
-def _settings() -> Any:
-    """The compiler's settings for CPUs."""
-    from torch._inductor import config, select_algorithm  # noqa: PLC0415 - takes a second
-
-    select_algorithm.PRINT_AUTOTUNE = False
-    return config.patch(
-        freezing=True,
-        max_autotune=True,
-        max_autotune_gemm_backends="CPP,ATEN",
-        max_autotune_report_choices_stats=False,
-    )
+# Batches of sequences that are decoded together.
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """A LayerNorm."""
-
-    weight: Tensor
-    bias: Tensor
-    epsilon: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(N, C) to (N, C)."""
-        return torch.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
-
-
-def _norm(module: torch.nn.LayerNorm) -> _Norm:
-    return _Norm(module.weight.detach(), module.bias.detach(), module.eps)
-
-
-class _Layer:
-    """A transformer block."""
-
-    def __init__(self, block: Block, linear: Callable[[Tensor, Tensor | None], Linear]) -> None:
-        def arranged(module: torch.nn.Linear) -> Linear:
-            return linear(module.weight.detach(), module.bias.detach())
-
-        self.norms = _norm(block.ln_1), _norm(block.ln_2)
-        self.qkv, self.proj = arranged(block.attn.qkv), arranged(block.attn.proj)
-        self.fc, self.out = arranged(block.mlp.fc), arranged(block.mlp.proj)
+def _norm(module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
+    """The LayerNorm as a function from (N, C) to (N, C), without a module's overhead."""
+    weight, bias = module.weight.detach(), module.bias.detach()
+    return partial(torch.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
 
 
 class Decoder:
@@ -175,10 +312,14 @@ class Decoder:
         self.config = model.config
         self.embedding, self.positions = model.wte.weight.detach(), model.wpe.weight.detach()
         linear = partial(fast_linear, rows=batch_size, quantize=quantize, memory=HugePages())
+
+        def arranged(module: nn.Linear) -> Linear:
+            return linear(module.weight.detach(), module.bias.detach())
+
         self.head = linear(self.embedding[: model.config.vocab_size], None)
         self.step = compiled_step(model, quantize=quantize) if compiled else None
         self.final_norm = _norm(model.ln_f)
-        self.layers = [_Layer(block, linear) for block in model.blocks if isinstance(block, Block)]
+        self.layers = [_Layer(block, arranged, _norm) for block in model.blocks if isinstance(block, Block)]
 
     def begin(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> "Sequences":
         """Sequences that start with ``prompts``, not read yet, with a cache for ``new_tokens`` more ids each.
@@ -211,7 +352,8 @@ class Sequences:
         padding = [width - len(prompt) for prompt in prompts]
         padded = [[0] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
         self._prompts = torch.tensor(padded, device=self._device)  # (B, T)
-        self._padding = torch.tensor(padding, device=self._device)[:, None] if any(padding) else None  # (B, 1)
+        self._padding = torch.tensor(padding, device=self._device)[:, None]  # (B, 1)
+        self._places = torch.arange(width, device=self._device)[None].expand(len(prompts), -1)  # (B, T)
         if decoder.step:
             capacity = -(-capacity // GRANULE) * GRANULE
         heads = (len(prompts), config.n_head, capacity, config.n_embd // config.n_head)
@@ -219,37 +361,26 @@ class Sequences:
         self._cache = torch.zeros(cache, dtype=embedding.dtype, device=self._device)
         if decoder.step:
             torch._dynamo.mark_static_address(self._cache)  # a CUDA graph may change it
-        self._mask = self._column_mask(capacity)
-        self._places = torch.arange(width, device=self._device)[None].expand(len(prompts), -1)  # (B, T)
-        if self._padding is not None:
+        self._mask: Tensor | None = None
+        """What is added to the scores of the cache's positions, (B, 1, 1, P): -inf for padding; None without it."""
+        if any(padding):
+            unused = torch.arange(capacity, device=self._device) < self._padding  # (B, P)
+            mask = torch.zeros(unused.shape, dtype=embedding.dtype, device=self._device)
+            self._mask = mask.masked_fill_(unused, float("-inf"))[:, None, None]
             self._places = (self._places - self._padding).clamp(min=0)
         self.length = 0
         """Positions in the cache, padding included."""
 
-    def _column_mask(self, capacity: int) -> Tensor | None:
-        """What is added to the scores of the cache's positions, (B, 1, 1, P): -inf for padding; None without it."""
-        if self._padding is None:
-            return None
-        padded = torch.arange(capacity, device=self._device) < self._padding  # (B, P)
-        mask = torch.zeros(padded.shape, dtype=self._decoder.embedding.dtype, device=self._device)
-        return mask.masked_fill_(padded, float("-inf"))[:, None, None]
-
-    def _prompt_mask(self) -> Tensor | None:
-        """What is added to the scores of the prompts, (B, 1, T, T), if they are padded.
-
-        A padded position sees itself: of no score at all, some kernels compute NaN, which would spoil the cache.
-        """
-        if self._mask is None:
-            return None
-        width = self._prompts.shape[1]
-        seen = torch.ones((width, width), dtype=torch.bool, device=self._device).tril()
-        mask = self._mask[..., :width].masked_fill(~seen, float("-inf"))
-        return mask.masked_fill(torch.eye(width, dtype=torch.bool, device=self._device), 0.0)
-
     @torch.inference_mode()
     def read_prompts(self) -> Tensor:
         """Read the prompts in one pass; the logits of the id that follows each, (B, V) in fp32."""
-        mask = self._prompt_mask()
+        mask = None
+        if self._mask is not None:
+            width = self._prompts.shape[1]
+            seen = torch.ones((width, width), dtype=torch.bool, device=self._device).tril()
+            mask = self._mask[..., :width].masked_fill(~seen, float("-inf"))  # (B, 1, T, T)
+            # A padded position sees itself: of no score at all, some kernels compute NaN, which would spoil the cache.
+            mask.masked_fill_(torch.eye(width, dtype=torch.bool, device=self._device), 0.0)
         logits = self._pass(self._prompts, mask, causal=mask is None)
         self._places = (self._places[:, -1:] + 1).clamp_(max=self._decoder.config.block_size - 1)  # (B, 1)
         return logits
@@ -258,21 +389,14 @@ class Sequences:
     def append(self, ids: Tensor) -> Tensor:
         """Append ``ids``, (B,), one to each sequence; the logits of the id that follows, (B, V) in fp32."""
         if self._decoder.step:
-            logits = self._compiled_pass(ids)
+            column = torch.tensor([self.length], device=self._device)
+            self.length += 1
+            logits = self._decoder.step(ids, self._places[:, 0], column, self._padding, self._cache)
         else:
             mask = None if self._mask is None else self._mask[..., : self.length + 1]
             logits = self._pass(ids[:, None], mask, causal=False)
         self._places = (self._places + 1).clamp_(max=self._decoder.config.block_size - 1)
         return logits
-
-    def _compiled_pass(self, ids: Tensor) -> Tensor:
-        assert self._decoder.step is not None  # as the caller saw
-        column = torch.tensor([self.length], device=self._device)
-        padding = torch.zeros((len(ids), 1), dtype=torch.long, device=self._device)
-        if self._padding is not None:
-            padding = self._padding
-        self.length += 1
-        return self._decoder.step(ids, self._places[:, 0], column, padding, self._cache)
 
     def _pass(self, ids: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
         decoder, (batch, length) = self._decoder, ids.shape
@@ -281,12 +405,11 @@ class Sequences:
         heads = (batch, length, 3, *self._cache.shape[3::2])  # (B, T, 3, nh, hs)
         new, seen = self._cache[..., start:end, :], self._cache[..., :end, :].flatten(0, 1).unbind()
         for layer, written, keys, values in zip(decoder.layers, new, seen[::2], seen[1::2], strict=True):
-            attention, mlp = layer.norms
-            qkv = layer.qkv.product(attention(x)).view(heads).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hs)
+            qkv = layer.qkv.product(layer.attention_norm(x)).view(heads).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hs)
             written.copy_(qkv[1:])
             y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask, is_causal=causal)  # (B, nh, T, hs)
             x = layer.proj.added_to(x, y.transpose(1, 2).reshape(x.shape))
-            x = layer.out.added_to(x, layer.fc.gelu(mlp(x)))
+            x = layer.out.added_to(x, layer.fc.gelu(layer.mlp_norm(x)))
         self.length = end
         last = x.view(batch, length, -1)[:, -1]  # only these logits are needed
         return decoder.head.product(decoder.final_norm(last)).float()

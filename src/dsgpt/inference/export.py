@@ -17,42 +17,127 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsgpt.checkpoints import store
-from dsgpt.checkpoints.manifest import MANIFEST, parse_manifest, read_manifest
-from dsgpt.checkpoints.selection import find_checkpoint, is_hugging_face, is_model_file, open_model_files, open_weights
+from dsgpt.checkpoints.manifest import MANIFEST, read_manifest
 from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, save_pickled
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.text import next_line, script_words
 from dsgpt.formats.hugging_face import (
-    PretrainedWeights,
     hugging_face_config,
     hugging_face_name,
     hugging_face_shape,
     hugging_face_value,
-    published_shape,
     read_json,
 )
 from dsgpt.formats.tensor_files import DTYPES, StoredTensor, write_safetensors
-from dsgpt.formats.tokenizer_files import CONFIG, SETTINGS, end_ids, end_of_text_id, fault_of, tokenizer_files
+from dsgpt.formats.tokenizer_files import SETTINGS, end_of_text_id
+from dsgpt.inference.loading import StoredModel, open_model
 from dsgpt.machine.console import Console
-from dsgpt.model.config import GPT2Config
 from dsgpt.model.names import decays
+
+_LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
+"""Names of ``options.EXPORT_FORMS`` in messages."""
+
+
+def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
+    """Write the model of ``source`` into the new folder ``out``.
+
+    Args:
+        source: a run folder, a checkpoint, an exported ``portable`` folder, or a Hugging Face folder of a GPT-2.
+        out: must not exist, or be empty.
+        form: one of ``options.EXPORT_FORMS``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
+        which: the ``latest`` or the ``best`` checkpoint of a run.
+        console: shows what is read and written.
+
+    Raises:
+        UserError: the model is unusable, there is no place for ``out``, or the dtype cannot hold the values.
+    """
+    problems = Problems()
+    if form == "deepspeed" and dtype != "fp32":
+        problems.add(f"--dtype {dtype}: DeepSpeed keeps its master weights in fp32: leave --dtype out")
+    try:
+        _check_out(out)
+    except UserError as error:
+        problems.add(*error.problems)
+    try:
+        model = open_model(source, which=which, flag="--from", console=console)
+    except UserError as error:
+        problems.add(*error.problems)
+    problems.raise_if_any()
+    write_model(model, out, form=form, dtype=dtype, console=console)
+
+
+def write_model(model: StoredModel, out: Path, *, form: str, dtype: str, console: Console) -> None:
+    """Write an opened model into the new folder ``out``; see ``export``.
+
+    Raises:
+        UserError: there is no room for it, or the dtype cannot hold the values.
+    """
+    tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
+    model = replace(model, tensors=tensors)
+    size = needed = sum(tensor.bytes for tensor in tensors.values())
+    write: Callable[..., None] = partial(_write_hugging_face if form == "hf" else _write_portable, dtype=dtype)
+    if form == "deepspeed":
+        moments, optimizer_steps = _open_moments(model)
+        size += sum(tensor.bytes for values in moments.values() for tensor in values.values())
+        # Both files hold the weights, and one the embedding twice. Flat copies of everything exist for a while.
+        needed += tensors[_EMBEDDING].bytes + 2 * size
+        write = partial(_write_deepspeed, moments=moments, optimizer_steps=optimizer_steps)
+    place = _nearest(out)
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(f"{out}: needs {needed / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free")
+    maker = "" if model.manifest else " (Hugging Face)"
+    if model.manifest and model.manifest.strategy:
+        maker = f" ({model.manifest.strategy}, step {model.manifest.step})"
+    console.say(f"from        {model.source}{maker}: {model.config.parameter_count():,} parameters")
+    progress = console.progress(total=size, what="writing", unit="B", lines=True)
+    with _new_folder(out) as folder:
+        write(folder, model, progress=progress.advance)
+    progress.close()
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    console.say(f"to          {out}: {_LAYOUTS[form]}, {dtype}, {written / 1e6:,.1f} MB")
+    if model.refused:
+        console.say(f"tokenizer   left out: {model.refused}")
+    elif form == "deepspeed":
+        console.say(f"use it      .venv/bin/python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS")
+    elif not model.tokenizer:
+        console.say("tokenizer   none, because the training data had none: the model reads and writes only ids")
+    elif form == "hf":
+        line = f'AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")'
+        console.say(f"use it      {line}")
+    else:
+        console.say(next_line(script_words("src/generate.py", "--checkpoint", out, "--prompt", "The")))
+
+
+def _in_dtype(name: str, stored: StoredTensor, dtype: str) -> StoredTensor:
+    def read() -> Tensor:
+        value = stored.read()
+        converted = value.to(DTYPES[dtype])
+        if not torch.isfinite(converted).all():
+            if torch.isfinite(value).all():
+                raise UserError(f"{dtype} cannot hold {name}, which reaches {value.abs().max():.3g}: use --dtype fp32")
+            raise UserError(f"{name} holds values that are NaN or infinite: these weights are unusable")
+        return converted
+
+    return replace(stored, dtype=DTYPES[dtype], read=read)
+
 
 # A folder that appears under its name only when it is complete.
 
 
-def check_out(out: Path) -> None:
+def _check_out(out: Path) -> None:
     """Check that a new folder can be made at ``out``.
 
     Raises:
@@ -63,31 +148,21 @@ def check_out(out: Path) -> None:
             raise UserError(f"{out}: is not empty: name a folder that does not exist yet")
     elif os.path.lexists(out):
         raise UserError(f"{out}: exists and is not a folder: name one that does not exist yet")
-    place = out.absolute().parent
-    while not place.exists():
-        place = place.parent
+    place = _nearest(out.absolute().parent)
     if not place.is_dir():
         raise UserError(f"{out}: {place} is a file, not a folder: name another folder")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"{out}: no permission to write in {place}: name another folder")
 
 
-def check_room(out: Path, size: int) -> None:
-    """Check that ``size`` bytes are free where ``out`` will be.
-
-    Raises:
-        UserError: fewer are free.
-    """
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < size:
-        raise UserError(f"{out}: needs {size / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free")
+def _nearest(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 @contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def _new_folder(out: Path) -> Iterator[Path]:
     """A context that gives a hidden folder next to ``out``; at its end the folder is renamed to ``out``.
 
     After an error the folder is removed.
@@ -115,6 +190,53 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# Hugging Face's layout, and this project's own.
+
+
+def _write_hugging_face(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
+    def laid_out(name: str, stored: StoredTensor) -> StoredTensor:
+        shape = hugging_face_shape(name, stored.shape, model.config)
+        return replace(stored, shape=shape, read=lambda: hugging_face_value(name, stored.read(), model.config))
+
+    for path in model.tokenizer:
+        shutil.copyfile(path, folder / path.name)
+    end_of_text = end_of_text_id(folder)
+    if end_of_text is not None and end_of_text >= model.config.vocab_size:
+        end_of_text = None
+    settings = folder / SETTINGS
+    if settings.is_file():  # users of the tokenizer need the model's context length
+        write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
+    tensors = {hugging_face_name(name): laid_out(name, tensor) for name, tensor in model.tensors.items()}
+    write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
+    write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
+    ends = list(model.ends) if len(model.ends) > 1 else end_of_text
+    generation = {"_from_model_config": True, "bos_token_id": end_of_text, "eos_token_id": ends}
+    write_json_atomic(folder / "generation_config.json", generation)
+
+
+def _write_portable(folder: Path, model: StoredModel, *, dtype: str, progress: Callable[[int], None]) -> None:
+    _write_shape_and_tokenizer(folder, model)
+    write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths
+    }
+    about = {key: getattr(model.manifest, key, None) for key in ("step", "strategy", "run_id")}
+    if model.published is not None:
+        about |= {"source": model.source.name, "source_sha256": model.published.sha256()}
+    write_json_atomic(folder / MANIFEST, {"portable": "weights", "dtype": dtype, **about, "files": files})
+
+
+def _write_shape_and_tokenizer(folder: Path, model: StoredModel) -> None:
+    if model.tokenizer:
+        (folder / store.TOKENIZER).mkdir()
+    for path in model.tokenizer:
+        shutil.copyfile(path, folder / store.TOKENIZER / path.name)
+    write_json_atomic(folder / store.MODEL, model.config.as_dict())
+
+
+# DeepSpeed's layout.
+
 LAYOUT_VERSION = "0.19.8"
 """The version of DeepSpeed that has these keys."""
 _ZERO_STAGE = 2
@@ -128,379 +250,105 @@ Moments = Mapping[str, Mapping[str, StoredTensor]]
 """By the name of the moment, such as ``exp_avg``, then by canonical name."""
 
 
-def open_moments(checkpoint: Path | None) -> tuple[Moments, int | None]:
+def _open_moments(model: StoredModel) -> tuple[Moments, int | None]:
     """The moments of a checkpoint, none read yet, and the number of steps that changed the weights; None if unknown.
 
-    Args:
-        checkpoint: verified except for the two files that hold these; None or weights alone give no moments.
+    Weights alone have none.
 
     Raises:
-        UserError: one of the two files is missing or damaged.
+        UserError: one of the two files that hold these is missing or damaged.
     """
-    if checkpoint is None or COUNTERS not in parse_manifest(checkpoint).files:
+    if model.manifest is None or COUNTERS not in model.manifest.files:
         return {}, None
-    read_manifest(checkpoint, only=lambda name: name in (MOMENTS, COUNTERS))
-    state = StateReader(checkpoint)
+    read_manifest(model.source, only=lambda name: name in (MOMENTS, COUNTERS))
+    state = StateReader(model.source)
     return state.stored_moments(), state.counters.optimizer_steps
 
 
-def bytes_needed(tensors: Mapping[str, StoredTensor], moments: Moments) -> tuple[int, int]:
-    """Bytes that ``write_deepspeed`` reads, and bytes that it needs on the drive while it writes."""
-    weights = sum(tensor.bytes for tensor in tensors.values())
-    read = weights + sum(tensor.bytes for values in moments.values() for tensor in values.values())
-    # Both files hold the weights, and one the embedding twice. Flat copies of everything exist for a while.
-    return read, weights + tensors[_EMBEDDING].bytes + 2 * read
-
-
-def write_deepspeed(
+def _write_deepspeed(
     folder: Path,
-    tensors: Mapping[str, StoredTensor],
-    moments: Moments,
+    model: StoredModel,
     *,
-    step: int,
+    moments: Moments,
     optimizer_steps: int | None,
     progress: Callable[[int], None],
 ) -> None:
-    """Write the layout into ``folder``.
+    """Write DeepSpeed's layout into ``folder``.
 
     Args:
         folder: has none of the names above yet.
-        tensors: every weight in fp32 by canonical name, in the model's order.
-        moments: as ``open_moments`` gives them.
-        step: of the run, for the folder's name.
+        model: with every weight in fp32, in the model's order.
+        moments: as ``_open_moments`` gives them.
         optimizer_steps: the steps that changed the weights; None if unknown.
         progress: called with the bytes read since its last call.
 
     Raises:
         OSError: the file system refuses.
     """
-    tag = f"global_step{step}"
-    inner = folder / tag
+    _write_shape_and_tokenizer(folder, model)
+    tensors, step = model.tensors, (model.manifest and model.manifest.step) or 0
+    inner = folder / f"global_step{step}"
     inner.mkdir()
-    groups = [[name for name in tensors if decays(name)], [name for name in tensors if not decays(name)]]
 
-    def flat(values: Mapping[str, StoredTensor], names: Iterable[str]) -> Tensor:
-        return _flattened(inner / "flat", [values[name] for name in names], progress)
+    def flat(values: Mapping[str, StoredTensor], names: list[str]) -> Tensor:
+        """All flat and end to end, mapped from a deleted file: at most one tensor of them is in memory at a time."""
+        with (scratch := inner / "flat").open("xb") as file:
+            for name in names:
+                file.write(values[name].read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                progress(values[name].bytes)
+        size = scratch.stat().st_size // torch.float32.itemsize
+        mapped = torch.from_file(str(scratch), shared=False, size=size, dtype=torch.float32)
+        scratch.unlink()  # the system frees the space with the tensor
+        return mapped
 
+    groups = [[name for name in tensors if decays(name) == decayed] for decayed in (True, False)]
     masters = [flat(tensors, names) for names in groups]
-    slices = [_slices(tensors, names) for names in groups]
-    skipped = 0 if optimizer_steps is None else step - optimizer_steps
-    save_pickled(_model_states(tensors, masters, slices, step=step, skipped=skipped), inner / _MODEL_FILE)
-    states = [{key: flat(values, names) for key, values in moments.items()} for names in groups]
-    if optimizer_steps is not None and "exp_avg" in moments:  # only Adam counts its steps
-        states = [{"step": torch.tensor(float(optimizer_steps))} | state for state in states]
-    save_pickled(_optimizer_states(masters, slices, states), inner / _OPTIMIZER_FILE)
-    sync_directory(inner)
-    (folder / "latest").write_text(tag, encoding="utf-8")
-
-
-def _flattened(scratch: Path, tensors: Iterable[StoredTensor], progress: Callable[[int], None]) -> Tensor:
-    """All ``tensors`` flat and end to end, mapped from a deleted file: at most one of them is in memory at a time.
-
-    The system frees the file's space when the tensor is freed.
-    """
-    with scratch.open("xb") as file:
-        for stored in tensors:
-            file.write(stored.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            progress(stored.bytes)
-    size = scratch.stat().st_size // torch.float32.itemsize
-    mapped = torch.from_file(str(scratch), shared=False, size=size, dtype=torch.float32)
-    scratch.unlink()
-    return mapped
-
-
-def _slices(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, SimpleNamespace]:
+    views: dict[str, Tensor] = {}
+    slices: list[dict[str, SimpleNamespace]] = [{}, {}]
     """The position of each parameter in its flat group: the two attributes of DeepSpeed's ``fragment_address``."""
-    start, found = 0, {}
-    for name in names:
-        numel = torch.Size(tensors[name].shape).numel()
-        found[name] = SimpleNamespace(numel=numel, start=start)
-        start += numel
-    return found
-
-
-def _model_states(
-    tensors: Mapping[str, StoredTensor],
-    masters: list[Tensor],
-    slices: list[dict[str, SimpleNamespace]],
-    *,
-    step: int,
-    skipped: int,
-) -> dict[str, Any]:
-    shapes = [{name: torch.Size(tensors[name].shape) for name in group} for group in slices]
-    views = {
-        name: master.narrow(0, place.start, place.numel).view(tensors[name].shape)
-        for master, group in zip(masters, slices, strict=True)
-        for name, place in group.items()
-    }
-    return {
+    for master, names, places in zip(masters, groups, slices, strict=True):
+        start = 0
+        for name in names:
+            numel = torch.Size(tensors[name].shape).numel()
+            places[name] = SimpleNamespace(numel=numel, start=start)
+            views[name] = master.narrow(0, start, numel).view(tensors[name].shape)
+            start += numel
+    model_states = {
         "module": {name: views[name] for name in tensors} | {_HEAD: views[_EMBEDDING].clone()},
         "buffer_names": [_HEAD],
         "optimizer": None,
-        "param_shapes": shapes,
+        "param_shapes": [{name: torch.Size(tensors[name].shape) for name in names} for names in groups],
         "frozen_param_shapes": {},
         "shared_params": {},
         "frozen_param_fragments": {},
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
-        "skipped_steps": skipped,
+        "skipped_steps": 0 if optimizer_steps is None else step - optimizer_steps,
         "global_steps": step,
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_config": {"zero_optimization": {"stage": _ZERO_STAGE}},
         "ds_version": LAYOUT_VERSION,
     }
-
-
-def _optimizer_states(
-    masters: list[Tensor],
-    slices: list[dict[str, SimpleNamespace]],
-    states: list[dict[str, Tensor]],
-) -> dict[str, Any]:
-    base = {
-        "state": {number: state for number, state in enumerate(states) if state},
-        "param_groups": [{"params": [number]} for number in range(len(masters))],
-    }
-    ours = {
-        "base_optimizer_state": base,
+    save_pickled(model_states, inner / _MODEL_FILE)
+    states = [{key: flat(values, names) for key, values in moments.items()} for names in groups]
+    if optimizer_steps is not None and "exp_avg" in moments:  # only Adam counts its steps
+        states = [{"step": torch.tensor(float(optimizer_steps))} | state for state in states]
+    optimizer_states = {
+        "base_optimizer_state": {
+            "state": {number: state for number, state in enumerate(states) if state},
+            "param_groups": [{"params": [number]} for number in range(len(masters))],
+        },
         "single_partition_of_fp32_groups": masters,
         "zero_stage": _ZERO_STAGE,
         "group_paddings": [0] * len(masters),
-        "param_alignment_paddings": [[0] * len(group) for group in slices],
+        "param_alignment_paddings": [[0] * len(names) for names in groups],
         "partition_count": [1] * len(masters),
         "ds_version": LAYOUT_VERSION,
         "param_slice_mappings": slices,
     }
-    return {"optimizer_state_dict": ours, "ds_config": {}, "ds_version": LAYOUT_VERSION}
-
-
-_LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
-"""Names of ``options.EXPORT_FORMS`` in messages."""
-_ABOUT = ("step", "strategy", "run_id")
-"""Fields of the checkpoint's manifest that a portable folder's manifest keeps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model in files."""
-
-    name: str
-    """Its source, for messages."""
-    config: GPT2Config
-    tensors: dict[str, StoredTensor]
-    """By canonical name, not read yet."""
-    tokenizer: list[Path]
-    """The tokenizer's files to export; empty where there are none."""
-    about: dict[str, Any]
-    """Its source, for the manifest."""
-    ends: tuple[int, ...] = ()
-    """Ids that end a text, by the source's ``generation_config.json``."""
-    checkpoint: Path | None = None
-    """The folder that holds it; None for a Hugging Face folder."""
-    left_out: str = ""
-    """Why the tokenizer of the source is not exported; empty where it is, or where there is none."""
-
-
-def export(source: Path, out: Path, *, form: str, dtype: str, which: str, console: Console) -> None:
-    """Write the model of ``source`` into the new folder ``out``.
-
-    Args:
-        source: a run folder, a checkpoint, an exported ``portable`` folder, or a Hugging Face folder of a GPT-2.
-        out: must not exist, or be empty.
-        form: one of ``options.EXPORT_FORMS``.
-        dtype: ``fp32``, ``bf16`` or ``fp16``.
-        which: the ``latest`` or the ``best`` checkpoint of a run.
-        console: shows what is read and written.
-
-    Raises:
-        UserError: the model is unusable, there is no place for ``out``, or the dtype cannot hold the values.
-    """
-    problems = Problems()
-    if form == "deepspeed" and dtype != "fp32":
-        problems.add(f"--dtype {dtype}: DeepSpeed keeps its master weights in fp32: leave --dtype out")
-    with _collected(problems):
-        check_out(out)
-    with _collected(problems):
-        model = open_model(source, which=which, console=console)
-    problems.raise_if_any()
-    tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
-    model = replace(model, tensors=tensors)
-    size = needed = sum(tensor.bytes for tensor in tensors.values())
-    write = partial(_write_hugging_face if form == "hf" else _write_portable, dtype=dtype)
-    if form == "deepspeed":
-        moments, optimizer_steps = open_moments(model.checkpoint)
-        size, needed = bytes_needed(tensors, moments)
-        write = partial(_write_deepspeed, moments=moments, optimizer_steps=optimizer_steps)
-    check_room(out, needed)
-    console.say(f"from        {model.name}: {model.config.parameter_count():,} parameters")
-    progress = console.progress(total=size, what="writing", unit="B", lines=True)
-    with new_folder(out) as folder:
-        write(folder, model, progress=progress.advance)
-    progress.close()
-    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.say(f"to          {out}: {_LAYOUTS[form]}, {dtype}, {written / 1e6:,.1f} MB")
-    console.say(_usage_line(model, out, form=form))
-
-
-@contextlib.contextmanager
-def _collected(problems: Problems) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        problems.add(*error.problems)
-
-
-def open_model(source: Path, *, which: str, console: Console, flag: str = "--from") -> Model:
-    """Find and verify the model in ``source``, which was given with ``flag``; see ``export``.
-
-    Raises:
-        UserError: there is none.
-    """
-    if is_hugging_face(source):
-        if which == "best":
-            raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
-        return _open_hugging_face(source)
-    checkpoint = find_checkpoint(source, which=which, flag=flag)
-    named = parse_manifest(checkpoint).files
-    size = sum(facts.size for name, facts in named.items() if is_model_file(name))
-    progress = console.progress(total=size, what="verifying", unit="B", lines=True)
-    files = open_model_files(checkpoint, progress=progress.advance)
-    progress.close()
-    tensors = open_weights(files)
-    about = {key: getattr(files.manifest, key) for key in _ABOUT}
-    tokenizer, left_out = _tokenizer_of(files.tokenizer, named=False) if files.tokenizer else ([], "")
-    return Model(
-        name=f"{checkpoint} ({about['strategy']}, step {about['step']})" if about["strategy"] else str(checkpoint),
-        config=files.config,
-        tensors=tensors,
-        tokenizer=tokenizer,
-        about=about,
-        checkpoint=checkpoint,
-        left_out=left_out,
-    )
-
-
-def _tokenizer_of(folder: Path, *, named: bool) -> tuple[list[Path], str]:
-    """The tokenizer's files in ``folder``, or none and the reason: one that could harm its users is left out."""
-    fault = fault_of(folder, named=named)
-    return ([], f"{folder}: {fault}") if fault else (tokenizer_files(folder), "")
-
-
-def _open_hugging_face(folder: Path) -> Model:
-    problems = Problems()
-    values = read_json(folder / "config.json")
-    shape = published_shape(values, place=str(folder / "config.json"), problems=problems)
-    problems.raise_if_any()
-    assert shape is not None  # ``published_shape`` returns None only where it reports a problem
-    config = GPT2Config(**shape)
-    weights = PretrainedWeights(folder, config)
-    tokenizer, left_out = _tokenizer_of(folder, named=True)
-    return Model(
-        name=f"{folder} (Hugging Face)",
-        config=config,
-        tensors=weights.tensors(),
-        tokenizer=[path for path in tokenizer if path.name != CONFIG],  # ``config.json`` is the model's
-        about=dict.fromkeys(_ABOUT) | {"source": folder.name, "source_sha256": weights.sha256()},
-        left_out=left_out,
-        ends=end_ids(folder),
-    )
-
-
-def _in_dtype(name: str, stored: StoredTensor, dtype: str) -> StoredTensor:
-    return replace(stored, dtype=DTYPES[dtype], read=partial(_converted, name, stored, DTYPES[dtype]))
-
-
-def _converted(name: str, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-    value = stored.read()
-    converted = value.to(dtype)
-    if not torch.isfinite(converted).all():
-        if torch.isfinite(value).all():
-            raise UserError(
-                f"{_name(dtype)} cannot hold {name}, which reaches {value.abs().max():.3g}: use --dtype fp32"
-            )
-        raise UserError(f"{name} holds values that are NaN or infinite: these weights are unusable")
-    return converted
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def write_hugging_face(model: Model, out: Path, *, dtype: str) -> None:
-    """Write an opened model in Hugging Face's layout into the new folder ``out``.
-
-    Raises:
-        UserError: there is no room for it, or the dtype cannot hold the values.
-    """
-    tensors = {name: _in_dtype(name, tensor, dtype) for name, tensor in model.tensors.items()}
-    check_room(out, sum(tensor.bytes for tensor in tensors.values()))
-    with new_folder(out) as folder:
-        _write_hugging_face(folder, replace(model, tensors=tensors), dtype=dtype, progress=lambda _: None)
-
-
-def _write_hugging_face(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:
-    for path in model.tokenizer:
-        shutil.copyfile(path, folder / path.name)
-    end_of_text = end_of_text_id(folder)
-    if end_of_text is not None and end_of_text >= model.config.vocab_size:
-        end_of_text = None
-    settings = folder / SETTINGS
-    if settings.is_file():  # users of the tokenizer need the model's context length
-        write_json_atomic(settings, read_json(settings) | {"model_max_length": model.config.block_size})
-    tensors = {hugging_face_name(name): _laid_out(name, tensor, model.config) for name, tensor in model.tensors.items()}
-    write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"}, progress=progress)
-    write_json_atomic(folder / "config.json", hugging_face_config(model.config, dtype=dtype, end_of_text=end_of_text))
-    ends = list(model.ends) if len(model.ends) > 1 else end_of_text
-    generation = {"_from_model_config": True, "bos_token_id": end_of_text, "eos_token_id": ends}
-    write_json_atomic(folder / "generation_config.json", generation)
-
-
-def _laid_out(name: str, stored: StoredTensor, config: GPT2Config) -> StoredTensor:
-    return replace(
-        stored,
-        shape=hugging_face_shape(name, stored.shape, config),
-        read=lambda: hugging_face_value(name, stored.read(), config),
-    )
-
-
-def _write_portable(folder: Path, model: Model, *, dtype: str, progress: Callable[[int], None]) -> None:
-    _write_shape_and_tokenizer(folder, model)
-    write_safetensors(folder / store.WEIGHTS, model.tensors, progress=progress)
-    manifest = {"portable": "weights", "dtype": dtype, **model.about, "files": _facts(folder)}
-    write_json_atomic(folder / MANIFEST, manifest)
-
-
-def _write_shape_and_tokenizer(folder: Path, model: Model) -> None:
-    if model.tokenizer:
-        (folder / store.TOKENIZER).mkdir()
-    for path in model.tokenizer:
-        shutil.copyfile(path, folder / store.TOKENIZER / path.name)
-    write_json_atomic(folder / store.MODEL, model.config.as_dict())
-
-
-def _write_deepspeed(
-    folder: Path, model: Model, *, moments: Moments, optimizer_steps: int | None, progress: Callable[[int], None]
-) -> None:
-    _write_shape_and_tokenizer(folder, model)
-    step = model.about["step"] or 0
-    write_deepspeed(folder, model.tensors, moments, step=step, optimizer_steps=optimizer_steps, progress=progress)
-
-
-def _facts(folder: Path) -> Mapping[str, Any]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths
-    }
-
-
-def _usage_line(model: Model, out: Path, *, form: str) -> str:
-    if form == "deepspeed" and not model.left_out:
-        return f"use it      .venv/bin/python -m deepspeed.utils.zero_to_fp32 {out} WEIGHTS"
-    if model.left_out:
-        return f"tokenizer   left out: {model.left_out}"
-    if not model.tokenizer:
-        return "tokenizer   none, because the training data had none: the model reads and writes only ids"
-    if form == "hf":
-        return f'use it      AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")'
-    return next_line(script_words("src/generate.py", "--checkpoint", out, "--prompt", "The"))
+    whole = {"optimizer_state_dict": optimizer_states, "ds_config": {}, "ds_version": LAYOUT_VERSION}
+    save_pickled(whole, inner / _OPTIMIZER_FILE)
+    sync_directory(inner)
+    (folder / "latest").write_text(inner.name, encoding="utf-8")

@@ -16,27 +16,12 @@ import torch
 from torch import Tensor
 
 from dsgpt.common.errors import UserError
+from dsgpt.inference.commands import Sampling
 from dsgpt.inference.decoder import Decoder
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.record.schema import GENERATED_TOKENS
 
 # Choosing the next id from logits. Every sequence has a random stream of its own, whatever else is in its batch.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next id is drawn. Each of these narrows what the ones before it left."""
-
-    repetition_penalty: float = 1.0
-    """Divides positive logits of ids that the text already has, and multiplies negative ones (Keskar et al. 2019)."""
-    temperature: float = 0.0
-    """Divides the logits; 0 always takes the likeliest id."""
-    top_k: int | None = None
-    """Draw from this many likeliest ids; None from all."""
-    top_p: float = 1.0
-    """Draw from the fewest likeliest ids whose probabilities reach this sum (Holtzman et al. 2020)."""
-    min_p: float = 0.0
-    """Draw from ids that are at least this share as probable as the likeliest (Nguyen et al. 2024)."""
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -241,7 +226,10 @@ def measure_latency(model: GPT2, ids: Tensor) -> dict[str, Any] | None:
     new_tokens = max(1, min(new_tokens, int(left / token_sec)))
     seconds: list[float] = []
     while not seconds or (len(seconds) < REPETITIONS and time.perf_counter() - started + max(seconds) < TOTAL_SEC):
-        seconds.append(_timed(decoder, start, new_tokens))
+        began = time.perf_counter()
+        for _ in generate(decoder, start, new_tokens=new_tokens):
+            pass  # fetches each id from the device as soon as it is generated, as an application does
+        seconds.append(time.perf_counter() - began)
     latency = statistics.median(seconds)
     return {
         "prompt_tokens": prompt.numel(),
@@ -267,10 +255,3 @@ def _warm_up(decoder: Decoder, prompt: list[int], new_tokens: int) -> float:
             break
     first = 1 if len(times) > 2 else 0
     return max((times[-1] - times[first]) / (len(times) - 1 - first), 1e-9)
-
-
-def _timed(decoder: Decoder, prompt: list[int], new_tokens: int) -> float:
-    started = time.perf_counter()
-    for _ in generate(decoder, prompt, new_tokens=new_tokens):
-        pass  # fetches each id from the device as soon as it is generated, as an application does
-    return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""A model for inference and its tokenizer, from a run or from any folder of weights."""
+"""A model and its tokenizer, from a run, a checkpoint, a portable folder or a Hugging Face folder."""
 
 import sys
 from collections.abc import Mapping
@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsgpt.checkpoints.manifest import Manifest
-from dsgpt.checkpoints.selection import ModelFiles, find_checkpoint, is_hugging_face, open_model_files, open_weights
+from dsgpt.checkpoints.manifest import Manifest, parse_manifest
+from dsgpt.checkpoints.selection import (
+    find_checkpoint,
+    is_hugging_face,
+    is_model_file,
+    open_model_files,
+    open_weights,
+)
 from dsgpt.common.errors import Problems, UserError
-from dsgpt.formats.hugging_face import PretrainedWeights, published_shape, read_json
-from dsgpt.formats.tensor_files import DTYPES
-from dsgpt.formats.tokenizer_files import CONFIG, end_ids, open_tokenizer, tokenizer_files
+from dsgpt.formats.hugging_face import PretrainedWeights
+from dsgpt.formats.tensor_files import DTYPES, StoredTensor
+from dsgpt.formats.tokenizer_files import CONFIG, end_ids, fault_of, open_tokenizer, tokenizer_files
+from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices, slow_precision
 from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2
@@ -23,7 +30,83 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# A plain model for inference, from the weights of a run.
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model in files: verified, and not read yet."""
+
+    source: Path
+    """The checkpoint, the portable folder or the Hugging Face folder."""
+    config: GPT2Config
+    tensors: dict[str, StoredTensor]
+    """By canonical name."""
+    folder: Path | None
+    """Of its tokenizer; None where there is none."""
+    refused: str = ""
+    """Why its tokenizer must not be used; empty where it may."""
+    ends: tuple[int, ...] = ()
+    """Ids that end a text, besides the tokenizer's own."""
+    manifest: Manifest | None = None
+    """Of its checkpoint or portable folder; None for a Hugging Face folder."""
+    trained_length: int | None = None
+    """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
+    published: PretrainedWeights | None = None
+    """Of a Hugging Face folder."""
+
+    @property
+    def tokenizer(self) -> list[Path]:
+        """The tokenizer's files; empty if there is none, or it must not be used."""
+        if self.folder is None or self.refused:
+            return []
+        own_config = self.manifest is not None  # otherwise ``config.json`` is the model's
+        return [path for path in tokenizer_files(self.folder) if own_config or path.name != CONFIG]
+
+
+def open_model(source: Path, *, which: str, flag: str, console: Console | None = None) -> StoredModel:
+    """Find and verify the model in ``source``.
+
+    Args:
+        source: a run folder, a checkpoint of any strategy, a portable folder, or a Hugging Face folder of a GPT-2.
+        which: the checkpoint of a run folder: ``latest`` or ``best``.
+        flag: the flag that ``source`` was given with, for messages.
+        console: shows the progress.
+
+    Raises:
+        UserError: there is no usable model.
+    """
+    if is_hugging_face(source):
+        if which == "best":
+            raise UserError(f"{flag} {source}: is a Hugging Face folder; --which best needs a run folder")
+        published = PretrainedWeights(source)
+        folder = source if any(file.name != CONFIG for file in tokenizer_files(source)) else None
+        return StoredModel(
+            source=source,
+            config=published.config,
+            tensors=published.tensors(),
+            folder=folder,
+            refused=_fault(source, named=True),
+            ends=end_ids(source),
+            published=published,
+        )
+    checkpoint = find_checkpoint(source, which=which, flag=flag)
+    named = parse_manifest(checkpoint).files
+    size = sum(facts.size for name, facts in named.items() if is_model_file(name))
+    progress = (console or Console(speaks=False)).progress(total=size, what="verifying", unit="B", lines=True)
+    files = open_model_files(checkpoint, progress=progress.advance)
+    progress.close()
+    return StoredModel(
+        source=checkpoint,
+        config=files.config,
+        tensors=open_weights(files),
+        folder=files.tokenizer,
+        refused=_fault(files.tokenizer, named=False),
+        manifest=files.manifest,
+        trained_length=files.trained_length,
+    )
+
+
+def _fault(folder: Path | None, *, named: bool) -> str:
+    fault = fault_of(folder, named=named) if folder else None
+    return f"{folder}: {fault}" if fault else ""
 
 
 def build_model(
@@ -37,35 +120,13 @@ def build_model(
     return model.to(device=device, dtype=dtype).eval()
 
 
-def load_model(files: ModelFiles, device: torch.device) -> GPT2:
-    """The model of a checkpoint of any strategy, in fp32.
-
-    Raises:
-        UserError: its weights are not those of its shape.
-    """
-    weights = {name: stored.read() for name, stored in open_weights(files).items()}
-    return build_model(files.config, weights, device=device)
-
-
-# A model for inference and its tokenizer, from a run, a checkpoint, a portable folder or a Hugging Face folder.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A model in evaluation mode and its tokenizer."""
 
     model: GPT2
     tokenizer: "PreTrainedTokenizerBase | None"
-    folder: Path | None = None
-    """Of the tokenizer."""
-    ends: tuple[int, ...] = ()
-    """Ids that end a text, besides the tokenizer's own."""
-    lack: str = ""
-    """Why there is no tokenizer."""
-    trained_length: int | None = None
-    """Tokens of the sequences that it was trained on: later positions never learned anything. None if unknown."""
-    manifest: Manifest | None = None
-    """Of its checkpoint; None for a Hugging Face folder."""
+    stored: StoredModel
 
     def needed_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer.
@@ -74,49 +135,35 @@ class Loaded:
             UserError: there is none.
         """
         if self.tokenizer is None:
-            raise UserError(f"{self.lack}: cannot read text")
+            why = ", because its training data had none" if self.stored.manifest else ""
+            raise UserError(f"{self.stored.source}: has no tokenizer{why}: cannot read text")
         return self.tokenizer
 
 
 def load(path: Path, *, which: str, device: torch.device, precision: str) -> Loaded:
-    """Verify and read the model in ``path``.
+    """Verify and read the model in ``path``, as ``open_model``, which ``--checkpoint`` named.
 
     Args:
-        path: a run folder, a checkpoint of any strategy, a portable folder, or a Hugging Face folder of a GPT-2.
-        which: the checkpoint of a run folder: ``latest`` or ``best``.
+        path: the folder.
+        which: the checkpoint of a run folder.
         device: where the model goes.
         precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Raises:
         UserError: there is no usable model, a weight is not finite, or its tokenizer cannot be used.
     """
-    folder: Path | None
-    if is_hugging_face(path):
-        if which == "best":
-            raise UserError(f"--checkpoint {path}: is a Hugging Face folder; --which best needs a run folder")
-        tokenizer, folder, lack = _published_tokenizer(path), path, f"{path}: has no tokenizer"
-        model, trained_length, manifest = _published_model(path, device), None, None
-    else:
-        checkpoint = find_checkpoint(path, which=which, flag="--checkpoint")
-        files = open_model_files(checkpoint)
-        folder, lack = files.tokenizer, f"{checkpoint}: has no tokenizer, because its training data had none"
-        tokenizer = None if folder is None else open_tokenizer(folder, what=str(folder))
-        model, trained_length, manifest = load_model(files, device), files.trained_length, files.manifest
-    model = model.to(DTYPES[precision])
+    stored = open_model(path, which=which, flag="--checkpoint")
+    tokenizer = None
+    if stored.folder is not None:
+        tokenizer = open_tokenizer(stored.folder, what=str(stored.folder), named=stored.manifest is None)
+    weights = {name: tensor.read() for name, tensor in stored.tensors.items()}
+    model = build_model(stored.config, weights, device=device, dtype=DTYPES[precision])
     for name, value in model.named_parameters():
         if not torch.isfinite(value).all():
             raise UserError(
                 f"--checkpoint {path}: {name} holds values that are NaN or infinite in {precision}: it is unusable"
             )
-    return Loaded(
-        model=model,
-        tokenizer=tokenizer,
-        folder=folder if tokenizer else None,
-        ends=() if manifest else end_ids(path),
-        lack=lack,
-        trained_length=trained_length,
-        manifest=manifest,
-    )
+    return Loaded(model=model, tokenizer=tokenizer, stored=stored)
 
 
 def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device:
@@ -132,20 +179,3 @@ def device_for(kind: str, *, precision: str, problems: Problems) -> torch.device
     if line := slow_precision(precision, device=device.type):
         print(f"note: {line}", file=sys.stderr)
     return device
-
-
-def _published_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
-    if all(file.name == CONFIG for file in tokenizer_files(folder)):
-        return None
-    return open_tokenizer(folder, what=str(folder), named=True)
-
-
-def _published_model(folder: Path, device: torch.device) -> GPT2:
-    problems = Problems()
-    place = folder / CONFIG
-    shape = published_shape(read_json(place), place=str(place), problems=problems)
-    problems.raise_if_any()
-    assert shape is not None  # ``published_shape`` returns None only where it reports a problem
-    config = GPT2Config(**shape)
-    weights = PretrainedWeights(folder, config).tensors()
-    return build_model(config, {name: stored.read() for name, stored in weights.items()}, device=device)

@@ -1,4 +1,4 @@
-"""The device of one process: a GPU or a share of the CPU, its kernels, its memory and its named ranges.
+"""The device of one process: a GPU or a share of the CPU, its kernels, memory, named ranges and software.
 
 Memory in pages of 2 MiB, for weights that are read again and again. A processor remembers where few pages are. Weights
 of hundreds of megabytes in pages of 4 KiB make it look up an address for almost every page that it reads. Linux gives
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -96,6 +97,24 @@ def describe_hardware(kind: str) -> dict[str, object]:
         "instruction_sets": instruction_sets(_of_the_cpu("flags") or _of_the_cpu("Features")),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def software_versions() -> dict[str, str | None]:
+    """The ``env`` block of a record; None for a package that is not installed."""
+    return {
+        "python_version": platform.python_version(),
+        "torch_version": torch.__version__,
+        "transformers_version": _version("transformers"),
+        "deepspeed_version": _version("deepspeed"),
+        "cuda_version": torch.version.cuda,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def instruction_sets(flags: str | None) -> str | None:

@@ -157,7 +157,8 @@ class Interruption:
     def __enter__(self) -> "Interruption":
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        handled = [number for number in SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
+        outlives_its_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # started with ``nohup``
+        handled = [number for number in SIGNALS if number != signal.SIGHUP or not outlives_its_terminal]
         self._before = {number: signal.signal(number, self._handle) for number in handled}
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="interruption", daemon=True)
@@ -237,11 +238,6 @@ class Interruption:
         if self._speaks and self._patient:
             with contextlib.suppress(OSError):  # the terminal is gone; this thread must continue
                 print(_in_place_of_a_live_line(line), file=sys.stderr, flush=True)
-
-
-def _outlives_its_terminal() -> bool:
-    """Whether the process was started with ``nohup``."""
-    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def _in_place_of_a_live_line(line: str) -> str:

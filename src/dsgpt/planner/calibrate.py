@@ -16,8 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 from tqdm import tqdm
 
 from dsgpt.common.files import remove, write_json_atomic
-from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware
-from dsgpt.machine.environment import software_versions
+from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
 from dsgpt.machine.launcher import leave
 from dsgpt.machine.process_group import gather_objects, joined
 from dsgpt.machine.topology import Topology, free_port

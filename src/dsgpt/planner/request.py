@@ -9,12 +9,11 @@ from typing import Any
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_object
 from dsgpt.common.text import divisors, divisors_around, multiples_around
-from dsgpt.config.batch import BatchPlan
 from dsgpt.config.compatibility import RunRequest as Request
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.options import RUN_TYPES, Options, parse_arguments, shape_overrides
 from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, read_recipe, recipe_from
-from dsgpt.config.run_config import split_batch
+from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
 from dsgpt.planner.fitting import MeasuredStep, fit
@@ -169,21 +168,21 @@ def _of_a_sweep(path: Path, machine_of: MachineOf, *, repository: Path) -> Itera
 
 
 def _setup_of_cell(cell: SweepCell, work: Mapping[str, Any], *, repository: Path) -> Setup:
-    from dsgpt.config.batch import BatchRequest, plan_batch  # noqa: PLC0415 - only sweeps need it
-
     options, problems = parse_arguments(cell.flags)
     assert options.deepspeed_config is not None
     recipe = read_recipe(repository / options.deepspeed_config, problems)
     run_type = options.run_type or ""
     problems.raise_if_any()
     assert recipe is not None
-    given = BatchRequest(
-        global_batch_size=int(work["global batch"]),
-        micro_batch_size=options.micro_batch_size_per_gpu,
-        gradient_accumulation_steps=options.grad_accum_steps,
+    batch = plan_batch(
+        int(work["global batch"]),
+        options.micro_batch_size_per_gpu,
+        options.grad_accum_steps,
+        ranks=cell.devices // recipe.parallel_of(run_type).ranks_per_copy,
+        enforce_global=False,
+        problems=problems,
+        notices=[],
     )
-    ranks = cell.devices // recipe.parallel_of(run_type).ranks_per_copy
-    batch, _ = plan_batch(given, data_parallel_size=ranks, enforce_global=False, problems=problems)
     problems.raise_if_any()
     assert batch is not None
     shape = {name: int(work[f"model {name}"]) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}

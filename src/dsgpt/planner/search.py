@@ -10,9 +10,9 @@ from typing import Any
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import json_text, write_atomic
 from dsgpt.common.text import divisors, next_line
-from dsgpt.config.batch import LARGEST_BATCH, BatchPlan
 from dsgpt.config.compatibility import check_accumulation, check_split
 from dsgpt.config.recipe import Recipe, recipe_text
+from dsgpt.config.run_config import LARGEST_BATCH, BatchPlan
 from dsgpt.planner.hardware import PriceTable, gpus
 from dsgpt.planner.plan import (
     HOST_SHARE,

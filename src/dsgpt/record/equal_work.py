@@ -1,13 +1,13 @@
 """Whether runs did the same work, and whether they ran on the same machine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dsgpt.common.text import instruction_words
 from dsgpt.config.same_work import LATER_FACTS, RESUME_FACTS, TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Run
-from dsgpt.record.work import HARDWARE, INSTRUCTIONS, differences, unrecorded_steps
+from dsgpt.record.work import HARDWARE, INSTRUCTIONS, Worked, differences, unrecorded_steps
 
 # Whether runs did the same work and reached the same losses: what differs, what is unknown, and the verdict.
 
@@ -17,22 +17,6 @@ LOSS_TOLERANCE = {"fp32": 0.02}
 """Largest difference at which fp32 losses count as equal, nats per token: rounding differences grow over many steps."""
 LOSS_TOLERANCE_OTHERWISE = 0.05
 """The same in 16-bit precisions, or if the precision is unknown."""
-
-
-class HasWork(Protocol):
-    """A run, as far as its work is judged."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-
-    @property
-    def work(self) -> Mapping[str, Any]:
-        """What was computed, by fact."""
-
-    @property
-    def resumed(self) -> bool:
-        """Whether it was resumed."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +95,7 @@ def _model_as_one(facts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys("model" if fact in MODEL_FACTS else fact for fact in facts))
 
 
-def compared_facts(runs: Sequence[HasWork]) -> list[str]:
+def compared_facts(runs: Sequence[Worked]) -> list[str]:
     """The facts by which these runs are compared: all but those of ``LATER_FACTS`` that no run recorded.
 
     If a run was resumed, ``RESUME_FACTS`` are compared even if no run recorded them: a missing fact may have changed.
@@ -120,7 +104,7 @@ def compared_facts(runs: Sequence[HasWork]) -> list[str]:
     return [fact for fact in runs[0].work if fact not in later or any(run.work[fact] is not None for run in runs)]
 
 
-def judge(runs: Sequence[HasWork]) -> Verdict:
+def judge(runs: Sequence[Worked]) -> Verdict:
     """Compare every fact over all ``runs``; a value that was not recorded is unknown."""
     differences: list[Difference] = []
     unknown: dict[str, list[str]] = {}

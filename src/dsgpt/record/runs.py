@@ -1,14 +1,14 @@
 """A training run as charts and dashboard read it: its record, its curves, its memory and step times."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dsgpt.common.errors import UserError
-from dsgpt.record.fields import FLAT_KEYS, Epochs, Fields, first, last, lowest, mean, parse_json, read_object, total
-from dsgpt.record.schema import later_schema
+from dsgpt.record.fields import Fields, parse_json, read_object
+from dsgpt.record.schema import FLAT_KEYS, GENERATED_TOKENS, RECORD_FILE, STEPS_FILE, later_schema, mean
 from dsgpt.record.work import (
     DEVICES,
     EXECUTED_BY,
@@ -16,6 +16,7 @@ from dsgpt.record.work import (
     INSTRUCTIONS,
     STRATEGY,
     Segment,
+    Worked,
     differences,
     only_last_process_recorded,
     read_segments,
@@ -57,18 +58,19 @@ class Curve:
         return {point.step: point.loss for point in self.points if point.step is not None}
 
 
-def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
-    """Training and validation curve of a ``metrics.jsonl``; both are empty if the file is missing.
+def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, list[float]]:
+    """Training curve, validation curve and step times of a ``metrics.jsonl``; all are empty if the file is missing.
 
-    An incomplete last line is ignored, because a run may be writing it; other broken lines are skipped and noted. If
+    The times are seconds of each step that the file does not mark as warm-up; it has none if it marks none. An
+    incomplete last line is ignored, because a run may be writing it; other broken lines are skipped and noted. If
     a step was recorded twice, the last line counts.
 
     Raises:
         UserError: the file cannot be read.
     """
-    train: dict[float, Point] = {}
-    validation: dict[float, Point] = {}
+    curves: dict[str, dict[float, Point]] = {"loss": {}, "val_loss": {}}
     tokens: dict[float, float | None] = {}
+    times: dict[float, float] = {}
     doubts: list[str] = []
     for line in read_objects(path, doubts) if path.exists() else ():
         fields = Fields(line, notes=doubts)
@@ -76,28 +78,17 @@ def read_step_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
         if step is None:
             continue
         tokens[step] = fields.number("tokens") if fields.has("tokens") else tokens.get(step)
-        for key, curve in (("loss", train), ("val_loss", validation)):
+        for key, curve in curves.items():
             loss = fields.number(key)
             if loss is not None:
                 curve[step] = Point(loss, step, fields.number("train_time_sec"), None, tokens[step])
-    if doubts:
-        notes.append(f"metrics.jsonl: {doubts[0]}" + (f" (and {len(doubts) - 1} more like it)" if doubts[1:] else ""))
-    return _by_step(train), _by_step(validation)
-
-
-def read_step_times(path: Path) -> list[float]:
-    """Seconds of each step of a ``metrics.jsonl`` that it does not mark as warm-up; empty if it marks none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    times: dict[float, float] = {}
-    for line in read_objects(path, []) if path.exists() else ():
-        fields = Fields(line, notes=[])
-        step, seconds = fields.number("step"), fields.number("step_time_sec")
-        if step is not None and seconds is not None and fields.raw("warm_up") is False:
+        seconds = Fields(line, notes=[]).number("step_time_sec")
+        if seconds is not None and fields.raw("warm_up") is False:
             times[step] = seconds
-    return [times[step] for step in sorted(times)]
+    if doubts:
+        notes.append(f"{STEPS_FILE}: {doubts[0]}" + (f" (and {len(doubts) - 1} more like it)" if doubts[1:] else ""))
+    train, validation = (Curve(tuple(points[step] for step in sorted(points))) for points in curves.values())
+    return train, validation, [times[step] for step in sorted(times)]
 
 
 def epoch_curve(
@@ -108,10 +99,16 @@ def epoch_curve(
     tokens: Sequence[float | None] = (),
 ) -> Curve:
     """One point at the end of each epoch; steps, times (seconds) and tokens are per epoch and may be unknown."""
-    ends = zip(*(_running_sums(values, len(losses)) for values in (steps, times, tokens)), strict=True)
+
+    def ends(values: Sequence[float | None]) -> Iterator[float | None]:
+        """Cumulative sums, unknown from the first unknown value on; all unknown unless every epoch has a value."""
+        known = takewhile(lambda value: value is not None, values if len(values) == len(losses) else ())
+        return chain(accumulate(known), repeat(None))
+
+    places = zip(losses, ends(steps), ends(times), ends(tokens), strict=False)
     points = [
         Point(loss, step, time, epoch, count)
-        for epoch, (loss, (step, time, count)) in enumerate(zip(losses, ends, strict=True), start=1)
+        for epoch, (loss, step, time, count) in enumerate(places, start=1)
         if loss is not None
     ]
     return Curve(tuple(points), per_epoch=True)
@@ -126,21 +123,6 @@ def smoothed(values: Sequence[float], *, window: int) -> list[float]:
 def window_of(points: int) -> int:
     """Number of points in the trailing mean of a curve of ``points``; 1 if the points themselves are drawn."""
     return max(1, points // 50) if points > SMOOTH_FROM else 1
-
-
-def _by_step(points: dict[float, Point]) -> Curve:
-    return Curve(tuple(points[step] for step in sorted(points)))
-
-
-def _running_sums(values: Sequence[float | None], length: int) -> list[float | None]:
-    """Cumulative sums, unknown from the first unknown value on; all unknown unless there are ``length`` values."""
-    if len(values) != length:
-        return [None] * length
-    return list(accumulate(values, _sum_if_known))
-
-
-def _sum_if_known(total: float | None, value: float | None) -> float | None:
-    return None if total is None or value is None else total + value
 
 
 def read_objects(path: Path, doubts: list[str]) -> Iterator[dict[str, Any]]:
@@ -215,31 +197,6 @@ class Footprint:
         return max(0.0, self.peak - self.state_rank0)
 
 
-def read_footprint(
-    record: Fields, *, gpu_memory: float | None, host_memory: float | None, step_times: Sequence[float]
-) -> Footprint:
-    """The footprint of a run.
-
-    Args:
-        record: of the run.
-        gpu_memory: peak bytes allocated on rank 0's GPU.
-        host_memory: peak resident set of rank 0's process.
-        step_times: seconds of each step after the warm-up.
-    """
-    state = record.section("cost").section("model_state_bytes_per_rank")
-    predicted = record.section("summary").section("predicted_peak_memory").section("rank0").section("parts")
-    parts = {name: size for key, name in STATE_PARTS.items() if (size := state.number(key)) is not None}
-    gpu = gpu_memory is not None
-    return Footprint(
-        model_state=parts or None,
-        state_rank0=_state_of_rank_0(state),
-        predicted=parts_of_prediction(predicted),
-        peak=gpu_memory if gpu else host_memory,
-        peak_kind=("allocated" if gpu else "resident") if gpu or host_memory is not None else None,
-        step_times_sec=quantiles(step_times) or None,
-    )
-
-
 def quantiles(values: Sequence[float], *, count: int = QUANTILES) -> list[float]:
     """``count + 1`` quantiles of ``values`` at equal distances, interpolated linearly; all values if they are fewer."""
     ordered = sorted(values)
@@ -261,11 +218,6 @@ def pooled(times: Sequence[Sequence[float]]) -> list[float]:
     return sorted(value for turn in times for value in turn)
 
 
-def _state_of_rank_0(state: Fields) -> float | None:
-    by_rank = state.series("total_by_rank")
-    return by_rank[0] if by_rank and len(state.section("by_device").names()) == 1 else None
-
-
 def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
     """The bytes of a predicted peak by part of ``PARTS``; None if there are none."""
     found: dict[str, float] = {}
@@ -277,21 +229,18 @@ def parts_of_prediction(parts: Fields) -> dict[str, float] | None:
     return found or None
 
 
-RECORD_NAME, LOG_NAME = "training_metrics.json", "metrics.jsonl"
 # A training run for the charts, read from either generation of training_metrics.json.
 
 FLAT_SCHEMA = "flat keys"
-Numbers = dict[str, float | None]
 TIMED_FROM_STEP = 4
 """Throughput starts at this step; those before are warm-up (``WARM_UP_STEPS`` in ``telemetry/meter.py``)."""
 TOO_SHORT = f"fewer than {TIMED_FROM_STEP} steps"
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Run(Worked):
     """All that the charts use of a run. None means unknown, never zero."""
 
-    name: str
     schema: str
     """The record's ``schema_version``; ``FLAT_SCHEMA`` for the older generation, which has none."""
     status: str | None
@@ -306,10 +255,6 @@ class Run:
     """Of all its machines; None if segments used different numbers."""
     segments: tuple[Segment, ...]
     """One per process of the run; at least one."""
-    work: Mapping[str, Any]
-    """What was computed, by fact; the facts are those of ``dsgpt.config.same_work``."""
-    resumed: bool
-    """Whether the record names a checkpoint from which the run was resumed."""
     epochs: int
     """Number of epochs with a recorded loss."""
     train_time: float | None
@@ -363,10 +308,10 @@ def read_run(path: Path, *, name: str) -> Run:
         UserError: the file is missing, unreadable, not JSON or not a training record; one line.
     """
     if path.is_dir():
-        path = path / RECORD_NAME
+        path = path / RECORD_FILE
     notes: list[str] = []
     record = read_record(path, name=name, notes=notes)
-    return run_of(record, name=name, log=path.with_name(LOG_NAME), notes=notes)
+    return run_of(record, name=name, log=path.with_name(STEPS_FILE), notes=notes)
 
 
 def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:
@@ -378,44 +323,18 @@ def read_record(path: Path, *, name: str, notes: list[str]) -> Fields:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(_missing(path, name)) from error
+        why = f"has the run {name!r} started?"
+        if path.with_name(STEPS_FILE).exists():
+            why = f"the run {name!r} was cut off before its first record: continue it with --resume"
+        raise UserError(f"{path}: no such file; {why}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file; give a {RECORD_NAME}") from error
+        raise UserError(f"{path}: not a text file; give a {RECORD_FILE}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     values = read_object(text, source=str(path), notes=notes)
     if not {"schema_version", "training_config", "summary", "epochs", *FLAT_KEYS} & values.keys():
-        raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_NAME}")
+        raise UserError(f"{path}: holds none of a training record's keys; give a {RECORD_FILE}")
     return Fields(values, notes=notes)
-
-
-def _changes(record: Fields) -> list[dict[str, Any]]:
-    """What changed when the run was resumed, as objects with name, step, before and after."""
-    changes = record.raw("changed_at_resume")
-    return [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
-
-
-def _strategy_changes(record: Fields) -> Iterator[str]:
-    """A note for each change of strategy or ranks, from records without segments."""
-    for change in _changes(record):
-        if change.get("name") == EXECUTED_BY and not record.sections("segments"):
-            after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
-            yield f"times are of two strategies: {after} after step {step}, {before} before"
-
-
-def _validation_changes(record: Fields) -> Iterator[str]:
-    """A note for each change of the validation set: losses before and after it cannot be compared."""
-    for change in _changes(record):
-        if change.get("name") in ("validation data", "validation windows"):
-            name, step = change["name"], str(change.get("step"))[:80]
-            yield f"validation losses are of two sets: the {name} changed after step {step}"
-
-
-def _missing(path: Path, name: str) -> str:
-    """The message about a missing record."""
-    if path.with_name(LOG_NAME).exists():
-        return f"{path}: no such file; the run {name!r} was cut off before its first record: continue it with --resume"
-    return f"{path}: no such file; has the run {name!r} started?"
 
 
 def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> Run:
@@ -427,19 +346,45 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         log: its ``metrics.jsonl``. Without it the losses are those of epochs, and there are no times of steps.
         notes: with the remarks so far.
     """
-    summary = record.section("summary")
-    epochs = Epochs(record, notes=notes)
-    train_curve, val_curve = _curves(log, epochs, notes)
-    peaks = _peaks(record, notes=notes)
-    if record.raw("resumed_from") is not None:
+    summary, epochs = record.section("summary"), record.sections("epochs")
+    steps = [epoch.number("optimizer_steps") for epoch in epochs]
+    tokens = [epoch.number("tokens_processed_global") for epoch in epochs]
+    train_losses = [each.number("train_loss_avg_global") for each in epochs] or record.series("train_loss_per_epoch")
+    val_losses = [each.number("val_loss_avg_global") for each in epochs] or record.series("val_loss_per_epoch")
+    times, count = record.series("train_time_per_epoch"), max(len(train_losses), len(val_losses))
+    if not isinstance(record.raw("train_time_per_epoch"), list) and times and count > 1:
+        notes.append(f"train_time_per_epoch is one number for {count} epochs: the training time is unknown")
+        times = []
+    throughput = _mean_rate(record.series("train_throughput"), times=times)
+    older = record.raw("schema_version") is None
+    if throughput is not None and older:
+        notes.append("train_throughput of the older generation names no unit: taken as tokens per second")
+
+    train_curve, val_curve, step_times = (Curve(), Curve(), []) if log is None else read_step_curves(log, notes)
+    if not train_curve.points:
+        train_curve = epoch_curve(train_losses, steps=steps, times=times, tokens=tokens)
+    if not val_curve.points:
+        val_curve = epoch_curve(val_losses, steps=steps, times=times, tokens=tokens)
+
+    peaks: dict[str, Any] = {
+        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
+        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
+        "host_memory": summary.number("peak_rss_bytes_rank0"),
+    }
+    if only_last_process_recorded(record):
+        notes.append("peak memory was recorded of the last process alone: treated as unknown")
+        peaks = dict.fromkeys(peaks)
+    resumed = record.raw("resumed_from") is not None
+    if resumed:
         notes.append(f"resumed from {str(record.raw('resumed_from'))[:80]}")
     segments = read_segments(record)
-    other_sets = list(_validation_changes(record))
-    notes.extend([*_strategy_changes(record), *differences(segments, noted=True), *other_sets])
-    val_losses = [] if other_sets else epochs.val_losses  # losses of earlier epochs may be of the other set
+    moves, other_sets = _changes_at_resume(record)
+    notes.extend([*moves, *differences(segments, noted=True), *other_sets])
+    if other_sets:
+        val_losses = []  # those of earlier epochs may be of the other set
     return Run(
         name=name,
-        schema=_schema(record),
+        schema=FLAT_SCHEMA if older else str(record.raw("schema_version"))[:20],
         status=record.text("status"),
         date=(record.text("timestamp_utc") or "")[:10] or None,
         machine=setup_over_time(segments, HARDWARE),
@@ -448,16 +393,22 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
         strategy=setup_over_time(segments, STRATEGY),
         device_count=record.section("hardware").number("world_size"),
         segments=segments,
-        resumed=record.raw("resumed_from") is not None,
-        work=_work(record, summary, epochs),
-        epochs=epochs.count,
-        train_time=first(summary.number("train_time_sec"), epochs.train_time),
-        tokens_per_sec=first(summary.number("mean_tokens_per_sec_global"), epochs.throughput),
-        **_losses(summary, epochs.train_losses, val_losses),
+        resumed=resumed,
+        work=read_work(
+            record,
+            steps=first(summary.number("optimizer_steps"), total(steps)),
+            tokens=first(summary.number("tokens_processed_global"), total(tokens)),
+        ),
+        epochs=count,
+        train_time=first(summary.number("train_time_sec"), total(times)),
+        tokens_per_sec=first(summary.number("mean_tokens_per_sec_global"), throughput),
+        final_train_loss=first(summary.number("final_train_loss"), *train_losses[-1:]),
+        best_train_loss=_lowest(train_losses),
+        final_val_loss=first(summary.number("final_val_loss"), *val_losses[-1:]),
+        best_val_loss=first(summary.number("best_val_loss"), _lowest(val_losses)),
         **_inference(record, notes=notes),
-        latency_range=_latency_range(record.section("inference")),
         **peaks,
-        footprint=_footprint(record, peaks, log),
+        footprint=_footprint(record, gpu=peaks["gpu_memory"], host=peaks["host_memory"], step_times=step_times),
         sent_bytes_per_step=record.section("cost").section("communication_per_step").number("ring_bytes_per_rank"),
         communication_share=summary.number("communication_share"),
         train_curve=train_curve,
@@ -466,77 +417,80 @@ def run_of(record: Fields, *, name: str, log: Path | None, notes: list[str]) -> 
     )
 
 
-def _work(record: Fields, summary: Fields, epochs: Epochs) -> Mapping[str, Any]:
-    return read_work(
-        record,
-        steps=first(summary.number("optimizer_steps"), total(epochs.steps)),
-        tokens=first(summary.number("tokens_processed_global"), total(epochs.tokens)),
-    )
+def _changes_at_resume(record: Fields) -> tuple[list[str], list[str]]:
+    """Notes on changes of strategy or ranks, from records without segments, and on changes of the validation set."""
+    changes = record.raw("changed_at_resume")
+    moves, other_sets = [], []
+    for change in changes if isinstance(changes, list) else ():
+        if isinstance(change, dict):
+            what = change.get("name")
+            after, step, before = (str(change.get(key))[:80] for key in ("after", "step", "before"))
+            if what == EXECUTED_BY and not record.sections("segments"):
+                moves.append(f"times are of two strategies: {after} after step {step}, {before} before")
+            if what in ("validation data", "validation windows"):  # losses before and after cannot be compared
+                other_sets.append(f"validation losses are of two sets: the {what} changed after step {step}")
+    return moves, other_sets
 
 
-def _footprint(record: Fields, peaks: Numbers, log: Path | None) -> Footprint:
-    times = () if log is None else read_step_times(log)
-    return read_footprint(record, gpu_memory=peaks["gpu_memory"], host_memory=peaks["host_memory"], step_times=times)
-
-
-def _curves(log: Path | None, epochs: Epochs, notes: list[str]) -> tuple[Curve, Curve]:
-    train, validation = (Curve(), Curve()) if log is None else read_step_curves(log, notes)
-    if not train.points:
-        train = epoch_curve(epochs.train_losses, steps=epochs.steps, times=epochs.times, tokens=epochs.tokens)
-    if not validation.points:
-        validation = epoch_curve(epochs.val_losses, steps=epochs.steps, times=epochs.times, tokens=epochs.tokens)
-    return train, validation
-
-
-def _schema(record: Fields) -> str:
-    version = record.raw("schema_version")
-    return FLAT_SCHEMA if version is None else str(version)[:20]
-
-
-def _losses(summary: Fields, train_losses: list[float | None], val_losses: list[float | None]) -> Numbers:
-    """The final and the best losses; the arguments are those of the epochs."""
-    return {
-        "final_train_loss": first(summary.number("final_train_loss"), last(train_losses)),
-        "best_train_loss": lowest(train_losses),
-        "final_val_loss": first(summary.number("final_val_loss"), last(val_losses)),
-        "best_val_loss": first(summary.number("best_val_loss"), lowest(val_losses)),
-    }
-
-
-def _inference(record: Fields, *, notes: list[str]) -> Numbers:
+def _inference(record: Fields, *, notes: list[str]) -> dict[str, Any]:
     """The ``inference`` section, or else the flat keys, whose latency is for 100 new tokens by definition."""
     inference = record.section("inference")
     latency, throughput = inference.number("latency_sec"), inference.number("tokens_per_sec")
-    if latency is not None or throughput is not None:
-        new_tokens = inference.number("new_tokens")
-    else:
-        latency, throughput = (mean(record.series(key)) for key in FLAT_KEYS[4:])
-        new_tokens = None if latency is None else 100.0
+    new_tokens = inference.number("new_tokens")
+    if latency is None and throughput is None:
+        latency, throughput = mean(record.series("inference_latency")), mean(record.series("inference_throughput"))
+        new_tokens = None if latency is None else float(GENERATED_TOKENS)
         if latency is not None and record.raw("schema_version") is None:
             notes.append("inference_latency of the older generation is taken as seconds for 100 new tokens")
+    low, high = inference.number("latency_min_sec"), inference.number("latency_max_sec")
+    several = (inference.number("repetitions") or 0) > 1
     return {
         "inference_latency": latency,
+        "latency_range": (low, high) if several and low is not None and high is not None else None,
         "inference_tokens_per_sec": throughput,
         "prompt_tokens": inference.number("prompt_tokens"),
         "new_tokens": new_tokens,
     }
 
 
-def _latency_range(inference: Fields) -> tuple[float, float] | None:
-    low, high = inference.number("latency_min_sec"), inference.number("latency_max_sec")
-    several = (inference.number("repetitions") or 0) > 1
-    return (low, high) if several and low is not None and high is not None else None
+def _footprint(record: Fields, *, gpu: float | None, host: float | None, step_times: Sequence[float]) -> Footprint:
+    """The footprint of a run, whose peaks are allocated on the GPU and resident in the process of rank 0."""
+    state = record.section("cost").section("model_state_bytes_per_rank")
+    predicted = record.section("summary").section("predicted_peak_memory").section("rank0").section("parts")
+    parts = {name: size for key, name in STATE_PARTS.items() if (size := state.number(key)) is not None}
+    by_rank = state.series("total_by_rank")
+    return Footprint(
+        model_state=parts or None,
+        state_rank0=by_rank[0] if by_rank and len(state.section("by_device").names()) == 1 else None,
+        predicted=parts_of_prediction(predicted),
+        peak=first(gpu, host),
+        peak_kind="allocated" if gpu is not None else "resident" if host is not None else None,
+        step_times_sec=quantiles(step_times) or None,
+    )
 
 
-def _peaks(record: Fields, *, notes: list[str]) -> Numbers:
-    """Peak memory of the whole run; unknown if an earlier version resumed it and recorded only the last process."""
-    summary = record.section("summary")
-    peaks = {
-        "gpu_memory": summary.number("max_cuda_mem_allocated_bytes_rank0"),
-        "gpu_memory_reserved": summary.number("max_cuda_mem_reserved_bytes_rank0"),
-        "host_memory": summary.number("peak_rss_bytes_rank0"),
-    }
-    if not only_last_process_recorded(record):
-        return peaks
-    notes.append("peak memory was recorded of the last process alone: treated as unknown")
-    return dict.fromkeys(peaks)
+def first(*values: float | None) -> float | None:
+    """The first known value."""
+    return next((value for value in values if value is not None), None)
+
+
+def total(values: Sequence[float | None]) -> float | None:
+    """The sum; None if any value is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _lowest(values: Sequence[float | None]) -> float | None:
+    """The smallest of the known values; None if there is none."""
+    return min((value for value in values if value is not None), default=None)
+
+
+def _mean_rate(rates: Sequence[float | None], *, times: Sequence[float | None]) -> float | None:
+    """Mean rate over the epochs, weighted by their seconds if both are known for each epoch."""
+    known = [
+        (rate, seconds) for rate, seconds in zip(rates, times, strict=False) if rate is not None and seconds is not None
+    ]
+    all_seconds = sum(seconds for _, seconds in known)
+    if len(rates) == len(times) == len(known) and all_seconds:
+        return sum(rate * seconds for rate, seconds in known) / all_seconds
+    return mean(rates)

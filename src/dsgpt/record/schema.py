@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,10 @@ def finite(value: Any) -> Any:
     return value
 
 
-def mean(values: list[float]) -> float | None:
-    """The mean; None for an empty list."""
-    return sum(values) / len(values) if values else None
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the known values; None if there is none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def percentile(values: list[float], fraction: float) -> float | None:
@@ -197,12 +198,12 @@ class RunRecord:
             "inference": self.inference,
             "cost": self.cost,
             "plan": self.plan,
-            **self._flat_keys(),
+            **self.flat_keys(),
         }
         cleaned: dict[str, Any] = finite(record)
         return cleaned
 
-    def _flat_keys(self) -> dict[str, Any]:
+    def flat_keys(self) -> dict[str, Any]:
         """The keys of the first generation of records, which older tools read."""
         latency = None
         if self.inference is not None and self.inference["new_tokens"] == GENERATED_TOKENS:
@@ -215,3 +216,7 @@ class RunRecord:
             "inference_latency": latency,
             "inference_throughput": GENERATED_TOKENS / latency if latency else None,
         }
+
+
+FLAT_KEYS = tuple(RunRecord(description={}).flat_keys())
+"""Those of the first generation."""

@@ -5,7 +5,7 @@ null, never 0.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read
 from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Footprint, Run, pooled
 from dsgpt.record.schema import later_schema
+from dsgpt.record.work import Worked
 
 SCHEMA_VERSION = "1.0"
 SWEEP_FILE = "sweep.json"
@@ -181,15 +182,6 @@ class Sweep:
         if len(tokens) < 2:
             return ""
         return f"not all cells trained on the same number of tokens: {tokens[0]:,.0f} to {tokens[-1]:,.0f}"
-
-
-@dataclass(frozen=True)
-class Worked:
-    """The work of a turn, or that which is planned, as ``equal_work.judge`` takes it."""
-
-    name: str
-    work: Mapping[str, Any]
-    resumed: bool = False
 
 
 def worked(turn: Turn, *, name: str) -> Worked:

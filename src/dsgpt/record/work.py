@@ -26,6 +26,18 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
+class Worked:
+    """The work of a run or of a turn, or that which is planned, as ``equal_work.judge`` takes it."""
+
+    name: str
+    """For messages."""
+    work: Mapping[str, Any]
+    """What was computed, by fact; the facts are those of ``dsgpt.config.same_work``."""
+    resumed: bool = False
+    """Whether the record names a checkpoint from which the run was resumed."""
+
+
+@dataclass(frozen=True)
 class Segment:
     """The steps that one process executed."""
 

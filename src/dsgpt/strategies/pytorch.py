@@ -42,17 +42,19 @@ from dsgpt.machine.process_group import sum_over_ranks
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.model.names import STATE_NAMES
 from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
-from dsgpt.strategies.initial_weights import DTYPES, initial_values, initialize_whole
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.optimizer import (
+    DTYPES,
     begin_state,
     build_optimizer,
+    build_schedule,
     global_norm,
+    initial_values,
+    initialize_whole,
     parameter_groups,
     set_learning_rate,
     square_sum,
 )
-from dsgpt.strategies.schedule import build_schedule
 
 
 class TrainedWeights(Protocol):

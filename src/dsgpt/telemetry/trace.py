@@ -126,13 +126,10 @@ def top_table(averages: Any, *, steps: list[int], on_gpu: bool) -> list[str]:
     total = sum(microseconds for microseconds, _, _ in own)
     if not total:
         return []
-    lines = [f"profile of steps {steps[0]} to {steps[-1]} on rank 0: what takes most time of the {_where(on_gpu)}"]
+    where = "GPU" if on_gpu else "CPU"
+    lines = [f"profile of steps {steps[0]} to {steps[-1]} on rank 0: what takes most time of the {where}"]
     lines.append(f"{'ms a step':>10}  {'share':>6}  {'calls a step':>12}  operator")
     for microseconds, count, name in sorted(own, reverse=True)[:ROWS]:
         milliseconds, share = microseconds / 1000 / len(steps), microseconds / total
         lines.append(f"{milliseconds:>10.2f}  {share:>6.1%}  {count / len(steps):>12g}  {name[:80]}")
     return lines
-
-
-def _where(on_gpu: bool) -> str:
-    return "GPU" if on_gpu else "CPU"

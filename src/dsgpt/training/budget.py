@@ -199,8 +199,6 @@ class Budget:
         }
 
 
-logger = logging.getLogger(__name__)
-
 # Calls the command of ``--on_event`` when something happens to a run that a person should know.
 
 COMMAND_SEC = 30

@@ -105,9 +105,6 @@ def _calibration_of_this_machine() -> Calibration | None:
         return None
 
 
-logger = logging.getLogger(__name__)
-
-
 # The figures of a run, its state for a checkpoint, and its record. Sends every event to the sinks.
 
 

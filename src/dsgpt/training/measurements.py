@@ -1,25 +1,24 @@
 """Which steps of a run are measured, with what, and which rank samples which GPUs.
 
-Which steps of a run are measured, with what: memory and traffic of one, then what the flags ask for. A measurement
-slows its steps down, so throughput and step times leave them out.
+First memory and traffic of one step, then what the flags ask for. A measurement slows its steps down, so throughput
+and step times leave them out.
 """
 
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from dsgpt.config.run_config import RunConfig
-from dsgpt.machine.environment import host_name
-from dsgpt.machine.gpus import open_gpus
 from dsgpt.machine.process_group import gather_objects
 from dsgpt.strategies.base import Strategy
 from dsgpt.telemetry.communication_profile import CommunicationProfile
 from dsgpt.telemetry.memory import TrafficMeter
 from dsgpt.telemetry.meter import TimedBatches
-from dsgpt.telemetry.monitor import Monitor, hardware_file
+from dsgpt.telemetry.monitor import Monitor, hardware_file, open_gpus
 from dsgpt.telemetry.trace import PROFILE_FOLDER, Trace, trace_file
 from dsgpt.training.journal import Journal
 
@@ -126,7 +125,7 @@ def open_monitor(config: RunConfig, device: torch.device) -> Monitor:
     every, topology = config.options.monitor_every, config.topology
     if device.type != "cuda" or not every:
         return Monitor()
-    own = (host_name(), topology.local_rank, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    own = (socket.gethostname(), topology.local_rank, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     ranks: list[tuple[str, int, str]] = gather_objects(own)
     uuids, node = gpus_to_sample(ranks, rank=topology.rank)
     return Monitor(open_gpus(uuids), path=config.run_dir / hardware_file(node), every=every) if uuids else Monitor()

@@ -186,18 +186,9 @@ def why_nothing_was_saved(run_dir: Path) -> str:
         raise UserError(_lost(run_dir, f"its {RECORD_FILE} does not list what was saved"))
     elif record.saves:
         steps = ", ".join(store.folder_name(save.step) for save in record.saves[-3:])
-        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {_was(record.saves)} saved"))
+        was = "was" if len(record.saves) == 1 else "were"
+        raise UserError(_lost(run_dir, f"its {RECORD_FILE} says that {steps} {was} saved"))
     return f"{run_dir} holds no checkpoint yet"
-
-
-def _was(saves: list[Save]) -> str:
-    return "was" if len(saves) == 1 else "were"
-
-
-def missing_newest(run_dir: Path) -> str:
-    """The checkpoint that ``latest`` names if it does not exist; else empty."""
-    name = named_by(run_dir / store.LATEST)
-    return "" if store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir() else name
 
 
 def named_by(path: Path) -> str:
@@ -222,7 +213,7 @@ def _lost(run_dir: Path, why: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumePoint:
     """How a run begins."""
 
     checkpoint: Path | None = None
@@ -243,7 +234,7 @@ class Start:
     """Each rank does what the rank of the same number did in the checkpoint's run, and continues its random stream."""
 
 
-def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start:
+def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint:
     """Choose the checkpoint to resume from, and compare its settings with this run's; changes nothing.
 
     Args:
@@ -255,14 +246,14 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
         UserError: all checkpoints are damaged, or there were checkpoints and all are missing.
     """
     if store.was_overwritten(config.run_dir):
-        return Start(messages=(f"--resume: an --overwrite of {config.run_dir} did not finish; starting fresh",))
+        return ResumePoint(messages=(f"--resume: an --overwrite of {config.run_dir} did not finish; starting fresh",))
     if (config.run_dir / COMPLETE_FILE).exists():
         finished = _plan_finished(config, settings=settings, problems=problems)
         if finished is not None:
             return finished
     checkpoint, refused = _newest_whole(config)
     if checkpoint is None:
-        return Start(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
+        return ResumePoint(messages=(f"--resume: {why_nothing_was_saved(config.run_dir)}; starting fresh",))
     manifest, state = parse_manifest(checkpoint), read_run_state(checkpoint)
     moved, same_ranks = _execution_change(config, manifest), _has_same_ranks(config, manifest)
     changes = _compare(config, manifest.fixed, settings, made="the checkpoint", problems=problems)
@@ -273,14 +264,15 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
             differs=True,
         )
     validates_anew = any(one["name"] in store.VALIDATED_ON for one in changes)
-    return Start(
+    return ResumePoint(
         checkpoint=checkpoint,
         refused=tuple(path for path, _ in refused),
         messages=(
             *(f"--resume: {path.name} is refused: {reason}" for path, reason in refused),
             *_missing_newest_line(config.run_dir),
             _resuming_line(config, checkpoint, moved, same_ranks=same_ranks),
-            *_change_lines(changes, validates_anew=validates_anew),
+            *(f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes),
+            *(["validation set changed: the best validation loss starts anew"] if validates_anew else []),
         ),
         changes=(*map(asdict, state.changes), *({"step": state.step, **one} for one in [*moved, *changes])),
         run_id=manifest.run_id,
@@ -289,17 +281,12 @@ def plan_resume(config: RunConfig, *, settings: dict[str, Any], problems: Proble
     )
 
 
-def _change_lines(changes: list[dict[str, Any]], *, validates_anew: bool) -> list[str]:
-    lines = [f"--allow_changed: {one['name']} was {one['before']} and is {one['after']}" for one in changes]
-    return [*lines, *(["validation set changed: the best validation loss starts anew"] if validates_anew else [])]
-
-
 def _missing_newest_line(run_dir: Path) -> list[str]:
     """A warning if the newest checkpoint is missing: the run repeats its steps."""
-    name = missing_newest(run_dir)
-    if not name:
-        return []
     latest = run_dir / store.LATEST
+    name = named_by(latest)
+    if not name or (store.STEP_FOLDER.fullmatch(name) and (run_dir / name).is_dir()):
+        return []
     return [f"--resume: {latest} names {name}, which does not exist; continuing from the newest one that does"]
 
 
@@ -334,7 +321,7 @@ def _strategy_on_ranks(strategy: str, ranks: int) -> str:
     return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
 
 
-def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> Start | None:
+def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint | None:
     """The start of a run that has finished; None if this run may be longer, or the checkpoints are missing.
 
     The files of the checkpoint are not verified, because none will be loaded.
@@ -347,7 +334,7 @@ def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Pro
     if config.total_steps > manifest.step and "total steps" in _allowed(config):
         return None
     _compare(config, manifest.fixed, settings, made="the finished run", problems=problems)
-    return Start(
+    return ResumePoint(
         checkpoint=available[0],
         finished=True,
         messages=(f"{config.run_dir} holds a finished run; nothing to do",),

@@ -3,7 +3,9 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+import re
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,27 @@ import torch
 from dsgpt.checkpoints import store
 from dsgpt.checkpoints.manifest import RunState, read_run_state
 from dsgpt.checkpoints.training_state import StateReader, load_random_state
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import OutOfMemory, Problems, UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import JsonError
+from dsgpt.common.text import divisors
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.console import LogFile
 from dsgpt.machine.device import bring_up
 from dsgpt.machine.launcher import Interruption
 from dsgpt.machine.process_group import HostGroup, barrier, from_main, joined
 from dsgpt.model.gpt2 import parameter_shapes
+from dsgpt.planner.memory import worst_peak
+from dsgpt.planner.setup import Setup
 from dsgpt.record.schema import LOG_FILE, RECORD_FILE, STEPS_FILE, drop_steps_after, later_schema
 from dsgpt.strategies.base import Strategy, build_strategy
+from dsgpt.telemetry.memory import peak_bytes
 from dsgpt.training.budget import TrainingPlan, read_plan
 from dsgpt.training.data_check import check_tokenizer, data_hash, data_tokenizer, initial_weights_hash
 from dsgpt.training.journal import Journal
 from dsgpt.training.measurements import open_monitor
-from dsgpt.training.out_of_memory import out_of_memory_explained
-from dsgpt.training.resume import EarlierRecord, Start, plan_resume, read_earlier_record
-from dsgpt.training.run_description import describe_run, plan_lines, settings_to_match
+from dsgpt.training.resume import EarlierRecord, ResumePoint, plan_resume, read_earlier_record
+from dsgpt.training.run_description import describe_run, plan_lines, predicted_peak_memory, settings_to_match, setup_of
 from dsgpt.training.run_folder import (
     CONFIG_FILE,
     clear_run_folder,
@@ -52,7 +57,7 @@ from dsgpt.training.trainer import Trainer
 class Prepared:
     """What the main rank found; the other ranks receive it."""
 
-    start: Start
+    start: ResumePoint
     hashes: dict[str, str | None]
     """sha256 of ``train`` and ``val``, and of the published ``initial weights``, None where there are none."""
     settings: dict[str, Any]
@@ -88,7 +93,7 @@ def prepare(config: RunConfig, lock: RunLock) -> Prepared:
     }
     problems.raise_if_any()  # else a changed file is reported again, as different from the checkpoint's
     hashes["initial weights"] = initial_weights_hash(config)
-    settings, start = settings_to_match(config, hashes=hashes), Start()
+    settings, start = settings_to_match(config, hashes=hashes), ResumePoint()
     if resumes:
         start = plan_resume(config, settings=settings, problems=problems)
     earlier, damaged = _earlier_record(run_dir) if start.checkpoint else (EarlierRecord(), "")
@@ -243,7 +248,7 @@ def _log_lines(lines: Iterable[str]) -> None:
         logger.info(line)
 
 
-def _build(config: RunConfig, start: Start, *, device: torch.device) -> Strategy:
+def _build(config: RunConfig, start: ResumePoint, *, device: torch.device) -> Strategy:
     """The strategy. Building it may still fail on the recipe, so it is built before the run writes its first file."""
     torch.manual_seed(dropout_seed(config))
     # A resume needs only the checkpoint: the source of the initial weights may no longer exist.
@@ -264,7 +269,9 @@ def dropout_seed(config: RunConfig, *, step: int = 0) -> int:
     return (config.options.seed * 1_000_003 + step * 1_000_000_007 + stream) % 2**63  # torch accepts these seeds
 
 
-def _load_checkpoint(config: RunConfig, start: Start, strategy: Strategy, *, device: torch.device) -> RunState | None:
+def _load_checkpoint(
+    config: RunConfig, start: ResumePoint, strategy: Strategy, *, device: torch.device
+) -> RunState | None:
     """Load the checkpoint, if any, into ``strategy`` and the random streams; returns the state of the run."""
     if start.checkpoint is None:
         return None
@@ -302,3 +309,79 @@ def _open_journal(
     if state is not None:
         journal.resume(state, steps_file, earlier=prepared.earlier)
     return journal
+
+
+# Out of memory in one line: when, how much, what was predicted, and the next setting that fits.
+
+MOMENTS = {
+    "_build": "at the start",
+    "_load_checkpoint": "while the checkpoint was loaded",
+    "save": "in a save",
+    "_validate": "in a validation",
+    "measure_inference": "in the inference figure",
+    "backward": "in the backward pass",
+    "step": "in the optimizer step",
+    "_clip_and_step": "in the optimizer step",
+}
+"""The moment of an error, by the first of these functions that its traceback has; else the forward pass."""
+SAFE = 0.9
+"""A setting is said to fit if it needs at most this share of the memory, or of what the failed one was to need."""
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(config: RunConfig) -> Iterator[None]:
+    """Raises ``OutOfMemory`` if the memory of this rank's device runs out inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        moment = next((MOMENTS[name] for name in MOMENTS if name in functions), "in the forward pass")
+        asked = re.search(r"Tried to (allocate [\d.]+ \wiB)", str(error))
+        peak, predicted = peak_bytes(config.device), predicted_peak_memory(config)
+        facts = [
+            f"tried to {asked[1]}" if asked else "",
+            f"{peak / 1e9:.3g} GB at the peak so far" if peak is not None else "",
+            f"{predicted['worst']['total'] / 1e9:.3g} GB were predicted for a step" if predicted else "",
+        ]
+        raise OutOfMemory(
+            f"rank {config.topology.rank} is out of memory {moment}: {', '.join(filter(None, facts))}; "
+            f"{_next_setting(config, start=moment == MOMENTS['_build']) if predicted else 'see ds_configs/README.md'}"
+        ) from error
+
+
+def _next_setting(config: RunConfig, *, start: bool) -> str:
+    """The least change that fits by the formulas: of micro batch, activation checkpointing, then ZeRO's stage."""
+    setup = setup_of(config)
+    limit = SAFE * worst_peak(setup, device=config.device)[1].total
+    if config.device == "cuda":
+        limit = min(limit, SAFE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    for words, candidate in _smaller(setup, start=start):
+        if worst_peak(candidate, device=config.device)[1].total <= limit:
+            return f"this fits by the formulas: {words}"
+    return "nothing smaller fits by the formulas: take more GPUs, or offload (src/plan.py --recommend)"
+
+
+def _smaller(setup: Setup, *, start: bool) -> Iterator[tuple[str, Setup]]:
+    """Setups of the same training that need less memory, with the flags that ask for them, in order of effort."""
+    share = setup.micro_batch_size * setup.gradient_accumulation_steps
+    stages = [setup.recipe.zero_stage]
+    if setup.run_type == "optimized" and setup.sizes.ranks_per_copy == 1 and setup.world_size > 1:
+        stages += range(stages[0] + 1, 4)
+    for stage in stages[start:]:
+        zero = replace(setup.recipe.zero_optimization, stage=stage)
+        recipe = replace(setup.recipe, zero_optimization=zero)
+        in_recipe = f"zero_optimization.stage {stage} in the recipe, " if stage > stages[0] else ""
+        for checkpointing in sorted({setup.activation_checkpointing, True}):
+            flag = "--activation_checkpointing " if checkpointing > setup.activation_checkpointing else ""
+            for micro in sorted(divisors(share), reverse=True):
+                if micro <= setup.micro_batch_size:
+                    yield (
+                        f"{in_recipe}{flag}--micro_batch_size_per_gpu {micro}",
+                        replace(
+                            setup,
+                            recipe=recipe,
+                            activation_checkpointing=checkpointing,
+                            micro_batch_size=micro,
+                            gradient_accumulation_steps=share // micro,
+                        ),
+                    )

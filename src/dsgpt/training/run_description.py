@@ -1,6 +1,7 @@
 """The settings of a run: as the console prints them, as the record repeats them, and those a resumed run must match."""
 
 import shlex
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -10,8 +11,7 @@ from typing import Any
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile
-from dsgpt.machine.device import describe_hardware
-from dsgpt.machine.environment import host_name, software_versions
+from dsgpt.machine.device import describe_hardware, software_versions
 from dsgpt.planner.memory import STEP, peak_memory, worst_peak
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
@@ -146,7 +146,7 @@ def describe_run(
         "git_commit": git_commit(),
         "command_line": shlex.join(sys.argv),
         "env": {**software_versions(), "allowed_faults": ", ".join(config.allowed_faults) or None},
-        "host": host_name(),
+        "host": socket.gethostname(),
         "hardware": {
             **describe_hardware(config.device),
             "world_size": config.topology.world_size,

@@ -13,7 +13,7 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.communication_profile import COMMUNICATION_FILE
 from dsgpt.telemetry.trace import PROFILE_FOLDER, is_profile_folder
-from dsgpt.training.resume import MAX_RECORD_BYTES, Start
+from dsgpt.training.resume import MAX_RECORD_BYTES, ResumePoint
 from dsgpt.training.trackers import TRACKERS_FOLDER, is_tracker_folder
 
 CONFIG_FILE = "config.json"
@@ -97,7 +97,7 @@ def make_run_folder(run_dir: Path) -> None:
         ) from error
 
 
-def clear_run_folder(run_dir: Path, start: Start) -> None:
+def clear_run_folder(run_dir: Path, start: ResumePoint) -> None:
     """Remove what an earlier process left: a fresh start removes its run, a resume its incomplete checkpoints.
 
     A resume also marks the checkpoints that it refused as damaged. An overwrite renames the checkpoints first and
@@ -156,8 +156,10 @@ def _proof(run_dir: Path) -> Path | None:
     """The first file or folder that only a run of this program writes; None if there is none."""
     named = [run_dir / RECORD_FILE, run_dir / CONFIG_FILE]
     own = [path for path in named if _is_ours(path)]
-    if _holds_our_steps(run_dir / STEPS_FILE):
-        own.append(run_dir / STEPS_FILE)
+    steps = run_dir / STEPS_FILE
+    first: dict[str, Any] = next(read_steps(steps), {}) if is_regular_file(steps) else {}
+    if any(first.keys() >= keys for keys in _OWN_LINES):
+        own.append(steps)
     folders = [path for name in _OWN_FOLDERS for path in _folders(run_dir, name)]
     own += [path for path in folders if path.is_dir() and not path.is_symlink()]
     return own[0] if own else None
@@ -168,12 +170,6 @@ def _is_ours(path: Path) -> bool:
         return is_regular_file(path) and read_object(path, max_bytes=MAX_RECORD_BYTES).keys() >= _OWN_KEYS[path.name]
     except JsonError:
         return False
-
-
-def _holds_our_steps(path: Path) -> bool:
-    """Whether ``path`` begins with the line of a step or a validation of this program."""
-    first: dict[str, Any] = next(read_steps(path), {}) if is_regular_file(path) else {}
-    return any(first.keys() >= keys for keys in _OWN_LINES)
 
 
 def _check_writable(run_dir: Path, problems: Problems) -> None:

@@ -141,7 +141,9 @@ class Contents:
         """
         config = self.config
         write_json_atomic(self.folder / store.MODEL, config.model.as_dict())
-        _copy_tokenizer(config, self.folder)
+        tokenizer, _ = data_tokenizer(config.train)
+        if tokenizer is not None:  # training itself needs none
+            copy_tokenizer(tokenizer, self.folder / store.TOKENIZER)
         final = store.publish(config.run_dir, self.folder, state=self.state, about=self.about)
         try:
             store.keep_newest(config.run_dir, count=config.options.keep_checkpoints)
@@ -197,7 +199,10 @@ def open_checkpoint(
         prepare()
         if config.topology.is_main:
             store.begin(config.run_dir, state.step)
-            _require_room_for_another(config.run_dir)
+            # Before the first byte: the checkpoint will be about as large as the last one.
+            found = store.checkpoints(config.run_dir)
+            with contextlib.suppress(UserError):  # the size of the last one is unknown
+                require_room(config.run_dir, parse_manifest(found[0]).size if found else 0)
 
     contents = Contents(
         config=config,
@@ -307,13 +312,6 @@ def _removed_after_failure(contents: Contents) -> Iterator[None]:
         raise
 
 
-def _require_room_for_another(run_dir: Path) -> None:
-    """Check the free space before the first byte: the checkpoint will be about as large as the last one."""
-    found = store.checkpoints(run_dir)
-    with contextlib.suppress(UserError):  # the size of the last one is unknown
-        require_room(run_dir, parse_manifest(found[0]).size if found else 0)
-
-
 def _refuse_non_finite(non_finite: list[str], *, step: int) -> None:
     """Refuse weights that the last update made NaN or infinite: no loss was computed with them yet."""
     if non_finite:
@@ -322,15 +320,6 @@ def _refuse_non_finite(non_finite: list[str], *, step: int) -> None:
             "saved; lower the learning rate or lengthen the warm-up"
         )
 
-
-def _copy_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Copy the data's tokenizer, if it has one; training itself needs none."""
-    source, _ = data_tokenizer(config.train)
-    if source is not None:
-        copy_tokenizer(source, folder / store.TOKENIZER)
-
-
-logger = logging.getLogger(__name__)
 
 # Saves a run's checkpoints, handles failed saves, and logs both.
 

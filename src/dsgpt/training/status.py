@@ -5,6 +5,7 @@ What became of a run: its record's word, and whether a process still trains. The
 a run on another machine, files that still change.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -159,15 +160,11 @@ def signs_of_life(run_dir: Path) -> Signs:
         known = Path("/proc/locks").exists()
     except OSError:
         known = False
-    changed = [_changed(run_dir / name) for name in (RECORD_FILE, STEPS_FILE, LOCK_FILE)]
-    return Signs(process, known, max(0.0, time.time() - max(changed)) if any(changed) else None)
-
-
-def _changed(path: Path) -> float:
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return 0.0
+    changed = []
+    for name in (RECORD_FILE, STEPS_FILE, LOCK_FILE):
+        with contextlib.suppress(OSError):
+            changed.append(os.lstat(run_dir / name).st_mtime)
+    return Signs(process, known, max(0.0, time.time() - max(changed)) if changed else None)
 
 
 def status_of(recorded: str | None, *, host: str | None, signs: Signs) -> tuple[Status, str]:

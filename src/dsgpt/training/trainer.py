@@ -23,7 +23,7 @@ from dsgpt.machine.launcher import Interruption, own_command, stop_signals_block
 from dsgpt.machine.process_group import HostGroup, barrier, gather_objects
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE
 from dsgpt.strategies.base import Strategy
-from dsgpt.strategies.initial_weights import DTYPES
+from dsgpt.strategies.optimizer import DTYPES
 from dsgpt.telemetry.meter import TimedBatches
 from dsgpt.telemetry.monitor import Monitor
 from dsgpt.training.budget import Budget, stalls_reported
@@ -173,7 +173,9 @@ def measure_inference(
     measured = None
     try:
         with interruption.patience(False):
-            measured = _latency(config, weights, device=device)
+            model = build_model(config.model, weights, device=device, dtype=DTYPES[config.precision])
+            ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
+            measured = measure_latency(model, ids)
     except Interrupted:
         return None
     except torch.OutOfMemoryError:
@@ -199,12 +201,6 @@ def whole_weights(strategy: Strategy, *, keep: bool) -> dict[str, torch.Tensor]:
         if keep:
             weights[name] = parameter.weight.to("cpu", copy=True).contiguous()
     return weights
-
-
-def _latency(config: RunConfig, weights: dict[str, torch.Tensor], *, device: torch.device) -> dict[str, Any] | None:
-    model = build_model(config.model, weights, device=device, dtype=DTYPES[config.precision])
-    ids = torch.from_numpy(config.val.memmap()[: config.model.block_size].astype("int64")).to(device)
-    return measure_latency(model, ids)
 
 
 def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
@@ -235,9 +231,6 @@ def mark_complete(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def _loss(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4f}"
-
-
-logger = logging.getLogger(__name__)
 
 
 # The training loop, and what it needs. It does not depend on the strategy, device or launcher.

@@ -35,7 +35,7 @@ from dsgpt.config.recipe_blocks import SchedulerRecipe
 from dsgpt.data.loader import Batch
 from dsgpt.data.token_file import open_token_file
 from dsgpt.record.provenance import PARAGRAPH, without_sources
-from dsgpt.strategies.schedule import build_schedule
+from dsgpt.strategies.optimizer import build_schedule
 
 # `python src/benchmark.py parity`: the command, its record and its page.
 

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -27,9 +26,22 @@ Its navigation with headings puts a ``div`` between ``ul`` and ``li``. The progr
 BACKGROUNDS = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 
 
+FOREIGN = {
+    "compare": ({"runs": ["first", HOSTILE]}, rf"equal loss: yes \({re.escape(HOSTILE)} against first"),
+    "live": ({"watch": HOSTILE}, rf"^{re.escape(HOSTILE)} is finished"),
+}
+"""Queries for a run whose name is markup, and what the page says about it."""
+
+
 @pytest.mark.parametrize("name", PAGES, ids=PAGES.values())
-def test_a_page_is_accessible_in_both_themes_and_fits_a_phone(visit, name):
-    page = visit(name)
+def test_a_page_is_accessible_in_both_themes_fits_a_phone_and_shows_names_as_text(visit, name):
+    query, sentence = FOREIGN.get(name, ({}, ""))
+    page = visit(name, f"?{urlencode(query, doseq=True)}")
+    main = page.get_by_test_id("stMain")
+    if sentence:
+        expect(main.get_by_text(re.compile(sentence)).last).to_be_visible()
+    assert main.locator("img[src=x], a[href*=evil], .katex").count() == 0
+    assert page.evaluate("window.hit") is None
     for theme, colour in BACKGROUNDS.items():
         page.emulate_media(color_scheme=theme)
         expect(page.get_by_test_id("stApp")).to_have_css("background-color", colour)
@@ -60,16 +72,20 @@ def _of_streamlit(page: Page, rule: str, node: dict[str, Any]) -> bool:
     )
 
 
-def test_the_keyboard_reaches_navigation_and_controls(visit):
-    page = visit("")
-    tab_to(page, page.get_by_role("link", name="Plan and cost", exact=True))
-    page.keyboard.press("Enter")
-    settle(page, "Plan and cost")
-    devices = page.get_by_role("slider", name="Devices")
-    tab_to(page, devices)
-    page.keyboard.press("ArrowRight")
+def test_the_keyboard_reaches_navigation_and_controls_and_each_session_keeps_its_own_plan(visit):
+    mine, theirs = visit(""), visit("plan")
+    tab_to(mine, mine.get_by_role("link", name="Plan and cost", exact=True))
+    mine.keyboard.press("Enter")
+    settle(mine, "Plan and cost")
+    devices = mine.get_by_role("slider", name="Devices")
+    tab_to(mine, devices)
+    mine.keyboard.press("ArrowRight")
     expect(devices).to_have_attribute("aria-valuetext", "16")
-    expect(page.get_by_test_id("stCode")).to_contain_text("--gpus 16")
+    expect(mine.get_by_test_id("stCode")).to_contain_text("--gpus 16")
+    theirs.get_by_role("slider", name="Tokens of the training").press("ArrowLeft")
+    expect(theirs.get_by_test_id("stCode")).to_contain_text("--tokens 3000000000")
+    expect(theirs.get_by_test_id("stCode")).to_contain_text("--gpus 8")
+    expect(mine.get_by_test_id("stCode")).to_contain_text("--tokens 10000000000")
 
 
 def tab_to(page: Page, element: Any, *, most: int = 30) -> None:
@@ -81,17 +97,7 @@ def tab_to(page: Page, element: Any, *, most: int = 30) -> None:
     expect(element).to_be_focused()
 
 
-# What people do on the pages: move sliders, generate text, and look at names and prompts that others wrote.
-
-
-def test_two_sessions_move_sliders_and_keep_their_own_plan(visit):
-    mine, theirs = visit("plan"), visit("plan")
-    mine.get_by_role("slider", name="Devices").press("ArrowRight")
-    expect(mine.get_by_test_id("stCode")).to_contain_text("--gpus 16")
-    theirs.get_by_role("slider", name="Tokens of the training").press("ArrowLeft")
-    expect(theirs.get_by_test_id("stCode")).to_contain_text("--tokens 3000000000")
-    expect(theirs.get_by_test_id("stCode")).to_contain_text("--gpus 8")
-    expect(mine.get_by_test_id("stCode")).to_contain_text("--tokens 10000000000")
+# What people do on the pages: move sliders and generate text.
 
 
 def test_a_slider_splits_the_model_over_more_ranks(visit):
@@ -129,22 +135,7 @@ def choose(page: Page, label: str, option: str) -> None:
     page.get_by_role("option", name=option, exact=True).click()
 
 
-@pytest.mark.parametrize(
-    ("name", "query", "sentence"),
-    [
-        ("compare", {"runs": ["first", HOSTILE]}, rf"equal loss: yes \({re.escape(HOSTILE)} against first"),
-        ("live", {"watch": HOSTILE}, rf"^{re.escape(HOSTILE)} is finished"),
-    ],
-)
-def test_the_name_of_a_run_is_shown_as_text(visit, name, query, sentence):
-    page = visit(name, f"?{urlencode(query, doseq=True)}")
-    main = page.get_by_test_id("stMain")
-    expect(main.get_by_text(re.compile(sentence)).last).to_be_visible()
-    assert main.locator("img[src=x], a[href*=evil], .katex").count() == 0
-    assert page.evaluate("window.hit") is None
-
-
-# The live page follows real trainings by itself, from the first step to the end, or to a kill.
+# The live page follows a real training by itself, from the first step to the end.
 
 
 STEPS, FIRST = 300, 10
@@ -153,7 +144,10 @@ STEPS, FIRST = 300, 10
 def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
     page = visit("live")
     expect(page.get_by_text("No run is training now.")).to_be_visible()
-    with paused(flags(words, folder / "watched"), after=FIRST) as run:
+    flags = words(
+        checkpoint_path=folder / "watched", max_train_steps=STEPS, steps_per_print=1, save_every=0, eval_every=0
+    )
+    with paused(flags, after=FIRST) as run:
         expect(page.get_by_text(f"watched is running: process {run.pid} holds its lock")).to_be_visible()
         expect(page.get_by_text(re.compile(rf"^step \d+ of {STEPS}, .* left$"))).to_be_visible()
         zoom(page)
@@ -168,15 +162,6 @@ def test_a_run_from_its_first_step_to_its_end(visit, folder, words):
         assert shown and max(shown) < FIRST  # steps and losses; without the zoom, steps go up to the last
         loss.dblclick()
         expect(tick(loss, f"{STEPS}")).to_be_visible()
-
-
-def test_a_run_that_is_killed(visit, folder, words):
-    page = visit("live")
-    with paused(flags(words, folder / "killed"), after=FIRST) as run:
-        expect(page.get_by_text(f"killed is running: process {run.pid} holds its lock")).to_be_visible()
-        run.kill()
-        run.wait()
-        expect(page.get_by_text("killed is abandoned: no process holds its lock")).to_be_visible()
 
 
 def zoom(page: Page) -> None:
@@ -197,10 +182,6 @@ def zoom(page: Page) -> None:
 
 def tick(picture: Locator, label: str) -> Locator:
     return picture.locator(".role-axis-label text").get_by_text(label, exact=True)
-
-
-def flags(words, run_dir: Path) -> list[str]:
-    return words(checkpoint_path=run_dir, max_train_steps=STEPS, steps_per_print=1, save_every=0, eval_every=0)
 
 
 # Which requests the dashboard's server answers, over HTTP and as websockets, and that it asks no other machine.

@@ -1,98 +1,148 @@
-"""``POST /v1/completions``: from a request to its answer, whole or as a stream."""
+"""``POST /v1/completions``: from a request to its answer, whole or as a stream; how many are accepted, and counted."""
 
 import asyncio
 import contextlib
 import json
+import math
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from dsgpt.common.json_files import clipped
+from dsgpt.inference.sample import INCOMPLETE, Continuation
 from dsgpt.inference.server.engine import Engine, Scorer, ServedModel
-from dsgpt.inference.server.http import (
+from dsgpt.inference.server.options import Key, Limits
+from dsgpt.inference.server.requests import (
     ApiError,
     ClientGoneError,
-    Gate,
-    Metrics,
+    CompletionRequest,
+    Prompt,
     SlowReaderError,
+    new_tokens_of,
     read_body,
+    read_prompts,
+    read_request,
     send_error,
     send_json,
 )
-from dsgpt.inference.server.options import Key, Limits
-from dsgpt.inference.server.requests import CompletionRequest, Prompt, new_tokens_of, read_prompts, read_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dsgpt.inference.server.engine import Scorer, Sequence
+    from dsgpt.inference.server.engine import Sequence
 
 
-# The text of a completion, token by token: never half a character, and never a part of a stop sequence.
+# What ``/metrics`` tells Prometheus. No figure has a text of a request in it.
 
-UNFINISHED = "\ufffd"
-"""What a tokenizer decodes the first bytes of a character to."""
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class TextStream:
-    """Decodes ids that arrive one after the other.
+class Metrics:
+    """The figures of one server."""
 
-    Only the last ids are decoded again, because a decoder of byte-level tokens needs no others.
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.requests = Counter(
+            "dsgpt_requests",
+            "Requests for completions that ended, by status; 499: the client hung up",
+            ["status"],
+            registry=self.registry,
+        )
+        self.of_keys = Counter(
+            "dsgpt_key_requests",
+            "Requests for completions by the name of their key",
+            ["key", "status"],
+            registry=self.registry,
+        )
+        self.tokens = Counter("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
+        self.open = Gauge("dsgpt_open_sequences", "Sequences that are decoded or wait", registry=self.registry)
+        self.seconds = self._histogram("dsgpt_request_seconds", "From a request to the end of its answer")
+        self.first_token = self._histogram("dsgpt_first_token_seconds", "From a request to its first token")
+        self.queue = self._histogram("dsgpt_queue_seconds", "How long a sequence waited for its first forward pass")
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+
+
+# How many sequences a server accepts at a time, and how many requests of a key.
+
+LONGEST_WAIT_SEC = 60
+MINUTE_SEC = 60
+_WEIGHT = 0.1
+"""Of the newest sequence in the mean time of a sequence."""
+
+
+class Gate:
+    """Counts the sequences that are decoded or wait, and refuses those that find no place.
 
     Args:
-        tokenizer: of the model.
-        stops: texts before which the completion ends.
+        limits: the places.
+        metrics: shows how many are taken.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: list[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._ids: list[int] = []
-        self._start = self._read = 0  # ids before _start are not decoded again; the text of those before _read is out
-        self._held = ""
-        self.stopped = False
-        """Whether a stop sequence was found; then no more text comes."""
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self._batch, self._places, self._metrics = limits.batch, limits.batch + limits.queue, metrics
+        self._taken = 0
+        self._admitted: dict[str, deque[float]] = {}
+        self._mean_sec = 1.0
 
-    def add(self, ids: list[int], *, last: bool = False) -> str:
-        """The text that is certain after ``ids``.
+    def admit(self, key: Key | None) -> None:
+        """Count a request of ``key``.
 
-        Args:
-            ids: the next ones.
-            last: no more ids follow, so that all text is certain.
+        Raises:
+            ApiError: the key had all its requests of the last minute.
         """
-        self._ids += ids
-        if self.stopped:
-            return ""
-        known = self._decode(self._ids[self._start : self._read])
-        text = self._decode(self._ids[self._start :])
-        new = ""
-        if last or (len(text) > len(known) and not text.endswith(UNFINISHED)):
-            new = text[len(known) :]
-            self._start, self._read = self._read, len(self._ids)
-        return self._without_stops(new, last=last)
+        if key is None or key.per_minute is None:
+            return
+        past, now = self._admitted.setdefault(key.name, deque(maxlen=key.per_minute)), time.monotonic()
+        if len(past) == key.per_minute and (wait := past[0] + MINUTE_SEC - now) > 0:
+            message = f"the key {key.name!r} may send {key.per_minute} requests a minute: repeat the request later"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(math.ceil(wait))})
+        past.append(now)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids))
+    @contextlib.contextmanager
+    def places(self, count: int, *, prompts: int = 1) -> Iterator[None]:
+        """A context that holds ``count`` places, for as many completions of ``prompts`` prompts.
 
-    def _without_stops(self, new: str, *, last: bool) -> str:
-        text = self._held + new
-        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        held = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        Raises:
+            ApiError: there are never so many places, or not now.
+        """
+        if count > self._places:
+            several = f" ({prompts:,} prompts, {count // prompts} of each)" if prompts > 1 else ""
+            message = f"the request asks for {clipped(count)} completions{several}, and the server takes {self._places}"
+            param = "n" if prompts == 1 else "prompt"
+            raise ApiError(400, f"{message} at a time: ask for fewer", param=param, code="invalid_value")
+        if self._taken + count > self._places:
+            wait = math.ceil(self._mean_sec * max(1.0, self._taken / self._batch))
+            raise ApiError(
+                429,
+                f"the server is busy: {self._taken} of {self._places} places are taken; repeat the request later",
+                code="rate_limit_exceeded",
+                headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
+            )
+        self._take(count)
+        try:
+            yield
+        finally:
+            self._take(-count)
 
+    def took(self, seconds: float) -> None:
+        """Note how long a sequence was decoded, for the times that refused clients are told to wait."""
+        self._mean_sec += _WEIGHT * (seconds - self._mean_sec)
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    def _take(self, count: int) -> None:
+        self._taken += count
+        self._metrics.open.set(self._taken)
 
 
 # The answers to a request for completions, in OpenAI's form.
@@ -106,42 +156,26 @@ class Choice:
     prompt: Prompt
     sequence: "Sequence | None"
     """What decodes it; None if no token is asked for."""
-    text: TextStream
-    ends: frozenset[int]
-    """Tokens that end it and are no text."""
-    taken: int = 0
-    """Tokens whose text was taken."""
-    written: int = 0
-    """Tokens that count: those, and one of ``ends``."""
-    whole: str = ""
-    """The text so far."""
+    text: Continuation
     finish_reason: str | None = None
     logprobs: dict[str, Any] | None = None
-    ids: list[int] = field(default_factory=list)
-    """Its tokens so far, at its end without one of ``ends``."""
+
+    @property
+    def written(self) -> int:
+        """Tokens that count: those of the text, and one that ended it. What comes behind a stop text does not."""
+        return len(self.text.ids) + (self.text.ended == "end of text")
 
     def take(self) -> str:
         """The text that became certain since the last call; sets ``finish_reason`` at the end."""
-        sequence = self.sequence
-        finished = sequence is None or sequence.finished
-        known = [] if sequence is None else sequence.ids
-        ended = finished and bool(known) and known[-1] in self.ends
-        text, new = known[: len(known) - ended], ""
-        for token in text[self.taken :]:
-            new += self.text.add([token])
-            self.taken += 1
-            if self.text.stopped:  # the tokens behind it, which may have come at the same time, do not count
-                ended = False
-                break
-        else:
-            new += self.text.add([], last=finished)
-        self.ids, self.written = text[: self.taken], self.taken + ended
-        self.whole += new
-        if self.text.stopped or ended:
-            self.finish_reason = "stop"
-        elif finished:
-            self.finish_reason = "length"
-        return new
+        known = self.sequence.ids if self.sequence else []
+        finished = self.sequence is None or self.sequence.finished
+        for token in known[len(self.text.ids) :]:  # nothing is added to a text that ended
+            self.text.add(token)
+        if finished:
+            self.text.finish()
+        if self.text.ended or finished:
+            self.finish_reason = "stop" if self.text.ended else "length"
+        return self.text.news(last=finished)
 
 
 class Answer:
@@ -171,7 +205,7 @@ class Answer:
     def whole(self, *, echo: bool) -> dict[str, Any]:
         """The answer as one object."""
         choices = [
-            _choice(choice, (choice.prompt.text if echo else "") + choice.whole, choice.finish_reason)
+            _choice(choice, (choice.prompt.text if echo else "") + choice.text.text, choice.finish_reason)
             for choice in self._choices
         ]
         return {**self._head, "choices": choices, "usage": self.usage()}
@@ -199,39 +233,31 @@ def add_logprobs(
     """
     before = choice.prompt.ids
     first = 0 if echo and choice.prompt.text else len(before)  # an empty prompt is an end-of-text that has no text
-    ids = before + choice.ids
+    ids = before + choice.text.ids
     scores: list[Any] = list(scorer.score(ids, first=max(first, 1), top=top))
     scores = [None] * (first == 0) + scores
-    length = len(choice.whole) + (len(choice.prompt.text) if echo else 0)
-    offsets = [len(str(tokenizer.decode(ids[first:end])).rstrip(UNFINISHED)) for end in range(first, len(ids))]
+    length = len(choice.text.text) + (len(choice.prompt.text) if echo else 0)
+    offsets = [len(str(tokenizer.decode(ids[first:end])).rstrip(INCOMPLETE)) for end in range(first, len(ids))]
     shown = [place for place, offset in enumerate(offsets) if offset < length]  # the others are behind a stop sequence
-    names = _Names(tokenizer)
+
+    def name_of(token: int) -> str:
+        """Its text; a token that is a part of a character is ``token_id:N``, as in vLLM."""
+        text = str(tokenizer.decode([token]))
+        return f"token_id:{token}" if INCOMPLETE in text else text
+
     choice.logprobs = {
-        "tokens": [names.of(ids[first + place]) for place in shown],
+        "tokens": [name_of(ids[first + place]) for place in shown],
         "token_logprobs": [None if scores[place] is None else scores[place][0] for place in shown],
         "top_logprobs": [
             None
             if scores[place] is None
-            else {
-                names.of(token): value for token, value in [*scores[place][1], (ids[first + place], scores[place][0])]
-            }
+            else {name_of(token): value for token, value in [*scores[place][1], (ids[first + place], scores[place][0])]}
             for place in shown
         ]
         if top
         else None,
         "text_offset": [offsets[place] for place in shown],
     }
-
-
-class _Names:
-    """The texts of single tokens; a token that is a part of a character is ``token_id:N``, as in vLLM."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
-
-    def of(self, token: int) -> str:
-        text = str(self._tokenizer.decode([token]))
-        return f"token_id:{token}" if UNFINISHED in text else text
 
 
 T = TypeVar("T")
@@ -345,8 +371,7 @@ class Completions:
                         index=len(choices),
                         prompt=prompt,
                         sequence=submit(prompt.ids, sampling=request.sampling(len(choices))) if new_tokens else None,
-                        text=TextStream(self.served.tokenizer, request.stops),
-                        ends=ends,
+                        text=Continuation(self.served.tokenizer, stop=request.stops, ends=ends),
                     )
                     choices.append(choice)
             yield choices, changed
@@ -370,7 +395,7 @@ class Completions:
                     message = f"the model failed to answer ({choice.sequence.error})"
                     raise ApiError(500, message, code="engine_failed")
                 text = choice.take()
-                if choice.index in waiting and choice.taken:
+                if choice.index in waiting and choice.text.ids:
                     waiting.discard(choice.index)
                     self.metrics.first_token.observe(time.perf_counter() - began)
                 if choice.finish_reason:
@@ -379,7 +404,7 @@ class Completions:
                 if request.logprobs is None:
                     yield choice, text
                 elif choice.finish_reason:
-                    yield choice, choice.whole
+                    yield choice, choice.text.text
 
     async def _finish(self, request: CompletionRequest, choice: Choice) -> None:
         sequence = choice.sequence

@@ -1,7 +1,9 @@
 """The model of a server: opened, decoding many sequences together, scoring finished ones.
 
 Decodes many sequences together, with transformers' continuous batching. Its manager has a thread that computes.
-Another thread hands the results to the event loop.
+Another thread hands the results to the event loop. transformers' own processors of logits have no seeds and no
+``min_p`` per request, and one row of logits that is not finite makes ``torch.multinomial`` end the thread with all
+requests. So the sampler here draws the tokens.
 """
 
 import asyncio
@@ -22,15 +24,95 @@ from torch import nn
 
 from dsgpt.common.errors import UserError
 from dsgpt.formats.tokenizer_files import open_tokenizer
-from dsgpt.inference.export import open_model, write_hugging_face
-from dsgpt.inference.server.http import NOT_FINITE, ApiError
-from dsgpt.inference.server.requests import Sampler, Sampling
+from dsgpt.inference.export import write_model
+from dsgpt.inference.loading import open_model
+from dsgpt.inference.server.requests import NOT_FINITE, ApiError, Sampling
 from dsgpt.machine.console import Console
 from dsgpt.machine.device import cuda_devices
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
     from transformers.generation.continuous_batching import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+
+# Draws the next token of every sequence of a batch, each by the settings of its request.
+
+
+class Sampler:
+    """Takes the place of a manager's ``ContinuousBatchingLogitsProcessorList``.
+
+    The manager takes the largest score of a row as the next token; the sampler makes that the token that it drew.
+
+    Args:
+        fail: is called with the name of a sequence whose logits are not finite.
+    """
+
+    tensors_required, do_processing = 0, True
+
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self._fail = fail
+        self._states: list[RequestState] = []
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Nothing to check: the engine gives each request one ``Sampling``."""
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """Nothing to fill: no setting is kept in tensors."""
+
+    def prepare_tensor_args(
+        self, requests_in_batch: "list[FutureRequestState]", arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        """Note which sequence each row of the next scores is of."""
+        self._states = [request.state for request in requests_in_batch if request.has_new_token]
+        return arg_storage
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,  # noqa: ARG002 - the manager gives three arguments
+        scores: torch.Tensor,
+        logits_processor_args: torch.Tensor,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
+        rows: dict[bool, list[int]] = {False: [], True: []}
+        finite = scores.amax(dim=-1).isfinite().tolist()  # NaN, too, is its row's largest
+        for row, state in enumerate(self._states):
+            sampling: Sampling = state.logit_processor_kwargs["sampling"]
+            if not finite[row]:
+                self._fail(state.request_id)
+            elif sampling.temperature is not None:
+                rows[sampling.sorts].append(row)
+        for sorts, drawn in rows.items():  # whether one sequence is sorted does not change what another one draws
+            if drawn:
+                scores[drawn, self._draw(scores[drawn], drawn, sorts=sorts)] = torch.inf
+        return scores
+
+    def _draw(self, scores: torch.Tensor, rows: list[int], *, sorts: bool) -> torch.Tensor:
+        """The ids of one drawn token for each row of ``scores`` (R, V)."""
+        states = [self._states[row] for row in rows]
+        settings: list[Sampling] = [state.logit_processor_kwargs["sampling"] for state in states]
+
+        def column(values: list[Any]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # (R, 1)
+
+        logits = scores - scores.amax(dim=-1, keepdim=True)  # at most 0: no temperature makes one overflow
+        logits = logits / column([one.temperature for one in settings])
+        ids = None
+        if sorts:
+            logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+        shares = logits.softmax(dim=-1)  # (R, V)
+        if sorts:
+            vocabulary = scores.shape[-1]
+            places = torch.arange(vocabulary, device=scores.device)
+            shares = shares.where(places < column([one.top_k or vocabulary for one in settings]), 0)
+            likelier = shares.cumsum(dim=-1) - shares
+            shares = shares.where(likelier < column([one.top_p for one in settings]) * shares.sum(-1, keepdim=True), 0)
+            shares = shares.where(shares >= column([one.min_p for one in settings]) * shares[:, :1], 0)
+        sums = shares.cumsum(dim=-1)
+        lengths = [len(state.initial_tokens) + len(state.generated_tokens) for state in states]
+        numbers = [one.number(length) for one, length in zip(settings, lengths, strict=True)]
+        chosen = torch.searchsorted(sums, column(numbers) * sums[:, -1:], right=True)  # (R, 1)
+        return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
 
 
 # Copies of a model that share its weights, one for each thread that computes with it.
@@ -84,9 +166,9 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
     gpus = cuda_devices()
     if device_kind == "cuda" and not gpus:
         raise UserError("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
-    model = open_model(source, which=which, console=Console(speaks=False), flag="--checkpoint")
-    if model.left_out:
-        raise UserError(f"--checkpoint {model.left_out}")
+    model = open_model(source, which=which, flag="--checkpoint")
+    if model.refused:
+        raise UserError(f"--checkpoint {model.refused}")
     if not model.tokenizer:
         raise UserError(
             f"--checkpoint {source}: has no tokenizer, because its training data had none: cannot read text"
@@ -95,11 +177,11 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
 
     with tempfile.TemporaryDirectory(prefix="dsgpt-serve-") as place:
         folder = Path(place) / "model"
-        write_hugging_face(model, folder, dtype="fp32")
+        write_model(model, folder, form="hf", dtype="fp32", console=Console(speaks=False))
         loaded: Any = GPT2LMHeadModel.from_pretrained(
             folder, attn_implementation="sdpa", dtype=torch.float32, local_files_only=True, use_safetensors=True
         )
-        tokenizer = open_tokenizer(folder, what=f"--checkpoint {source}")
+        tokenizer = open_tokenizer(folder, what=f"--checkpoint {source}", clean_up_tokenization_spaces=False)
     ends = {tokenizer.eos_token_id, *model.ends} - {None}
     return ServedModel(
         name=name or source.resolve().name,
@@ -108,7 +190,7 @@ def open_served(source: Path, *, which: str, name: str | None, device_kind: str)
         positions=model.config.block_size,
         vocabulary=model.config.vocab_size,
         end_of_text=frozenset(end for end in ends if end < model.config.vocab_size),
-        created=int((model.checkpoint or source).stat().st_mtime),
+        created=int(model.source.stat().st_mtime),
     )
 
 

@@ -1,4 +1,4 @@
-"""What ``src/serve.py`` can be asked for, its limits, and the packages that it needs. Imports no torch."""
+"""``src/serve.py``: what it can be asked for, its limits, keys, and the packages that it needs. Imports no torch."""
 
 import ipaddress
 import os
@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dsgpt.common.command_line import COUNT, POSITIVE, flag, part
+from dsgpt.common.command_line import COUNT, POSITIVE, flag, part, read_options, require_flags
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import JsonError, read_bytes
 from dsgpt.config.options import DEVICES
-from dsgpt.inference.requests import listed, which_checkpoint
+from dsgpt.inference.commands import listed, which_checkpoint
 
 PACKAGES = ("starlette", "uvicorn", "h11", "prometheus_client")
 """What serving imports. The extra ``serve`` of ``pyproject.toml`` installs it."""
@@ -165,3 +165,27 @@ def check_packages(problems: Problems) -> None:
             f"serving needs {' and '.join(missing)}, not installed here: in the root of the repository, run "
             '.venv/bin/python -m pip install -e ".[serve]"'
         )
+
+
+# The command.
+
+DESCRIPTION = """\
+Answer requests for completions over HTTP, as OpenAI's interface does: /v1/completions, /v1/models, /health, and
+/metrics for Prometheus. Nothing that a request says is logged."""
+EXAMPLES = f"""\
+examples:
+  .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{{"model": "demo-zero1", "prompt": "def main(", "max_tokens": 32}}'
+  {API_KEY}=$(openssl rand -hex 32) .venv/bin/python src/serve.py --checkpoint checkpoint/demo-zero1 --host 0.0.0.0"""
+
+
+def serve() -> int:
+    """Read the flags of ``src/serve.py``, and serve until a signal."""
+    options, problems = read_options(ServeOptions, description=DESCRIPTION, epilog=EXAMPLES)
+    require_flags(options, problems)
+    check_packages(problems)
+    problems.raise_if_any()
+    from dsgpt.inference.server.server import serve as run_server  # noqa: PLC0415 - torch takes seconds; --help should not
+
+    return run_server(options)

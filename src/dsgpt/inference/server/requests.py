@@ -1,28 +1,119 @@
-"""Requests for completions, checked field by field, and how each draws its tokens.
+"""Requests for completions, checked field by field, and the errors that they get.
 
-Draws the next token of every sequence of a batch, each by the settings of its request. transformers' own processors
-have no seeds and no ``min_p`` per request. With them, one row of logits that is not finite makes ``torch.multinomial``
-end the thread with all requests.
+Errors have a status and a body in the form of OpenAI's.
 """
 
+import asyncio
+import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Send
 
 from dsgpt.common.errors import did_you_mean
 from dsgpt.common.json_files import JsonError, clipped, parse_json
 from dsgpt.formats.tokenizer_files import reason_of
-from dsgpt.inference.server.http import ApiError
 from dsgpt.inference.server.options import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
+
+# Errors that a client sees: a status and a body in the form of OpenAI's.
+
+NOT_FINITE = "its logits are not finite"
+
+
+class ApiError(Exception):
+    """A request that is refused or failed.
+
+    Args:
+        status: of HTTP.
+        message: one line: what is wrong, and what to do.
+        param: the field of the request at fault.
+        code: a word that programs can compare.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        return {"error": {"message": self.message, "type": self._kind(), "param": self.param, "code": self.code}}
+
+    def _kind(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+class ClientGoneError(Exception):
+    """The client hung up, so nobody reads an answer. Counted as status 499, as nginx does."""
+
+    status = 499
+
+
+class SlowReaderError(Exception):
+    """The client did not take its answer in time. Counted as status 408; the connection is closed."""
+
+    status = 408
+
+
+async def read_body(request: Request, *, limits: Limits) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is not JSON by its type, too large, or does not arrive in time.
+        ClientGoneError: the client hung up before its end.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page of another site can send other types to this machine without asking
+        raise ApiError(415, "the body must have the content type application/json", code="unsupported_media_type")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.stall_sec):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    message = f"the body has more than {limits.body_bytes:,} bytes: send a shorter prompt"
+                    raise ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+    except TimeoutError as error:
+        message = f"the body did not arrive within {limits.stall_sec:g} s"
+        raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    return bytes(body)
+
+
+async def send_json(send: Send, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+    """Send a whole response."""
+    data = json.dumps(body, ensure_ascii=False).encode()
+    fields = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
+    encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Send an error in OpenAI's form."""
+    await send_json(send, error.status, error.body(), error.headers)
+
+
+# How a sequence draws its tokens.
 
 BITS = 32
 """Of a random number. A double holds it times a sum of probabilities, and stays below that sum."""
@@ -55,82 +146,6 @@ class Sampling:
 
 
 _RANDOM = random.Random()
-
-
-class Sampler:
-    """Takes the place of a manager's ``ContinuousBatchingLogitsProcessorList``.
-
-    The manager takes the largest score of a row as the next token; the sampler makes that the token that it drew.
-
-    Args:
-        fail: is called with the name of a sequence whose logits are not finite.
-    """
-
-    tensors_required, do_processing = 0, True
-
-    def __init__(self, fail: Callable[[str], None]) -> None:
-        self._fail = fail
-        self._states: list[RequestState] = []
-
-    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Nothing to check: the engine gives each request one ``Sampling``."""
-
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Nothing to fill: no setting is kept in tensors."""
-
-    def prepare_tensor_args(
-        self, requests_in_batch: "list[FutureRequestState]", arg_storage: torch.Tensor
-    ) -> torch.Tensor:
-        """Note which sequence each row of the next scores is of."""
-        self._states = [request.state for request in requests_in_batch if request.has_new_token]
-        return arg_storage
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,  # noqa: ARG002 - the manager gives three arguments
-        scores: torch.Tensor,
-        logits_processor_args: torch.Tensor,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """Draw a token for each row of ``scores`` (sequences, vocabulary), and return scores with it as the largest."""
-        rows: dict[bool, list[int]] = {False: [], True: []}
-        finite = scores.amax(dim=-1).isfinite().tolist()  # NaN, too, is its row's largest
-        for row, state in enumerate(self._states):
-            sampling: Sampling = state.logit_processor_kwargs["sampling"]
-            if not finite[row]:
-                self._fail(state.request_id)
-            elif sampling.temperature is not None:
-                rows[sampling.sorts].append(row)
-        for sorts, drawn in rows.items():  # whether one sequence is sorted does not change what another one draws
-            if drawn:
-                scores[drawn, self._draw(scores[drawn], drawn, sorts=sorts)] = torch.inf
-        return scores
-
-    def _draw(self, scores: torch.Tensor, rows: list[int], *, sorts: bool) -> torch.Tensor:
-        """The ids of one drawn token for each row of ``scores`` (R, V)."""
-        states = [self._states[row] for row in rows]
-        settings: list[Sampling] = [state.logit_processor_kwargs["sampling"] for state in states]
-
-        def column(values: list[Any]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # (R, 1)
-
-        logits = scores - scores.amax(dim=-1, keepdim=True)  # at most 0: no temperature makes one overflow
-        logits = logits / column([one.temperature for one in settings])
-        ids = None
-        if sorts:
-            logits, ids = logits.sort(dim=-1, descending=True, stable=True)
-        shares = logits.softmax(dim=-1)  # (R, V)
-        if sorts:
-            vocabulary = scores.shape[-1]
-            places = torch.arange(vocabulary, device=scores.device)
-            shares = shares.where(places < column([one.top_k or vocabulary for one in settings]), 0)
-            likelier = shares.cumsum(dim=-1) - shares
-            shares = shares.where(likelier < column([one.top_p for one in settings]) * shares.sum(-1, keepdim=True), 0)
-            shares = shares.where(shares >= column([one.min_p for one in settings]) * shares[:, :1], 0)
-        sums = shares.cumsum(dim=-1)
-        lengths = [len(state.initial_tokens) + len(state.generated_tokens) for state in states]
-        numbers = [one.number(length) for one, length in zip(settings, lengths, strict=True)]
-        chosen = torch.searchsorted(sums, column(numbers) * sums[:, -1:], right=True)  # (R, 1)
-        return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
 
 
 # Requests for completions: what OpenAI's interface allows, checked field by field.

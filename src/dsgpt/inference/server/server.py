@@ -37,10 +37,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsgpt.common.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
-from dsgpt.inference.server.completions import Completions
+from dsgpt.inference.server.completions import Completions, Gate, Metrics
 from dsgpt.inference.server.engine import Engine, Scorer, open_served
-from dsgpt.inference.server.http import ApiError, Gate, Metrics, send_error
 from dsgpt.inference.server.options import Key, ServeOptions, is_loopback, keys_of
+from dsgpt.inference.server.requests import ApiError, send_error
 from dsgpt.machine.console import print_line
 
 # The server's paths, and who may use them.

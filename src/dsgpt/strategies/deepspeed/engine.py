@@ -10,7 +10,7 @@ they are the same as under the baseline. DeepSpeed shards, reduces, clips and st
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from dsgpt.checkpoints.training_state import Counters, ParamState, StateReader
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import Batch
 from dsgpt.strategies.base import StateTensors, StepResult, Strategy
-from dsgpt.strategies.deepspeed.setup import Engine, build_deepspeed_optimizer, import_deepspeed, repeat_counting
+from dsgpt.strategies.deepspeed.setup import build_deepspeed_optimizer, import_deepspeed, repeat_counting
 from dsgpt.strategies.deepspeed.state import (
-    HeldState,
+    EngineState,
     PartitionedState,
     ShardedState,
     WholeState,
@@ -35,11 +35,7 @@ from dsgpt.strategies.deepspeed.state import (
     take_part,
 )
 from dsgpt.strategies.loss_scale import LossScale
-from dsgpt.strategies.optimizer import block_norms, set_learning_rate
-from dsgpt.strategies.schedule import build_schedule
-
-_CLASSES = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
-_Norm = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
+from dsgpt.strategies.optimizer import block_norms, build_schedule, set_learning_rate
 
 
 def take_norms_of_blocks(optimizer: Any) -> None:
@@ -47,18 +43,16 @@ def take_norms_of_blocks(optimizer: Any) -> None:
 
     Stage 1 in bf16 (``BF16_Optimizer``), stage 0, and offload below stage 3 compute their norms in other places.
     """
-    if type(optimizer).__name__ in _CLASSES:
-        optimizer.get_grad_norm_direct = partial(_of_blocks, optimizer.get_grad_norm_direct)
+    if type(optimizer).__name__ not in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
+        return
+    norm = optimizer.get_grad_norm_direct
 
+    def norm_of_blocks(gradients: Iterable[Tensor], params: Sequence[Tensor]) -> Any:
+        # DeepSpeed leaves out what has the mark of padding.
+        parts = [part if getattr(part, "_zero_padding", False) else block_norms(part) for part in gradients]
+        return norm(parts, params)
 
-def _of_blocks(norm: _Norm, gradients: Iterable[Tensor], params: Sequence[Tensor]) -> Tensor:
-    """What DeepSpeed's ``norm`` gives for gradients that are replaced by the norms of their blocks."""
-    return norm([_shortened(gradient) for gradient in gradients], params)
-
-
-def _shortened(gradient: Tensor) -> Tensor:
-    is_padding: bool = getattr(gradient, "_zero_padding", False)  # by which DeepSpeed leaves it out
-    return gradient if is_padding else block_norms(gradient)
+    optimizer.get_grad_norm_direct = norm_of_blocks
 
 
 class DeepSpeedStrategy(Strategy):
@@ -67,8 +61,8 @@ class DeepSpeedStrategy(Strategy):
     A subclass builds the model, calls ``_start`` and executes the micro batches of a step.
     """
 
-    _engine: Engine
-    _state: HeldState
+    _engine: Any
+    _state: EngineState | ShardedState
     _parameters: dict[str, nn.Parameter]
     """This rank's parameters, or its parts of them, by canonical name."""
     _tensor_group: dist.ProcessGroup
@@ -101,6 +95,7 @@ class DeepSpeedStrategy(Strategy):
         )
         take_norms_of_blocks(self._optimizer)
         step_on_weights(self._optimizer)
+        kinds: dict[int, type[WholeState | PartitionedState | ShardedState]]
         kinds = {0: WholeState, 1: PartitionedState, 2: PartitionedState, 3: ShardedState}
         self._state = kinds[self._stage](self._optimizer, self._parameters)
 
@@ -176,7 +171,9 @@ class DeepSpeedStrategy(Strategy):
         for name, parameter in self._parameters.items():
             split = self._topology.sizes.tensor > 1 and is_split(name)
             whole = parameter.shape == getattr(parameter, "ds_shape", parameter.shape)
-            if whole and not split and not _in_flight(parameter):
+            status = getattr(parameter, "ds_status", None)
+            in_flight = status is not None and status.name == "INFLIGHT"
+            if whole and not split and not in_flight:
                 yield name, parameter.detach()
 
     def state_tensors(self) -> StateTensors:
@@ -196,9 +193,3 @@ class DeepSpeedStrategy(Strategy):
 
     def close(self) -> None:
         """See ``Strategy``; an engine keeps everything in memory."""
-
-
-def _in_flight(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 is gathering ``parameter`` and has not waited for it."""
-    status = getattr(parameter, "ds_status", None)
-    return status is not None and status.name == "INFLIGHT"

@@ -31,11 +31,10 @@ from dsgpt.model.config import GPT2Config
 from dsgpt.model.gpt2 import GPT2, Block
 from dsgpt.strategies.base import StateTensors, to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
-from dsgpt.strategies.deepspeed.setup import PipelineEngine, attached, engine_config, quietly
+from dsgpt.strategies.deepspeed.setup import engine_config, quietly
 from dsgpt.strategies.deepspeed.state import EngineState, is_split, pipeline_buffers, take_part
 from dsgpt.strategies.deepspeed.tensor import split_block
-from dsgpt.strategies.initial_weights import initial_values
-from dsgpt.strategies.optimizer import square_sum
+from dsgpt.strategies.optimizer import initial_values, square_sum
 
 _TIED = "wte"
 """Key of the embedding that the first and the last layer share, and its canonical name."""
@@ -153,12 +152,12 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed ships no t
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, or its parts of them, under their canonical names."""
-        return {self._canonical(name): parameter for name, parameter in self.named_parameters()}
-
-    def _canonical(self, name: str) -> str:
-        """DeepSpeed's names begin with ``tied_modules.KEY`` or with the number of the layer in the whole model."""
-        first, rest = name.split(".", 1)
-        return rest if first == "tied_modules" else f"{self._names[int(first)]}.{rest}"
+        parameters = {}
+        for name, parameter in self.named_parameters():
+            # DeepSpeed's names begin with ``tied_modules.KEY`` or with the number of the layer in the whole model.
+            first, rest = name.split(".", 1)
+            parameters[rest if first == "tied_modules" else f"{self._names[int(first)]}.{rest}"] = parameter
+        return parameters
 
     def owner(self, name: str) -> int:
         """The first stage that holds the parameter of this canonical name."""
@@ -181,7 +180,6 @@ TRAIN_BATCH_TIMER = "train_batch"
 class PipelineParallel(DeepSpeedStrategy):
     """One DeepSpeed pipeline engine per rank, which holds one stage, or its part of one."""
 
-    _engine: PipelineEngine
     _state: EngineState
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
@@ -219,7 +217,7 @@ class PipelineParallel(DeepSpeedStrategy):
         instructions |= {kind: _in_range(name, instructions[kind]) for name, kind in named.items()}
         self._engine._INSTRUCTION_MAP = instructions
 
-    def _clip_and_step(self, engine: PipelineEngine, **arguments: dict[str, Any] | None) -> None:
+    def _clip_and_step(self, engine: Any, **arguments: dict[str, Any] | None) -> None:
         """Clip by the norm of all stages, and let DeepSpeed step; its own clipping is switched off.
 
         ``clip_fp32_gradients`` treats the stages as tensor peers that hold the same parameters. So it clips by the norm
@@ -238,13 +236,13 @@ class PipelineParallel(DeepSpeedStrategy):
         own = [
             parameter.grad
             for name, parameter in self._parameters.items()
-            if not attached(parameter, "ds_pipe_replicated") and (is_split(name) or self._topology.tensor_rank == 0)
+            if (is_split(name) or self._topology.tensor_rank == 0) and not parameter.ds_pipe_replicated  # type: ignore[attr-defined]  # DeepSpeed's
         ]
         squares = square_sum(gradient for gradient in own if gradient is not None).to(self._device)
         dist.all_reduce(squares, group=self._engine.grid.get_model_parallel_group())
         return squares.sqrt().float()
 
-    def _sum_tied_gradients(self, _engine: PipelineEngine) -> None:
+    def _sum_tied_gradients(self, _engine: Any) -> None:
         """In fp16, sum the fp32 gradients of the tied embedding over its stages.
 
         DeepSpeed's ``_exec_reduce_tied_grads`` looks for them in ``grad``, but stage 1 has moved them to
@@ -299,7 +297,7 @@ class PipelineParallel(DeepSpeedStrategy):
 def _in_range(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
     """A step of the schedule that profilers show under ``name``."""
 
-    def call(engine: PipelineEngine, **arguments: Any) -> None:
+    def call(engine: Any, **arguments: Any) -> None:
         with named_range(name):
             instruction(engine, **arguments)
 

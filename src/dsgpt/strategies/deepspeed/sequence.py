@@ -14,7 +14,6 @@ from torch import Tensor
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.model.gpt2 import GPT2, Attend, Attention, dense_attention
-from dsgpt.strategies.deepspeed.setup import ShardingOptimizer
 from dsgpt.strategies.deepspeed.zero import Zero
 
 
@@ -48,8 +47,7 @@ class SequenceParallel(Zero):
         ``__avg_scatter_contiguous_grads`` of stage 3. But ``reduce_scatter_coalesced``, which reduces most gradients,
         averages over all ranks.
         """
-        optimizer: ShardingOptimizer = self._optimizer
-        optimizer.sequence_parallel_size = 1
+        self._optimizer.sequence_parallel_size = 1
         self._loss_factor = size
 
     def _forget_model_parallelism(self) -> None:

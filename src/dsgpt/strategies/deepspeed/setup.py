@@ -1,8 +1,7 @@
-"""What every DeepSpeed strategy needs before its engine exists, and DeepSpeed's types, extensions and swap files.
+"""What every DeepSpeed strategy needs before its engine exists: configuration, optimizer, extensions and swap files.
 
-Types for the parts of DeepSpeed 0.19.8 that this folder uses; DeepSpeed ships none. Which optimizer
-``deepspeed.initialize`` returns depends on stage and precision, and the classes share no interface. At stage 0 in fp32
-it is the torch optimizer itself.
+DeepSpeed ships no types, so its objects are ``Any`` in this folder. Which optimizer ``deepspeed.initialize`` returns
+depends on stage and precision, and the classes share no interface. At stage 0 in fp32 it is the torch optimizer itself.
 
 DeepSpeed's extensions in C++, compiled at first use, by one process at a time. PyTorch marks a build in progress with
 a file. A killed process leaves this file behind, and every later process that needs the extension waits for it
@@ -33,15 +32,14 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from dsgpt.common.errors import UserError
@@ -53,182 +51,6 @@ from dsgpt.machine.probe import compiler
 from dsgpt.machine.process_group import from_main, gather_objects
 from dsgpt.machine.topology import Topology
 from dsgpt.strategies.optimizer import build_optimizer, parameter_groups
-
-
-class Engine(Protocol):
-    """``DeepSpeedEngine``."""
-
-    enable_backward_allreduce: bool
-    """Whether ``backward`` reduces gradients over the ranks in a step's last micro batch."""
-
-    def __call__(self, ids: Tensor, targets: Tensor, *, reduction: str = ..., first_position: int = ...) -> Tensor:
-        """The loss of ``GPT2.forward``."""
-        ...
-
-    def train(self) -> object:
-        """Switch dropout on."""
-        ...
-
-    def eval(self) -> object:
-        """Switch dropout off."""
-        ...
-
-    def backward(self, loss: Tensor) -> object:
-        """Divide ``loss`` by the accumulation steps and compute gradients."""
-        ...
-
-    def step(self) -> None:
-        """Clip and take an optimizer step, in a step's last micro batch only."""
-        ...
-
-    def allreduce_gradients(self) -> None:
-        """Average gradients over the data ranks."""
-        ...
-
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step`` changed weights."""
-        ...
-
-    def get_global_grad_norm(self) -> Tensor | float:
-        """2-norm of the gradient before clipping, where the optimizer kept it."""
-        ...
-
-
-class PipelineGrid(Protocol):
-    """``PipelineParallelGrid``."""
-
-    def stage_to_global(self, stage_id: int) -> int:
-        """The rank of ``stage_id`` in this rank's pipeline."""
-        ...
-
-    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks of this rank's pipeline."""
-        ...
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold one copy of the model together: all stages and tensor peers."""
-        ...
-
-    def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        """The tensor peers."""
-        ...
-
-
-class Timer(Protocol):
-    """One timer of an engine."""
-
-    def reset(self) -> None:
-        """Forget what was measured."""
-        ...
-
-
-class PipelineEngine(Engine, Protocol):
-    """``PipelineEngine``."""
-
-    grid: PipelineGrid
-    timers: Callable[[str], Timer]
-    dp_group_loss: Tensor
-    """After ``train_batch``: the mean loss over micro batches of this rank's pipeline, on every stage; 0-dim fp32."""
-    _INSTRUCTION_MAP: dict[type, Callable[..., None]]
-
-    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None: ...
-
-    def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Take one optimizer step; the mean loss over micro batches and data ranks comes back on every rank."""
-        ...
-
-    def eval_batch(self, data_iter: Iterator[Any], *, reduce_output: None, bcast_loss: bool) -> list[Tensor]:
-        """The losses of a step's micro batches, on the last stage."""
-        ...
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes losses."""
-        ...
-
-
-class UnfusedOptimizer(Protocol):
-    """``FP16_UnfusedOptimizer``: stage 0 in bf16 and fp16."""
-
-    optimizer: torch.optim.Optimizer
-    fp16_groups: list[list[nn.Parameter]]
-    """The model's parameters, in either precision."""
-    fp32_groups: list[list[Tensor]]
-    """Their master weights."""
-
-
-class PartitioningOptimizer(Protocol):
-    """``DeepSpeedZeroOptimizer`` and ``BF16_Optimizer``: stages 1 and 2."""
-
-    optimizer: torch.optim.Optimizer
-    _hp_optimizer_states_linked: bool
-
-    def _lazy_init_hp_params_optimizer_state(self) -> None: ...
-
-
-class FragmentAddress(Protocol):
-    """Where a piece of a parameter lies in the whole, flat parameter."""
-
-    start: int
-    numel: int
-
-
-class ParameterFragment(Protocol):
-    """``tensor_fragment``: this rank's piece of one parameter at stages 1 and 2."""
-
-    lp_fragment_address: FragmentAddress
-    optim_fragment: dict[str, Tensor] | None
-    """Names of the moments that are linked."""
-
-    def get_hp_fragment(self, optim_state_key: str | None) -> Tensor:
-        """This rank's piece of a moment, or with None of the fp32 weight; flat."""
-        ...
-
-
-class ShardedParameter(Protocol):
-    """What ``zero.Init`` makes of a parameter at stage 3."""
-
-    ds_id: int
-    ds_shape: torch.Size
-
-
-class ShardingOptimizer(Protocol):
-    """``DeepSpeedZeroOptimizer_Stage3``."""
-
-    optimizer: torch.optim.Optimizer
-    fp16_groups: list[list[ShardedParameter]]
-    """The model's parameters by sub-group."""
-    fp32_partitioned_groups_flat: list[Tensor]
-    """This rank's part of each sub-group."""
-    grad_position: dict[int, tuple[int, int, int]]
-    """``ds_id`` to sub-group, offset in its flat tensor, and elements."""
-    sequence_parallel_size: int
-
-    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool: ...
-    def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int) -> None: ...
-    def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int) -> None: ...
-    def _release_swap_buffers(self, sub_group_id: int) -> None: ...
-    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None: ...
-    def _fp32_state_allgather(self, param: ShardedParameter, fp32_state_partition: Tensor) -> Tensor: ...
-    def _get_param_partition_rank(self, param: ShardedParameter) -> int: ...
-    def checkpoint_event_prologue(self) -> None:
-        """Free parameters that are gathered."""
-        ...
-
-    def checkpoint_event_epilogue(self) -> None:
-        """Gather the parameters that every rank keeps whole."""
-        ...
-
-
-def attached(tensor: Tensor, name: str) -> Any:
-    """The attribute ``name``, which DeepSpeed has set on ``tensor``."""
-    return getattr(tensor, name)
-
-
-def attach(tensor: Tensor, **marks: bool) -> None:
-    """Set attributes on ``tensor`` that DeepSpeed looks for."""
-    for name, value in marks.items():
-        setattr(tensor, name, value)
-
 
 _ROOT = "TORCH_EXTENSIONS_DIR"
 
@@ -270,7 +92,8 @@ def _only_missing_compiled(folder: Path) -> Iterator[None]:
         if _is_complete(library, marker):
             return _loaded(builder, library)
         if not locked:
-            lock.enter_context(_locked(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(Lock.of_file(folder / ".dsgpt-lock")).take(wait=True)
             locked.append(True)
             if _is_complete(library, marker):  # compiled by the process that had the lock
                 return _loaded(builder, library)
@@ -319,14 +142,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         facts = next((line for line in lines if line.startswith(("flags", "Features"))), facts)
     return f"{platform.machine()}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with Lock.of_file(folder / ".dsgpt-lock") as lock:
-        lock.take(wait=True)
-        yield
 
 
 @contextlib.contextmanager

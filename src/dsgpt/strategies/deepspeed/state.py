@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,6 @@ from dsgpt.checkpoints.training_state import ParamState, StateReader
 from dsgpt.model.gpt2 import Attend
 from dsgpt.model.names import STATE_NAMES
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
-from dsgpt.strategies.deepspeed.setup import (
-    ParameterFragment,
-    PartitioningOptimizer,
-    ShardedParameter,
-    ShardingOptimizer,
-    UnfusedOptimizer,
-    attached,
-)
 from dsgpt.strategies.optimizer import begin_state, state_names
 
 SPLIT = {
@@ -113,27 +105,10 @@ Part = Callable[[str, Tensor], Tensor]
 """(canonical name, whole tensor) to the part of it that this rank and its data peers hold together."""
 
 
-class HeldState(Protocol):
-    """Weights and moments that the data ranks of an engine hold together. Methods are collective among them."""
-
-    def iterate(self) -> Iterator[tuple[str, ParamState]]:
-        """Every parameter of this rank by canonical name, gathered from the data ranks, one at a time."""
-        ...
-
-    def load(self, reader: StateReader, *, part: Part) -> None:
-        """Replace weights and moments with those of a checkpoint; each rank copies its own part.
-
-        Settings of the optimizer (betas, learning rate) stay the recipe's.
-
-        Args:
-            reader: of the checkpoint.
-            part: cuts what tensor ranks split.
-        """
-        ...
-
-
 class EngineState(ABC):
-    """The state of an engine at stage 0, 1 or 2.
+    """The weights and moments that the data ranks of an engine at stage 0, 1 or 2 hold together.
+
+    Methods are collective among these ranks.
 
     Args:
         optimizer: the torch optimizer, which DeepSpeed's may wrap.
@@ -153,14 +128,21 @@ class EngineState(ABC):
         """The weight ``name``, or its moment ``key``, in fp32; collective among the data ranks."""
 
     def iterate(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``HeldState``."""
+        """Every parameter of this rank by canonical name, gathered from the data ranks, one at a time."""
         keys = self.moment_names()
         for name in self._parameters:
             yield name, ParamState(self.value(name), **{key: self.value(name, key) for key in keys})
 
     @torch.no_grad()
     def load(self, reader: StateReader, *, part: Part) -> None:
-        """See ``HeldState``; nothing is communicated."""
+        """Replace weights and moments with those of a checkpoint; each rank copies its own part, without communication.
+
+        Settings of the optimizer (betas, learning rate) stay the recipe's.
+
+        Args:
+            reader: of the checkpoint.
+            part: cuts what tensor ranks split.
+        """
         if reader.has_moments:
             self._begin_moments(steps=reader.counters.optimizer_steps)
         for name, parameter in self._parameters.items():
@@ -186,9 +168,7 @@ class WholeState(EngineState):
     (``FP16_UnfusedOptimizer``) every parameter has an fp32 master.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer | UnfusedOptimizer, parameters: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self._masters: dict[nn.Parameter, Tensor] = {}
         if isinstance(optimizer, torch.optim.Optimizer):
             super().__init__(optimizer, parameters)
@@ -220,7 +200,7 @@ class PartitionedState(EngineState):
     attribute ``_hp_mapping`` of a parameter says which piece of it this rank has.
     """
 
-    def __init__(self, optimizer: PartitioningOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(optimizer.optimizer, parameters)
         self._optimizer = optimizer
 
@@ -251,7 +231,7 @@ class PartitionedState(EngineState):
         self._link_moments()
 
     def _replace(self, parameter: nn.Parameter, state: ParamState) -> None:
-        fragment: ParameterFragment | None = attached(parameter, "_hp_mapping")
+        fragment: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
         if fragment is None:  # other data ranks hold all of the parameter
             return
         piece = fragment.lp_fragment_address
@@ -261,19 +241,19 @@ class PartitionedState(EngineState):
 
 
 class ShardedState:
-    """The state of an engine at stage 3; see ``HeldState``.
+    """The state of an engine at stage 3, with the methods of ``EngineState`` that a strategy calls.
 
     Args:
         optimizer: from ``deepspeed.initialize``.
         parameters: by canonical name.
     """
 
-    def __init__(self, optimizer: ShardingOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
-        self._names: dict[int, str] = {attached(parameter, "ds_id"): name for name, parameter in parameters.items()}
+        self._names: dict[int, str] = {parameter.ds_id: name for name, parameter in parameters.items()}
 
     def iterate(self) -> Iterator[tuple[str, ParamState]]:
-        """See ``HeldState``; in the order of the sub-groups, so that each is read from the drive once."""
+        """See ``EngineState``; in the order of the sub-groups, so that each is read from the drive once."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.fp16_groups):
             with self._in_memory(index) as flat:
@@ -295,18 +275,19 @@ class ShardedState:
             if swapped:
                 self._optimizer._release_swap_buffers(index)
 
-    def _gathered(self, parameter: ShardedParameter, flat: Tensor) -> Tensor:
+    def _gathered(self, parameter: Any, flat: Tensor) -> Tensor:
         """The whole of ``parameter`` from the part of it in each rank's ``flat``; collective."""
-        return self._optimizer._fp32_state_allgather(parameter, self._part_of(parameter, flat))
+        whole: Tensor = self._optimizer._fp32_state_allgather(parameter, self._part_of(parameter, flat))
+        return whole
 
-    def _part_of(self, parameter: ShardedParameter, flat: Tensor) -> Tensor:
+    def _part_of(self, parameter: Any, flat: Tensor) -> Tensor:
         _, offset, length = self._optimizer.grad_position[parameter.ds_id]
         return flat.narrow(0, offset, length)
 
     @torch.no_grad()
     def load(self, reader: StateReader, *, part: Part) -> None:
-        """See ``HeldState``."""
-        self._optimizer.checkpoint_event_prologue()
+        """See ``EngineState``."""
+        self._optimizer.checkpoint_event_prologue()  # frees parameters that are gathered
         for index in range(len(self._optimizer.fp16_groups)):
             self._load_group(index, reader, part=part)
         self._optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from dsgpt.config.run_config import RunConfig
 from dsgpt.model.gpt2 import GPT2, Attention, Block
-from dsgpt.strategies.deepspeed.setup import attach
 from dsgpt.strategies.deepspeed.state import SPLIT, attend_with_own_dropout, is_split
 from dsgpt.strategies.deepspeed.zero import Zero
 from dsgpt.strategies.optimizer import square_sum
@@ -79,7 +78,7 @@ def split_block(block: Block, group: dist.ProcessGroup) -> None:
     mlp.proj = RowParallelLinear(mlp.proj.in_features // size, mlp.proj.out_features, group)
     for name, parameter in block.named_parameters():
         # DeepSpeed's gradient norms read these marks: peers hold different values of such a parameter, and all count.
-        attach(parameter, tensor_model_parallel=name in SPLIT, model_parallel=name in SPLIT)
+        parameter.tensor_model_parallel = parameter.model_parallel = name in SPLIT  # type: ignore[attr-defined]
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -178,7 +177,7 @@ class TensorParallel(Zero):
         if self._stage == 0:
             for name, parameter in self._parameters.items():
                 if is_split(name) and parameter.grad is not None:
-                    attach(parameter.grad, tensor_model_parallel=True)
+                    parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]
         return super()._before_step()
 
     def _reduced_gradient_norm(self) -> Tensor:

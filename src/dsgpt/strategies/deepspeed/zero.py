@@ -23,9 +23,8 @@ from dsgpt.machine.process_group import sum_over_ranks
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.base import to_device
 from dsgpt.strategies.deepspeed.engine import DeepSpeedStrategy
-from dsgpt.strategies.deepspeed.setup import SwapSpace, UnfusedOptimizer, attached, engine_config, load_ops
-from dsgpt.strategies.initial_weights import DTYPES, initial_values, initialize_whole
-from dsgpt.strategies.optimizer import global_norm
+from dsgpt.strategies.deepspeed.setup import SwapSpace, engine_config, load_ops
+from dsgpt.strategies.optimizer import DTYPES, global_norm, initial_values, initialize_whole
 
 
 def spare_passes(optimizer: Any, *, single_rank: bool, engine: Any) -> None:
@@ -96,7 +95,7 @@ def build_sharded(config: RunConfig, engine_config: dict[str, Any]) -> GPT2:
     for name, parameter in model.named_parameters():
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             if config.topology.is_main:
-                parameter.copy_(values(name, attached(parameter, "ds_shape")))
+                parameter.copy_(values(name, parameter.ds_shape))  # type: ignore[attr-defined]  # DeepSpeed's
     return model
 
 
@@ -139,9 +138,8 @@ class Zero(DeepSpeedStrategy):
         ``FP16_UnfusedOptimizer.initialize_optimizer_states`` leaves Adam's counter at 1, so that every later bias
         correction is off, and decays the master weights once.
         """
-        optimizer: UnfusedOptimizer = self._optimizer
-        optimizer.optimizer.state.clear()
-        for low_group, high_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        self._optimizer.optimizer.state.clear()
+        for low_group, high_group in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
             for low, high in zip(low_group, high_group, strict=True):
                 high.copy_(low)
 
@@ -165,7 +163,10 @@ class Zero(DeepSpeedStrategy):
             loss_sum += loss.detach()
             last = micro == self._accumulation - 1
             if self._gradient_sum is not None:
-                self._reduce_gradient_sum(self._gradient_sum, last=last)
+                self._gradient_sum.add()
+                if last:
+                    self._gradient_sum.hand_over()
+                    self._engine.allreduce_gradients()
             with named_range("optimizer"):
                 if last:
                     own_norm = self._before_step()
@@ -174,15 +175,10 @@ class Zero(DeepSpeedStrategy):
         own_loss = loss_sum * (self._slices / self._accumulation)
         return sum_over_ranks(loss_sum / (self._accumulation * self._ranks * self._copies)), own_loss, norm
 
-    def _reduce_gradient_sum(self, gradient_sum: "GradientSum", *, last: bool) -> None:
-        gradient_sum.add()
-        if last:
-            gradient_sum.hand_over()
-            self._engine.allreduce_gradients()
-
     def _micro_batch_loss(self, batch: Batch) -> Tensor:
         """What this rank adds to the mean loss of its micro batch: all of it, unless the rank reads only a part."""
-        return self._engine(batch.inputs, batch.targets)
+        loss: Tensor = self._engine(batch.inputs, batch.targets)
+        return loss
 
     def _micro_batch_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of losses and number of targets over what this rank reads of the micro batch."""
@@ -191,12 +187,8 @@ class Zero(DeepSpeedStrategy):
 
     def _before_step(self) -> Tensor | None:
         """Look at the reduced gradients before DeepSpeed clips them; return their norm where DeepSpeed reports none."""
-        return self._reduced_gradient_norm() if self._reports_no_norm else None
-
-    @property
-    def _reports_no_norm(self) -> bool:
-        """DeepSpeed clips fp32 gradients at stage 0 but throws their norm away (``clip_fp32_gradients``)."""
-        return self._stage == 0 and self._precision == "fp32"
+        # DeepSpeed clips fp32 gradients at stage 0 but throws their norm away (``clip_fp32_gradients``).
+        return self._reduced_gradient_norm() if self._stage == 0 and self._precision == "fp32" else None
 
     def _reduced_gradient_norm(self) -> Tensor:
         return global_norm(p.grad for p in self._parameters.values() if p.grad is not None)

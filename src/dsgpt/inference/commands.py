@@ -1,0 +1,460 @@
+"""The commands ``generate``, ``evaluate`` and ``export``: what they are asked for, and what they print.
+
+Imports no torch: only a command that was understood does.
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dsgpt.common.command_line import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    choice,
+    complain,
+    flag,
+    read_options,
+    require_flags,
+    switch,
+)
+from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.text import next_line, script_words
+from dsgpt.config.options import DEVICES, EXPORT_DTYPES, EXPORT_FORMS, WHICH_CHECKPOINT
+
+if TYPE_CHECKING:
+    from dsgpt.inference.sample import Writer
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+QUANTIZATIONS = ("none", "int8")
+LARGEST_SEED = 2**63
+BATCH_SIZE = 8
+LINE = "-" * 80
+
+
+def listed(allowed: Sequence[str], text: str) -> Any:
+    """A flag that accepts the ``allowed`` words, which the help lists; the first of them is the default."""
+    metavar = "{" + ",".join(allowed) + "}"
+    return flag(choice(allowed), metavar, f"{text} (default: %(default)s)", default=allowed[0])
+
+
+def which_checkpoint() -> Any:
+    """``--which``."""
+    return listed(WHICH_CHECKPOINT, "checkpoint of a run: the newest, or the one with the lowest validation loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next id is drawn. Each of these narrows what the ones before it left."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive logits of ids that the text already has, and multiplies negative ones (Keskar et al. 2019)."""
+    temperature: float = 0.0
+    """Divides the logits; 0 always takes the likeliest id."""
+    top_k: int | None = None
+    """Draw from this many likeliest ids; None from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest ids whose probabilities reach this sum (Holtzman et al. 2020)."""
+    min_p: float = 0.0
+    """Draw from ids that are at least this share as probable as the likeliest (Nguyen et al. 2024)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """The options of a generation; each is the flag of its name."""
+
+    checkpoint: Path = flag(
+        Path,
+        "DIR",
+        "run folder, one checkpoint in it, portable folder, or Hugging Face folder of a GPT-2",
+        required=True,
+    )
+    which: str = which_checkpoint()
+    precision: str = listed(PRECISIONS, "of weights and arithmetic")
+    quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little, with --precision bf16")
+    device: str = listed(DEVICES, "where to compute")
+    stdin: str | None = flag(str, "-", "continue the text of the standard input", name="stdin", nargs="?")
+    prompt: tuple[str, ...] = flag(
+        str,
+        "TEXT",
+        "text to continue; may be repeated (default: none, the start of a document)",
+        default=(),
+        action="append",
+    )
+    prompt_file: Path | None = flag(Path, "FILE", "text file to continue; - is the standard input")
+    max_new_tokens: int = flag(POSITIVE, "N", "tokens to add (default: %(default)s)", default=100)
+    num_samples: int = flag(POSITIVE, "N", "continuations of each prompt (default: %(default)s)", default=1)
+    top_k: int = flag(POSITIVE, "K", "sample from the K likeliest (default: %(default)s)", default=50)
+    seed: int = flag(COUNT, "N", "same seed, same text (default: %(default)s)", default=1337)
+    batch_size: int | None = flag(POSITIVE, "N", f"texts that are generated together (default: {BATCH_SIZE})")
+    temperature: float = flag(NUMBER, "T", "0: always the likeliest token (default: %(default)g)", default=0.8)
+    top_p: float = flag(
+        NUMBER,
+        "P",
+        "sample from the fewest likeliest tokens whose probabilities reach this sum (default: %(default)g)",
+        default=1.0,
+    )
+    min_p: float = flag(
+        NUMBER,
+        "P",
+        "sample from tokens at least this share as probable as the likeliest (default: %(default)g)",
+        default=0.0,
+    )
+    repetition_penalty: float = flag(
+        NUMBER,
+        "X",
+        "above 1: tokens that are in the text already become less likely (default: %(default)g)",
+        default=1.0,
+    )
+    stop: tuple[str, ...] = flag(str, "TEXT", "end a text before this; may be repeated", default=(), action="append")
+    compile: bool = switch("compile the step of a token, for GPUs; on CPUs it is slower than without")
+    stream: bool = switch("print each text while it is generated")
+    interactive: bool = switch("continue each line that is typed; Ctrl-D ends, Ctrl-C ends a text")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the next id is drawn."""
+        return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
+
+    def check(self, problems: Problems) -> None:
+        """Note the values that make no sense."""
+        if self.stream and self.batch_size is not None:
+            problems.add("--stream writes one text at a time: leave --batch_size out")
+        for name in ("num_samples", "max_new_tokens", "top_k", "batch_size"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                problems.add(f"--{name} must be at least 1, not {given}")
+        if not 0 <= self.temperature < float("inf"):
+            problems.add(f"--temperature must be a number of at least 0, not {self.temperature}")
+        if not 0 <= self.seed < LARGEST_SEED:
+            problems.add(f"--seed must be a whole number from 0 to 2^63 - 1, not {self.seed}")
+        if not 0 < self.top_p <= 1:
+            problems.add(f"--top_p must be above 0 and at most 1, not {self.top_p:g}")
+        if not 0 <= self.min_p < 1:
+            problems.add(f"--min_p must be at least 0 and below 1, not {self.min_p:g}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            problems.add(f"--repetition_penalty must be a number above 0, not {self.repetition_penalty:g}")
+        if self.quantize == "int8" and self.precision == "fp32":
+            problems.add("--quantize int8 is faster only in 16 bits: add --precision bf16")
+        if "" in self.stop:
+            problems.add("--stop needs a text that is not empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest:
+    """The options of an evaluation; each is the flag of its name."""
+
+    checkpoint: Path = flag(
+        Path, "DIR", "run folder, one checkpoint in it, portable folder, or Hugging Face folder", required=True
+    )
+    data: Path | None = flag(Path, "BIN", "token file to predict")
+    text: Path | None = flag(Path, "FILE", "text file to predict")
+    include_path: Path | None = flag(Path, "DIR", "folder with tasks of your own, for --tasks")
+    output: Path | None = flag(Path, "JSON", "also write the figures there")
+    tasks: tuple[str, ...] = flag(
+        lambda text: tuple(filter(None, text.split(","))),
+        "NAMES",
+        "tasks of lm-evaluation-harness, with commas between them",
+        default=(),
+    )
+    limit: int | None = flag(POSITIVE, "N", "most examples of each task (default: all)")
+    seq_length: int | None = flag(
+        POSITIVE, "N", "tokens of a window (default: as in training; of Hugging Face's models the context)"
+    )
+    stride: int | None = flag(
+        POSITIVE,
+        "N",
+        "tokens from one window to the next; a shorter stride gives each token more before it, and takes longer "
+        "(default: those of a window)",
+    )
+    windows: int | None = flag(
+        POSITIVE, "N", "predict the first N windows of --data, as a validation of training does (default: all)"
+    )
+    batch_size: int = flag(POSITIVE, "N", "windows or examples at a time (default: %(default)s)", default=BATCH_SIZE)
+    which: str = which_checkpoint()
+    precision: str = listed(PRECISIONS, "of weights and arithmetic")
+    quantize: str = listed(QUANTIZATIONS, "int8: weights in 8 bits, which lose a little")
+    device: str = listed(DEVICES, "where to compute")
+
+    def check(self, problems: Problems) -> None:
+        """Note what does not fit together."""
+        chosen = [f"--{name}" for name in ("data", "text", "tasks") if getattr(self, name)]
+        if len(chosen) != 1:
+            found = f"both {' and '.join(chosen)} are given" if chosen else "none is given"
+            problems.add(f"give one of --data, --text and --tasks: {found}")
+        for name in ("include_path", "limit"):
+            if not self.tasks and getattr(self, name) is not None:
+                problems.add(f"--{name} needs --tasks")
+        if self.tasks and self.quantize != "none":
+            problems.add("--quantize is for --data and --text: the harness reads the model unquantized")
+        if self.tasks and (self.seq_length or self.stride):
+            problems.add("--seq_length and --stride are for --data and --text: tasks have their own windows")
+        if self.windows and not self.data:
+            problems.add("--windows is for --data: a text is predicted as a whole")
+        if self.seq_length and self.stride and self.stride > self.seq_length:
+            problems.add(
+                f"--stride {self.stride} is longer than the windows of --seq_length {self.seq_length}: tokens between "
+                "them would not count"
+            )
+        if self.output is not None and self.output.is_dir():
+            problems.add(f"--output {self.output}: is a folder, name a file")
+
+
+# ``src/generate.py``.
+
+GENERATE_DESCRIPTION = """\
+Continue prompts with the model of a run, whichever strategy trained it, of a portable folder, or of a Hugging Face
+folder of a GPT-2. A text ends before an end-of-text token or a --stop text, after --max_new_tokens, or where the
+model's context is full. --seed repeats the texts, at any --batch_size. Ctrl-C prints what there is."""
+GENERATE_EXAMPLES = """\
+examples:
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "def main("
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1/step-00000200 --prompt "import" --temperature 0
+  .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 --prompt "import" --prompt "class" --num_samples 4
+  head -9 src/gpt2.py | .venv/bin/python src/generate.py --checkpoint checkpoint/demo-zero1 - --stop "def " --stream
+  .venv/bin/python src/generate.py --checkpoint exported/gpt2 --precision bf16 --interactive"""
+
+
+def generate() -> None:
+    """Read the flags of ``src/generate.py``, continue the prompts, print."""
+    request, problems = read_options(
+        GenerateRequest, description=GENERATE_DESCRIPTION, epilog=GENERATE_EXAMPLES, allow_abbrev=True
+    )
+    request.check(problems)
+    prompts = _prompts(request, problems)
+    problems.raise_if_any()
+    from dsgpt.inference.sample import Writer  # noqa: PLC0415 - torch takes seconds; --help should not
+
+    writer = Writer(request)
+    if request.interactive:
+        _converse(writer)
+        return
+    full = False
+    with asked_to_stop() as stopped:
+        for text in writer.texts(prompts, show=_show if request.stream else None, stopped=stopped):
+            print("" if request.stream else text, LINE, sep="\n", flush=True)
+            full |= text.ended == "context"
+    if full:
+        _note_context(writer)
+    if stopped():
+        raise KeyboardInterrupt
+
+
+def _prompts(request: GenerateRequest, problems: Problems) -> list[str]:
+    """The prompts of all flags; the start of a document if there are none."""
+    prompts: list[str] = list(request.prompt)
+    if request.stdin not in (None, "-") and not problems:  # otherwise it may be the value of an unknown flag
+        problems.add(f"{request.stdin!r} is neither a flag nor the value of one: only - for the standard input")
+    if request.interactive and (prompts or request.prompt_file or request.stdin):
+        problems.add("--interactive reads its prompts itself: leave other prompts out")
+    elif request.prompt_file is not None or request.stdin == "-":
+        file = None if str(request.prompt_file) == "-" else request.prompt_file
+        what = f"--prompt_file {file}" if file else "standard input"
+        try:
+            data = file.read_bytes() if file else sys.stdin.buffer.read()
+            prompts.append(data.decode("utf-8").removesuffix("\n"))
+        except OSError as error:
+            problems.add(f"{what}: cannot be read ({error.strerror})")
+        except UnicodeDecodeError:
+            problems.add(f"{what}: is not valid UTF-8 text")
+    return prompts or [""]
+
+
+def _converse(writer: "Writer") -> None:
+    """Continue every line of the input, until it ends; Ctrl-C ends the text that is being written."""
+    interactive = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if interactive else "")
+        except (EOFError, KeyboardInterrupt):
+            if interactive:
+                print()
+            return
+        try:
+            with asked_to_stop() as stopped:
+                for text in writer.texts([line], show=_show, stopped=stopped):
+                    print(flush=True)
+                    if text.ended == "context":
+                        _note_context(writer)
+        except UserError as error:
+            complain(error.problems, 0)
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """A context of a function that says whether Ctrl-C was pressed inside; a second one raises KeyboardInterrupt.
+
+    So a loop that asks keeps what it has made.
+    """
+    asked: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _note_context(writer: "Writer") -> None:
+    print(f"note: a text ends where the model's context of {writer.context:,} tokens is full", file=sys.stderr)
+
+
+# ``src/evaluate.py``.
+
+EVALUATE_DESCRIPTION = """\
+Measure the perplexity and the bits per byte of a text under a model, or let lm-evaluation-harness evaluate it (--tasks;
+install it with `.venv/bin/python -m pip install -e '.[eval]'`). The model is that of a
+run, whichever strategy trained it, of a portable folder, or of a Hugging Face folder of a GPT-2."""
+EVALUATE_EXAMPLES = """\
+examples:
+  .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+  .venv/bin/python src/evaluate.py --checkpoint checkpoint/demo-zero1 --text README.md --stride 64
+  .venv/bin/python src/evaluate.py --checkpoint exported/gpt2 --tasks lambada_openai,hellaswag --limit 100"""
+
+
+def evaluate() -> None:
+    """Read the flags of ``src/evaluate.py``, evaluate, print."""
+    request, problems = read_options(
+        EvaluateRequest, description=EVALUATE_DESCRIPTION, epilog=EVALUATE_EXAMPLES, allow_abbrev=True
+    )
+    request.check(problems)
+    problems.raise_if_any()
+    from dsgpt.inference.evaluate import evaluate as figures_of  # noqa: PLC0415 - torch takes seconds
+    from dsgpt.machine.console import Console  # noqa: PLC0415
+
+    record = figures_of(request, console=Console(speaks=True))
+    for task, metrics in record.get("tasks", {}).items():
+        for metric, value in metrics.items():
+            print(f"{task:<24} {metric:<24} {value:.4f}")
+    if not request.tasks:
+        _print_figures(record)
+        print(next_line(script_words("src/generate.py", "--checkpoint", request.checkpoint, "--prompt", "The")))
+
+
+def _print_figures(record: dict[str, Any]) -> None:
+    windows = f"{record['windows']:,} windows of {record['seq_length']:,}, stride {record['stride']:,}"
+    perplexity = record["perplexity"]
+    print(f"tokens          {record['tokens']:,} in {windows}")
+    print(f"loss            {record['loss']:.4f} nats per token")
+    print(f"perplexity      {'infinite' if perplexity is None else format(perplexity, '.4f')}")
+    if record["bytes"]:
+        print(f"bits per byte   {record['bits_per_byte']:.4f} ({record['bytes']:,} bytes)")
+    else:
+        print("bits per byte   unknown: the model has no tokenizer")
+    if not record["same_tokenizer"]:
+        print("tokenizer       not compared with that of the data: one of them is not named")
+    if own := record["validation"]:
+        print(
+            f"validation      {own['loss']:.4f} by the training itself, in {own['precision']}, on the first "
+            f"{own['windows']:,} windows of {own['seq_length']:,}: the same with --windows {own['windows']}"
+        )
+
+
+# ``src/convert.py``.
+
+CONVERT_DESCRIPTION = """\
+Write the model of a run, whichever strategy trained it, into a new folder. Needs no GPU, no network and no more memory
+than its largest tensor; the run is only read.
+
+  hf         what Hugging Face's libraries load: model.safetensors, config.json, generation_config.json and, if the
+             training data had one, the tokenizer; the vocabulary's padding is cut off
+  portable   the same weights under this project's own names: model.safetensors, model.json, tokenizer/ and a manifest
+             with their hashes; generate.py takes it as --checkpoint. Weights alone: training cannot be resumed from it
+  deepspeed  a checkpoint folder as DeepSpeed's ZeRO-2 saves it on one rank, for DeepSpeed's own zero_to_fp32.py and
+             ds_to_universal.py: weights in fp32, and the optimizer's moments if there are any. Everything else
+             (learning rate, loss scale, random state) is left out. The files are pickles, as DeepSpeed needs them;
+             this program writes but never reads them"""
+
+CONVERT_EXAMPLES = """\
+examples:
+  the newest checkpoint of a run, for transformers:
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf exported/demo
+  the one with the lowest validation loss, at half the size:
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to hf --which best --dtype bf16 exported/demo-best
+  one checkpoint of a run:
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1/step-00000200 --to portable exported/demo-200
+  one checkpoint for DeepSpeed's tools, and its weights by DeepSpeed's script:
+    .venv/bin/python src/convert.py --from checkpoint/demo-zero1 --to deepspeed exported/demo-ds
+    .venv/bin/python -m deepspeed.utils.zero_to_fp32 exported/demo-ds exported/demo-fp32
+  published weights, to ask them for text with generate.py:
+    .venv/bin/python src/convert.py --from downloads/gpt2 --to portable exported/gpt2
+
+In Python: AutoModelForCausalLM.from_pretrained("exported/demo"). To train on, see --init_from of src/gpt2.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """The command line."""
+
+    source: Path = flag(
+        Path,
+        "DIR",
+        "run folder, one checkpoint in it, or a Hugging Face folder of a GPT-2",
+        name="--from",
+        needs="a run folder such as checkpoint/demo-zero1",
+    )
+    form: str = flag(
+        choice(EXPORT_FORMS),
+        "FORM",
+        "hf, portable or deepspeed, see above",
+        name="--to",
+        needs=f"one of {', '.join(EXPORT_FORMS)}",
+    )
+    dtype: str = flag(
+        choice(EXPORT_DTYPES),
+        "DTYPE",
+        "of the weights: fp32, bf16 or fp16 (default: fp32, as trained); deepspeed is always fp32",
+        default="fp32",
+    )
+    which: str = flag(
+        choice(WHICH_CHECKPOINT),
+        "WHICH",
+        "checkpoint of a run: latest, or best by validation loss (default: latest)",
+        default="latest",
+    )
+    out: Path = flag(
+        Path,
+        "OUT",
+        "the folder to make; must not exist, or be empty",
+        name="out",
+        needs="the folder to make",
+        nargs="?",
+    )
+
+
+def convert(words: Sequence[str] | None = None) -> None:
+    """Read the flags of ``src/convert.py``, convert, and print what was done."""
+    options, problems = read_options(
+        ConvertOptions,
+        words,
+        elsewhere={"--checkpoint": "give --from"},
+        prog="convert.py",
+        description=CONVERT_DESCRIPTION,
+        epilog=CONVERT_EXAMPLES,
+    )
+    require_flags(options, problems)
+    problems.raise_if_any()
+    from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds; --help should not
+    from dsgpt.machine.console import Console  # noqa: PLC0415
+
+    export(
+        options.source,
+        options.out,
+        form=options.form,
+        dtype=options.dtype,
+        which=options.which,
+        console=Console(speaks=True),
+    )
