@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages import (
+    HELP,
     PACKAGE,
     PAGES,
     SCRIPTS,
@@ -166,22 +167,14 @@ def test_trainings_pass_every_check_of_a_dry_run(command: Command, data, tmp_pat
     assert config.total_steps == options.max_train_steps
 
 
-@pytest.fixture(scope="module")
-def known_flags() -> set[str]:
-    """The flags of all scripts."""
-    names = (
-        *("parity", "resume", "faults", "saving", "speed", "decoding", "inference", "plan", "serving", "recipes"),
-        *("run", "compare"),
-    )
-    suites = [("src/benchmark.py", suite) for suite in names]
-    texts = [help_of(*words) for words in ((script,) for script in SCRIPTS)] + [help_of(*words) for words in suites]
-    return {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+KNOWN_FLAGS = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", HELP))
+"""The flags of all scripts."""
 
 
 @each(PRESENT)
-def test_flags_in_sentences_exist(page, known_flags):
+def test_flags_in_sentences_exist(page):
     tested = {"--without-processes", "--snapshot-update"} if page.name == "CONTRIBUTING.md" else set()
-    assert flags_in_text(page) - known_flags <= FLAGS_OF_OTHERS | tested
+    assert flags_in_text(page) - KNOWN_FLAGS <= FLAGS_OF_OTHERS | tested
 
 
 def is_written(name: str) -> bool:
