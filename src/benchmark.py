@@ -10,45 +10,34 @@ page of it. ``compare`` says whether one run or sweep is slower than another.
 """
 
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks import sweep
-from dsgpt.benchmarks.decoding import SUITE as DECODING
-from dsgpt.benchmarks.faults import SUITE as FAULTS
-from dsgpt.benchmarks.frame import Suite, SuiteOptions, make_page, only_flag, peers_flag
-from dsgpt.benchmarks.inference import PEERS
-from dsgpt.benchmarks.inference import SUITE as INFERENCE
-from dsgpt.benchmarks.parity import SUITE as PARITY
-from dsgpt.benchmarks.plan import SUITE as PLAN
-from dsgpt.benchmarks.recipes import SUITE as RECIPES
+from dsgpt.benchmarks.decoding import Decoding
+from dsgpt.benchmarks.faults import Faults
+from dsgpt.benchmarks.frame import Suite, SuiteOptions, only_flag, peers_flag, run_suite
+from dsgpt.benchmarks.inference import PEERS, Inference
+from dsgpt.benchmarks.parity import Parity
+from dsgpt.benchmarks.plan import Plan
+from dsgpt.benchmarks.recipes import Recipes
 from dsgpt.benchmarks.records import RECORDS, check_lines, remake_records
-from dsgpt.benchmarks.resume import SUITE as RESUME
-from dsgpt.benchmarks.saving import SUITE as SAVING
-from dsgpt.benchmarks.serving import SUITE as SERVING
-from dsgpt.benchmarks.speed import SUITE as SPEED
-from dsgpt.benchmarks.speed import read_peers
+from dsgpt.benchmarks.resume import Resume
+from dsgpt.benchmarks.saving import Saving
+from dsgpt.benchmarks.serving import Serving
+from dsgpt.benchmarks.speed import Speed, read_peers
+from dsgpt.benchmarks.sweep import CompareOptions, SweepSuite
 from dsgpt.common.command_line import Parser, run_script, switch
 from dsgpt.common.errors import EXIT_DONE
 
-SUITES: dict[str, Suite] = {
-    "parity": PARITY,
-    "resume": RESUME,
-    "faults": FAULTS,
-    "saving": SAVING,
-    "speed": SPEED,
-    "decoding": DECODING,
-    "inference": INFERENCE,
-    "serving": SERVING,
-    "plan": PLAN,
-    "recipes": RECIPES,
-}
-COMMANDS = (*SUITES, "run", "compare", "records")
+SUITES: dict[str, type[Suite[Any, Any]]] = {
+    suite.name: suite for suite in (Parity, Resume, Faults, Saving, Speed, Decoding, Inference, Serving, Plan, Recipes)
+} | {"run": SweepSuite}
+COMMANDS = (*SUITES, "compare", "records")
 REPOSITORY = Path(__file__).resolve().parent.parent
 DESCRIPTIONS = {
     **{name: suite.description for name, suite in SUITES.items()},
-    **sweep.DESCRIPTIONS,
+    "compare": CompareOptions.description,
     "records": """\
 records: remake each committed record of checkpoint/reference/cpu-2-cores that was not made from the present sources,
 and the pages and pictures of all. The committed records are replaced when all are remade. A record that is up to date
@@ -58,7 +47,7 @@ date, or --check; 1: a source changed meanwhile; otherwise that of the command t
 }
 EXAMPLES = {
     **{name: suite.examples for name, suite in SUITES.items()},
-    **sweep.EXAMPLES,
+    "compare": CompareOptions.examples,
     "records": f"""\
 examples:
   .venv/bin/python src/benchmark.py records --check
@@ -85,9 +74,8 @@ class NoOptions:
 
 
 OPTIONS: dict[str, type[Any]] = {
-    **{name: suite.options for name, suite in SUITES.items()},
-    "run": sweep.SweepOptions,
-    "compare": sweep.CompareOptions,
+    **{name: suite.flags for name, suite in SUITES.items()},
+    "compare": CompareOptions,
     "records": RecordsOptions,
 }
 
@@ -100,10 +88,9 @@ def parser_of(what: str) -> Parser:
     )
     parser.add_argument("what", choices=COMMANDS, help="what to measure or compare, or records")
     kind = OPTIONS.get(what, NoOptions)
-    shared = {field.name for field in fields(SuiteOptions)}  # these flags come last; ``run`` has its own folder
-    names = [field.name for field in fields(kind) if (what, field.name) != ("run", "keep")]
-    parser.add_flags(kind, names=sorted(names, key=shared.__contains__))
-    if what in SUITES:
+    shared = {field.name for field in fields(SuiteOptions)}  # these flags come last
+    parser.add_flags(kind, names=sorted((field.name for field in fields(kind)), key=shared.__contains__))
+    if what in SUITES and what != "run":
         parser.set_defaults(output=Path("checkpoint") / what / f"{what}.json")
     return parser
 
@@ -115,19 +102,10 @@ def main() -> int:
     parser = parser_of(what)
     options = parser.read(OPTIONS.get(what, NoOptions), words)
     parser.problems.raise_if_any()
-    if isinstance(options, SuiteOptions) and options.table_from:
-        suite = SUITES[what].page if what in SUITES else sweep.PAGE
-        page = options.page or options.table_from.with_suffix(".md")
-        make_page(suite, options.table_from, page, repository=REPOSITORY)
-        print(page)
-        return EXIT_DONE
-    if isinstance(options, SuiteOptions) and what in SUITES:
-        page = options.page or options.output.with_suffix(".md")
-        return SUITES[what].run(replace(options, page=page), repository=REPOSITORY)
+    if what in SUITES:
+        return run_suite(SUITES[what], options, repository=REPOSITORY)
     if isinstance(options, RecordsOptions):
         return _remake(options)
-    if isinstance(options, sweep.SweepOptions):
-        return sweep.run(options, repository=REPOSITORY)
     from dsgpt.benchmarks.compare import compare  # noqa: PLC0415 - reads what --help needs not
 
     return compare(options.a, options.b, allow_unequal=options.allow_unequal)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import command_line, write_inputs
+from small_run import REPOSITORY, command_line, write_inputs
 from stand_in_nanogpt import STAND_IN
 from suite_commands import benchmark, refusal
 
@@ -16,8 +16,8 @@ from dsgpt.benchmarks.decoding import (
     HUGGING_FACE,
     NANOGPT,
     OURS,
+    Decoding,
     DecodingOptions,
-    _DecodingCommand,
     decoding_page,
     missed,
     peers_of,
@@ -317,7 +317,8 @@ def test_every_row_must_reach_its_goals():
     )  # fmt: skip
     reached = RESULT | {"same_ids": True, "ratio_goal": 1.2, "share_goal": 0.6}
     assert [len(missed(each)) for each in (RESULT, reached)] == [3, 0]
-    command = _DecodingCommand(options)
-    assert command.failures([RESULT, reached], {}) == command.failures([reached, RESULT], {}) == missed(RESULT)
-    assert command.failures([reached], {}) == []
+    command = Decoding(options, REPOSITORY)
+    for results in ([RESULT, reached], [reached, RESULT]):
+        assert command.failures({"results": results}) == missed(RESULT)
+    assert command.failures({"results": [reached]}) == []
     assert [work.has_goals for work in rows("small")] == [True, True, True, True, False, False]

@@ -21,9 +21,9 @@ from dsgpt.benchmarks.faults import (
     STEPS,
     VICTIMS,
     FaultOptions,
+    Faults,
     Outcome,
     faults_page,
-    run_faults,
     seeded_kills,
 )
 from dsgpt.benchmarks.faults_kinds import (
@@ -39,6 +39,7 @@ from dsgpt.benchmarks.faults_kinds import (
     try_faults,
 )
 from dsgpt.benchmarks.faults_runs import Missed, Runs, resumed_from
+from dsgpt.benchmarks.frame import run_suite
 from dsgpt.config.options import SAVE_MODES
 from dsgpt.record.provenance import without_sources
 
@@ -93,7 +94,7 @@ def test_a_fault_that_cannot_be_caused_counts_as_failed(tmp_path, monkeypatch, c
     monkeypatch.setattr(suite, "core_faults", lambda: [good, bad])
     record, page = tmp_path / "out" / "faults.json", tmp_path / "out" / "faults.md"
     options = FaultOptions(kills=0, seed=4, core=True, output=record, page=page, keep=None)
-    assert run_faults(options, repository=REPOSITORY) == 1
+    assert run_suite(Faults, options, repository=REPOSITORY) == 1
     assert "[ 2/2] bad: FAILED" in capsys.readouterr().out
     assert json.loads(record.read_text())["faults"][1]["wrong"] == "it ended before step 9"
     assert "* bad: **NO**: it ended before step 9" in page.read_text()

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_run import REPOSITORY
 from test_many_requests import OPTIONS, TRACE, answer, request, write_run
 
 from dsgpt.benchmarks import inference_engines as continuous
 from dsgpt.benchmarks import inference_engines as ours
 from dsgpt.benchmarks import inference_worker as worker
-from dsgpt.benchmarks.inference import _InferenceCommand, _selected, inference_page, summary_lines
+from dsgpt.benchmarks.inference import Inference, _selected, inference_page, summary_lines
 from dsgpt.benchmarks.inference_engines import ContinuousEngine, OwnModel
 from dsgpt.benchmarks.inference_turns import EngineProcess, Engines, Trace, _environment
 from dsgpt.benchmarks.inference_worker import ANSWER, ONE, STATIC, Answer, as_words, open_engine
@@ -237,9 +238,12 @@ def test_the_page_has_every_figure_under_its_name():
 
 
 def test_an_engine_with_other_ids_is_a_failure():
-    command = _InferenceCommand(OPTIONS)
-    command._measured = [engine("one"), engine("static", same_ids=7), engine("continuous", failure="it broke")]
-    assert command.failures([], {}) == ["continuous: failed: it broke", "static: 1 of 8 answers have other ids"]
+    engines = [engine("one"), engine("static", same_ids=7), engine("continuous", failure="it broke")]
+    record = {"engines": [asdict(one) for one in engines]}
+    assert Inference(OPTIONS, REPOSITORY).failures(record) == [
+        "continuous: failed: it broke",
+        "static: 1 of 8 answers have other ids",
+    ]
 
 
 def test_answers_stand_beside_their_requests_in_whatever_order_they_ended():

@@ -17,7 +17,8 @@ from small_run import REPOSITORY
 from suite_commands import refusal
 
 from dsgpt.benchmarks import inference_engines as batches
-from dsgpt.benchmarks.inference import InferenceOptions, inference_page, run_inference
+from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.inference import Inference, InferenceOptions, inference_page
 from dsgpt.benchmarks.inference_engines import BatchEngine
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
@@ -96,7 +97,7 @@ def measured(tmp_path_factory) -> tuple[int, Path, Path]:
         checkpoint=checkpoint,
         trace=folder / "trace.json",
     )
-    return run_inference(options, repository=REPOSITORY), folder / "out", checkpoint.parent
+    return run_suite(Inference, options, repository=REPOSITORY), folder / "out", checkpoint.parent
 
 
 def test_every_engine_generates_the_same_ids(measured):
@@ -332,7 +333,7 @@ def test_mistakes_of_words(tmp_path, snapshot):
 def test_mistakes_of_files_are_reported_together(tmp_path):
     options = replace(OPTIONS, engines=("one", "vllm"))
     with pytest.raises(UserError) as caught:
-        run_inference(options, repository=REPOSITORY)
+        run_suite(Inference, options, repository=REPOSITORY)
     assert [line.split(":")[0] for line in caught.value.problems] == [
         "--vllm no-environment",
         "--trace no.json",
@@ -429,7 +430,7 @@ def test_an_engine_that_fails_is_shown_and_the_others_go_on(tmp_path, capsys):
         concurrency=(1,), engines=("vllm", "one"), repeats=1, trace=tmp_path / "trace.json",
         vllm=tmp_path / "environment",
     )  # fmt: skip
-    assert run_inference(options, repository=REPOSITORY) == 1
+    assert run_suite(Inference, options, repository=REPOSITORY) == 1
     record = read_concurrency(tmp_path / "inference.json")
     vllm, one = record.engines
     assert vllm.failure == "its process ended with 1: ModuleNotFoundError: No module named 'vllm'"

@@ -6,7 +6,7 @@ import json
 import pytest
 from suite_commands import benchmark, refusal
 
-from dsgpt.benchmarks.plan import PAGE, cells
+from dsgpt.benchmarks.plan import cells
 from dsgpt.benchmarks.plan_page import choice_table, choices, failed, plan_page
 from dsgpt.planner.memory import PARTS
 from dsgpt.record.provenance import without_sources
@@ -84,7 +84,7 @@ def test_the_page_is_that_of_the_record(finished, record):
     times = copy.deepcopy(record)
     for cell in times["cells"]:
         cell["step_seconds"]["predicted"], cell["fit"] = 1.1 * cell["step_seconds"]["measured"], False
-    assert "Of the 2 cells that nothing was fitted to, the median error is 10%" in PAGE.text(times, source="plan.json")
+    assert "Of the 2 cells that nothing was fitted to, the median error is 10%" in plan_page(times, source="plan.json")
 
 
 def timed(title: str, *, measured: float, predicted: float, batch: int = 8) -> dict:

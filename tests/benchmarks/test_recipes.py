@@ -8,16 +8,17 @@ from small_run import REPOSITORY
 from suite_commands import refusal
 
 from dsgpt.benchmarks import recipes as command
+from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.recipes import (
     SEARCHES,
     SEED,
     SHIPPED_BEFORE,
+    Recipes,
     RecipesOptions,
     Search,
     Trial,
     other_seeds,
     recipes_page,
-    run_recipes,
 )
 from dsgpt.record.provenance import without_sources
 
@@ -58,10 +59,10 @@ def test_a_rate_at_the_edge_is_not_chosen_and_the_best_change_is_repeated(tmp_pa
     search = Search(size="demo", length=128, tokens=1024, batches=(8,), rates=(1e-3, 2e-3, 4e-3, 8e-3))
     monkeypatch.setattr(command, "SEARCHES", {"demo": search})
     monkeypatch.setattr(command, "prepare_demo", lambda _repository, folder: folder)
-    monkeypatch.setattr(command._RecipesCommand, "_train", pretend)
+    monkeypatch.setattr(Recipes, "_train", pretend)
     record, page = tmp_path / "recipes.json", tmp_path / "recipes.md"
     options = RecipesOptions(output=record, page=page, keep=None, size=(), device="cpu")
-    assert run_recipes(options, repository=REPOSITORY) == 0
+    assert run_suite(Recipes, options, repository=REPOSITORY) == 0
     best = Trial(batch=8, lr=2e-3, beta2=0.99)
     assert set(trained[5:10]) == set(search.changes_of(Trial(batch=8, lr=2e-3)))  # side by side, in whatever order
     assert set(trained[10:13]) == set(other_seeds(best))

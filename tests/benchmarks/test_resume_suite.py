@@ -12,9 +12,10 @@ from training_runs import read_lines, roll_back
 from dsgpt.benchmarks import resume as command
 from dsgpt.benchmarks import saving as saving_command
 from dsgpt.benchmarks.cells import by, flags, write_recipe
-from dsgpt.benchmarks.resume import ResumeOptions, cells, core_pairs, core_rewritten, run_resume, seeded_pairs
+from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.resume import Resume, ResumeOptions, cells, core_pairs, core_rewritten, seeded_pairs
 from dsgpt.benchmarks.resume_rank import BASELINE, BOUND, WHOLE, Length, ResumeSuite, wrong_in
-from dsgpt.benchmarks.saving import SAVES, SavingOptions, run_saving
+from dsgpt.benchmarks.saving import SAVES, Saving, SavingOptions
 from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS
 from dsgpt.record.provenance import without_sources
 from dsgpt.training.command import train
@@ -52,7 +53,7 @@ def test_resume_writes_its_record_and_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "core_pairs", list)
     record, page = tmp_path / "out" / "resume.json", tmp_path / "out" / "resume.md"
     options = ResumeOptions(pairs=30, seed=4, core=True, output=record, page=page, keep=None)
-    assert run_resume(options, repository=REPOSITORY) == 0
+    assert run_suite(Resume, options, repository=REPOSITORY) == 0
     assert "[  1/1] baseline on 1 rank, fp32, writes what it read: passed" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert found["rewritten"][0]["measured"]["optimizer.safetensors"] is True
@@ -71,7 +72,7 @@ def test_saving_writes_its_record_and_page(tmp_path, monkeypatch):
     monkeypatch.setattr(saving_command, "WORK", saving_command.WORK | small)
     record, page = tmp_path / "saving.json", tmp_path / "saving.md"
     options = SavingOptions(rounds=1, device="cpu", output=record, page=page, keep=None)
-    assert run_saving(options, repository=REPOSITORY) in {0, 1}  # the ratio is not meaningful for so small a model
+    assert run_suite(Saving, options, repository=REPOSITORY) in {0, 1}  # the ratio of so small a model means nothing
     found = json.loads(record.read_text())
     assert [(run["mode"], len(run["saves"])) for run in found["runs"]] == [("sync", SAVES), ("async", SAVES)]
     for run in found["runs"]:

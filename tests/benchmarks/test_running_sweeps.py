@@ -17,7 +17,8 @@ from sweep_files import STEPS, WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks import sweep as command
 from dsgpt.benchmarks import sweep_turns as training
-from dsgpt.benchmarks.sweep import run_sweep
+from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.sweep import SweepSuite
 from dsgpt.benchmarks.sweep_cells import Cell as SweepedCell
 from dsgpt.benchmarks.sweep_cells import ComparisonPlan
 from dsgpt.benchmarks.sweep_turns import Ending, cell_of, comparison_of, error_line, state_of, train
@@ -49,7 +50,7 @@ def test_a_real_sweep_from_command_to_page_and_a_repeat_more(tmp_path, monkeypat
     first = read_sweep(tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     chosen = options(Path(), file.name, target_loss=9.0, price=3600.0, profile_comm=1)
-    assert run_sweep(chosen, repository=REPOSITORY) == 0
+    assert run_suite(SweepSuite, chosen, repository=REPOSITORY) == 0
     assert "2 of 4 turns have results from before; 2 left" in capsys.readouterr().out
     sweep = read_sweep(tmp_path / "out")
     one, two = sweep.cells
@@ -131,13 +132,13 @@ ENDINGS = {
 def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, tmp_path, monkeypatch):
     whole, cut, rest = Trainings(ENDINGS), Trainings(ENDINGS, interrupt_at=5), Trainings(ENDINGS)
     monkeypatch.setattr(training, "train", whole)
-    assert run_sweep(options(tmp_path / "whole", three), repository=REPOSITORY) == 0
+    assert run_suite(SweepSuite, options(tmp_path / "whole", three), repository=REPOSITORY) == 0
     monkeypatch.setattr(training, "train", cut)
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+        run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
     assert not (tmp_path / "out" / "sweep.json").exists()
     monkeypatch.setattr(training, "train", rest)
-    assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
+    assert run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY) == 0
     assert cut.begun[:4] + rest.begun == whole.begun
     assert [read_sweep(folder / "out").cells for folder in (tmp_path, tmp_path / "whole")] == [
         read_sweep(tmp_path / "out").cells
@@ -146,30 +147,30 @@ def test_an_interrupted_sweep_repeats_only_the_turn_that_was_interrupted(three, 
 
 def test_turns_with_other_settings_recipes_data_or_sources_are_refused(three, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
-    run_sweep(options(tmp_path, three), repository=REPOSITORY)
+    run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
     with pytest.raises(UserError, match=r"holds turns of a sweep with other settings, which cannot be compared"):
-        run_sweep(options(tmp_path, three, steps=7), repository=REPOSITORY)
+        run_suite(SweepSuite, options(tmp_path, three, steps=7), repository=REPOSITORY)
     recipe = tmp_path / "recipe.json"
     before = recipe.read_text()
     recipe.write_text(before.replace('"stage": 1', '"stage": 2'))
     with pytest.raises(UserError, match=r"with other recipes, which"):
-        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+        run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
     recipe.write_text(before)
     train_data = (tmp_path / "train.bin").read_bytes()
     write_tokens(tmp_path / "train.bin", random_ids(TOKENS, seed=9))
     with pytest.raises(UserError, match=r"with other data, which"):
-        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+        run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
     write_tokens(tmp_path / "train.bin", np.frombuffer(train_data, dtype="<u2"))
-    assert run_sweep(options(tmp_path, three), repository=REPOSITORY) == 0
+    assert run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY) == 0
     (tmp_path / "edited.py").write_text("pass")
     monkeypatch.setattr(command, "PACKAGE", tmp_path)
     with pytest.raises(UserError, match=r"with other sources, .* give another --output, or remove the folder"):
-        run_sweep(options(tmp_path, three), repository=REPOSITORY)
+        run_suite(SweepSuite, options(tmp_path, three), repository=REPOSITORY)
 
 
 def test_failures_are_results_with_the_reason_on_the_page(three, tmp_path, monkeypatch, snapshot, capsys):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
-    assert run_sweep(options(tmp_path, three, repeats=1), repository=REPOSITORY) == 0
+    assert run_suite(SweepSuite, options(tmp_path, three, repeats=1), repository=REPOSITORY) == 0
     sweep = read_sweep(tmp_path / "out")
     assert {cell.name: (cell.turns[0].state, cell.tokens_per_sec) for cell in sweep.cells} == {
         "a": (State.OUT_OF_MEMORY, None),
@@ -295,7 +296,7 @@ def test_cells_whose_records_show_other_work_have_no_speed_up():
 
 def test_a_record_of_another_schema_is_refused(three, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train", Trainings(ENDINGS))
-    run_sweep(options(tmp_path, three, repeats=1), repository=REPOSITORY)
+    run_suite(SweepSuite, options(tmp_path, three, repeats=1), repository=REPOSITORY)
     file = tmp_path / "out" / "sweep.json"
     sweep = read_sweep(file)
     file.write_text(json.dumps(asdict(replace(sweep, schema_version="2.0"))))

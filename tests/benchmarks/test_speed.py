@@ -13,7 +13,8 @@ from suite_commands import benchmark, refusal
 from dsgpt.benchmarks import speed as command
 from dsgpt.benchmarks import speed_rounds as measure
 from dsgpt.benchmarks import time_to_loss
-from dsgpt.benchmarks.speed import SpeedOptions, reached, run_speed, speed_page, verdict
+from dsgpt.benchmarks.frame import run_suite
+from dsgpt.benchmarks.speed import Speed, SpeedOptions, reached, speed_page, verdict
 from dsgpt.benchmarks.speed_rounds import measure_memory, measure_row, span
 from dsgpt.benchmarks.speed_trainers import open_loop
 from dsgpt.benchmarks.speed_work import (
@@ -194,11 +195,11 @@ def test_without_a_checkout_record_page_and_console_name_the_rows_that_are_missi
     def fail(_self, _row):
         raise UserError("not measured here")
 
-    monkeypatch.setattr(command._SpeedCommand, "_row", fail)
+    monkeypatch.setattr(Speed, "_row", fail)
     record, page = tmp_path / "speed.json", tmp_path / "speed.md"
     only = ("4-x-256-t-256-b-8-bf16", "time-to-loss")
     options = SpeedOptions(output=record, page=page, keep=None, rounds=1, peer=(), only=only, device="cpu")
-    run_speed(options, repository=REPOSITORY)
+    run_suite(Speed, options, repository=REPOSITORY)
     found = json.loads(record.read_text())
     assert [result["title"] for result in found["results"]] == ["4-x-256-t-256-b-8-bf16"]
     title = "4 x 256, T=256, B=8, bf16"
@@ -212,12 +213,12 @@ def test_a_row_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys
     def fail(_self):
         raise UserError("no memory left")
 
-    monkeypatch.setattr(command._SpeedCommand, "_memory", fail)
+    monkeypatch.setattr(Speed, "_memory", fail)
     record, page = tmp_path / "speed.json", tmp_path / "speed.md"
     options = SpeedOptions(
         output=record, page=page, keep=None, rounds=1, peer=(), only=("memory", "help"), device="cpu"
     )
-    assert run_speed(options, repository=REPOSITORY) == 1
+    assert run_suite(Speed, options, repository=REPOSITORY) == 1
     failed, measured = json.loads(record.read_text())["results"]
     assert failed == {"key": "memory", "title": "memory", "failed": "no memory left"}
     assert measured["key"] == "help"

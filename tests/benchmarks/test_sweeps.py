@@ -14,8 +14,9 @@ from suite_commands import benchmark, refusal
 from sweep_files import WORK, cell, made_up, options, write_description
 
 from dsgpt.benchmarks.compare import compare
+from dsgpt.benchmarks.frame import run_suite
 from dsgpt.benchmarks.records import REFERENCE, SWEEPS
-from dsgpt.benchmarks.sweep import run_sweep
+from dsgpt.benchmarks.sweep import SweepSuite
 from dsgpt.benchmarks.sweep_cells import (
     BATCH,
     SUITES,
@@ -139,7 +140,7 @@ def test_a_cell_with_another_batch_is_refused_before_anything_runs(tmp_path, sna
     same = {"name": "strong", "baseline": "one"}
     file = write_description(tmp_path, cells, comparisons=[same, weak])
     with pytest.raises(UserError) as refused:
-        run_sweep(options(tmp_path, file), repository=REPOSITORY)
+        run_suite(SweepSuite, options(tmp_path, file), repository=REPOSITORY)
     assert "\n".join(refused.value.problems) == snapshot
     assert not (tmp_path / "out").exists()
 

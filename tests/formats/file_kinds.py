@@ -363,15 +363,15 @@ def page(suite: str) -> Callable[[Path], None]:
     """Make the page of a suite from a record, as ``--table-from`` does."""
 
     def read(folder: Path) -> None:
-        from dsgpt.benchmarks.faults import PAGE as FAULTS
+        from dsgpt.benchmarks.faults import Faults
         from dsgpt.benchmarks.frame import make_page
-        from dsgpt.benchmarks.parity import PAGE as PARITY
-        from dsgpt.benchmarks.resume import PAGE as RESUME
-        from dsgpt.benchmarks.saving import PAGE as SAVING
-        from dsgpt.benchmarks.sweep import PAGE as SWEEP
+        from dsgpt.benchmarks.parity import Parity
+        from dsgpt.benchmarks.resume import Resume
+        from dsgpt.benchmarks.saving import Saving
+        from dsgpt.benchmarks.sweep import SweepSuite
 
-        pages = {page.name: page for page in (PARITY, RESUME, FAULTS, SAVING, SWEEP)}
-        make_page(pages[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
+        suites = {each.name: each for each in (Parity, Resume, Faults, Saving, SweepSuite)}
+        make_page(suites[suite], folder / f"{suite}.json", folder / "page.md", repository=folder)
 
     return read
 

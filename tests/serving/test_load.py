@@ -18,6 +18,7 @@ from running_server import Server, within
 
 from dsgpt.benchmarks import serving as load_module
 from dsgpt.benchmarks import serving as process_module
+from dsgpt.benchmarks.frame import record_head
 from dsgpt.benchmarks.serving import (
     ANSWERED,
     BATCH,
@@ -29,8 +30,8 @@ from dsgpt.benchmarks.serving import (
     Load,
     Served,
     ServerProcess,
+    Serving,
     ServingOptions,
-    _ServingCommand,
     round_of,
     serving_page,
     summary_lines,
@@ -39,7 +40,6 @@ from dsgpt.common.errors import UserError
 from dsgpt.inference.server.completions import Gate, Metrics
 from dsgpt.inference.server.options import Limits
 from dsgpt.inference.server.requests import ApiError
-from dsgpt.machine.console import Console
 
 # A server under several times its capacity answers every request once; the load test reports what is wrong.
 
@@ -98,11 +98,11 @@ def test_the_load_test_names_what_is_wrong(tmp_path: Path, changes, failure):
     options = ServingOptions(
         output=tmp_path, page=tmp_path, keep=None, checkpoint=tmp_path, requests=4, times=4, rounds=2, device="cpu"
     )
-    command = _ServingCommand(options, tmp_path)
+    command = Serving(options, tmp_path)
     command._exit_code, command._capacity, rounds = 0, 2.0, results(**changes)
-    record = command.record(rounds, seconds=5)
-    assert failure is None or any(line.startswith(failure) for line in command.failures(rounds, record))
-    assert bool(command.failures(rounds, record)) == (failure is not None)
+    record = record_head("1.0", device="cpu") | command.record(rounds)
+    assert failure is None or any(line.startswith(failure) for line in command.failures(record))
+    assert bool(command.failures(record)) == (failure is not None)
     page = serving_page(record, source="load.json")
     assert record["rounds"][0]["accepted_sec"] == {"p50": 0.2, "p95": 0.4, "p99": 0.4}
     in_texts = failure is None or any(word in failure for word in ("grew", "left", "only"))
@@ -304,8 +304,8 @@ def test_a_round_offers_several_times_the_capacity_and_counts_what_the_server_an
     clients, started = ScriptedLoad(server), []
     monkeypatch.setattr(process_module, "ServerProcess", lambda *_, **options: started.append(options) or server)
     monkeypatch.setattr(load_module, "Load", clients.opened)
-    command = _ServingCommand(OPTIONS, FOLDER)
-    command.begin(FOLDER, Console(speaks=False))
+    command = Serving(OPTIONS, FOLDER)
+    command.folder = FOLDER
     first, second = command.results()
     assert started == [{"batch": BATCH, "queue": QUEUE, "device": "cpu", "log": FOLDER / "server.txt"}]
     places, steady, capacity = BATCH + QUEUE, 10 * BATCH, 10 * BATCH / 40  # the last of the steady ones takes 40 s
@@ -322,10 +322,10 @@ def test_a_round_offers_several_times_the_capacity_and_counts_what_the_server_an
         (2, 102, 5.0),
     ]
     assert first["offered_per_sec"] == pytest.approx(2 * capacity)
-    record = command.record([first, second], seconds=1)
+    record = command.record([first, second])
     assert (record["capacity_per_sec"], record["exit_code"], record["growth"]) == (capacity, 3, 1.02)
     assert record["load"] == pytest.approx(2 * capacity / 10)  # 50 requests in 5 s are more than the capacity
-    assert len(command.failures([first, second], record)) == 7
+    assert len(command.failures(record)) == 7
 
 
 def a_round(*, number: int, lost: int = 0, **changes: Any) -> dict[str, Any]:
@@ -352,13 +352,13 @@ def a_round(*, number: int, lost: int = 0, **changes: Any) -> dict[str, Any]:
 
 def test_the_page_has_the_figures_of_the_requests_that_were_answered():
     """A lost request has no latency: its waits are those of a client that gave up."""
-    command = _ServingCommand(replace(OPTIONS, requests=104), FOLDER)
-    command._capacity = 5.0
+    command = Serving(replace(OPTIONS, requests=104), FOLDER)
+    command._capacity, command._exit_code = 5.0, None
     rounds = [
         a_round(number=1, lost=4, answered_twice=2, wrong_texts=3),
         a_round(number=2, lost=4, answered_by_the_servers_count=99),
     ]
-    record = command.record(rounds, seconds=1)
+    record = record_head("1.0", device="cpu") | command.record(rounds)
     assert record["load"] == 4.0  # against the capacity, which is more than the rounds answered
     times = "0.50 / 0.95 / 0.99 s | 50.00 / 95.00 / 99.00 s | 2 MB |"
     assert summary_lines(record)[-2:] == [

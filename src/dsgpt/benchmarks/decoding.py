@@ -4,26 +4,22 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dsgpt.benchmarks.frame import (
     Record,
     Suite,
-    SuiteCommand,
     SuiteOptions,
-    SuitePage,
     device_flag,
     judged,
     only_flag,
     peers_flag,
-    record_head,
-    run_suite,
+    selected,
     table,
 )
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words
-from dsgpt.machine.console import Console
 
 OURS, HUGGING_FACE, NANOGPT = "dsgpt", "transformers", "nanogpt"
 # The rows of the suite: what is generated, and the goals.
@@ -227,7 +223,6 @@ def _span(figures: Mapping[str, Any], form: str, *, scale: float = 1.0) -> str:
     return f"{median} ({smallest} to {largest})"
 
 
-PAGE = SuitePage(name="decoding", of="decoding", text=decoding_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 SIZES = ("demo", "tiny", "small", "medium", "large", "xl")
 
@@ -249,75 +244,69 @@ class DecodingOptions(SuiteOptions):
     device: str = device_flag("cpu or cuda")
 
 
-def run_decoding(options: DecodingOptions, *, repository: Path) -> int:
-    """Measure; return 0 if every goal was reached and every id in fp32 is that of transformers.
+class Decoding(Suite[DecodingOptions, Result]):
+    """Lets implementations continue the same prompts in turn."""
 
-    Raises:
-        UserError: a peer's folder is wrong, or nothing is selected.
-    """
-    return run_suite(_DecodingCommand(options), options, repository=repository)
+    name, record_of, schema_version, unit = "decoding", "decoding", SCHEMA_VERSION, "row"
+    flags, page, summary = DecodingOptions, staticmethod(decoding_page), staticmethod(summary_lines)
+    description = """\
+decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
+fp32 and bf16, and compare their seconds; measure how far the time of a token is from that of reading the weights. Exit
+code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py decoding
+  .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
+  .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
+  .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
 
-
-class _DecodingCommand(SuiteCommand[Result]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "row"
-
-    def __init__(self, options: DecodingOptions) -> None:
-        self._options = options
-        self._checkout = _checkout(options.peer)
-        self._rows: list[Work] = []
-        self._losses: Result | None = None
-
-    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
-        """Choose the rows; see ``SuiteCommand``."""
-        if (self._options.checkpoint is None) != (self._options.data is None):
+    def plan(self) -> int:
+        self._checkout = _checkout(self.options.peer)
+        if (self.options.checkpoint is None) != (self.options.data is None):
             raise UserError("--checkpoint and --data belong together: a trained model, and the token file it predicts")
-        every, wanted = rows(self._options.model_size), self._options.only
-        self._rows = [work for work in every if not wanted or any(work.key.startswith(word) for word in wanted)]
-        if not self._rows:
-            raise UserError(
-                f"--only {' '.join(wanted)}: selects nothing; there are {', '.join(work.key for work in every)}"
-            )
+        self._rows = list(
+            selected({work.key: work for work in rows(self.options.model_size)}, self.options.only).values()
+        )
         return len(self._rows)
 
-    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002 - of the interface
+    def begin(self) -> None:
         """Choose the device, and measure what does not depend on time; nothing is written."""
         import torch  # noqa: PLC0415 - takes seconds
 
         from dsgpt.machine.device import bring_up  # noqa: PLC0415
 
-        if self._options.device == "cuda" and not torch.cuda.is_available():
+        if self.options.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device cuda: PyTorch sees no NVIDIA GPU here; use --device cpu")
-        threads = len(os.sched_getaffinity(0)) if self._options.device == "cpu" else None
-        self._device = bring_up(self._options.device, local_rank=0, threads=threads)
-        if self._options.checkpoint and self._options.data:
+        threads = len(os.sched_getaffinity(0)) if self.options.device == "cpu" else None
+        self._device = bring_up(self.options.device, local_rank=0, threads=threads)
+        self._losses: Result | None = None
+        if self.options.checkpoint and self.options.data:
             from dsgpt.benchmarks.decoding_contenders import measure_losses  # noqa: PLC0415
 
-            self._losses = measure_losses(self._options.checkpoint, self._options.data, device=self._options.device)
+            self._losses = measure_losses(self.options.checkpoint, self.options.data, device=self.options.device)
 
     def results(self) -> Iterator[Result]:
         from dsgpt.benchmarks.decoding_contenders import measure_row  # noqa: PLC0415 - torch takes seconds
 
         for work in self._rows:
-            yield measure_row(work, rounds=self._options.rounds, device=self._device, checkout=self._checkout)
+            yield measure_row(work, rounds=self.options.rounds, device=self._device, checkout=self._checkout)
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {verdict(result)}{left}"
 
-    def record(self, results: Sequence[Result], *, seconds: float) -> Record:
+    def record(self, results: Sequence[Result]) -> Record:
         from dsgpt.machine.device import huge_page_setting  # noqa: PLC0415 - torch takes seconds
 
-        return record_head(SCHEMA_VERSION, device=self._options.device) | {
-            "rounds": self._options.rounds,
+        return {
+            "rounds": self.options.rounds,
             "huge_pages": huge_page_setting(),
-            "model_size": self._options.model_size,
-            "seconds": round(seconds, 1),
+            "model_size": self.options.model_size,
             "losses": self._losses,
             "results": list(results),
         }
 
-    def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
-        return [line for result in results for line in missed(result)]
+    def failures(self, record: Record) -> list[str]:
+        return [line for result in record["results"] for line in missed(result)]
 
 
 def _checkout(words: Sequence[str]) -> Path | None:
@@ -335,24 +324,3 @@ def _checkout(words: Sequence[str]) -> Path | None:
             raise UserError(f"--peer {word}: {folder} has no model.py: name a checkout of {NANOGPT}")
         found = Path(folder).resolve()
     return found
-
-
-DESCRIPTION = """\
-decoding: let this program, transformers and nanoGPT continue the same prompts in turn, with one text and with eight, in
-fp32 and bf16, and compare their seconds; measure how far the time of a token is from that of reading the weights. Exit
-code 0: every goal was reached, and in fp32 every id is that of transformers; 1: otherwise."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py decoding
-  .venv/bin/python src/benchmark.py decoding --only fp32 --rounds 9
-  .venv/bin/python src/benchmark.py decoding --checkpoint checkpoint/demo-zero1 --data data/python-stdlib/val.bin
-  .venv/bin/python src/benchmark.py decoding --model_size demo --peer nanogpt=/tmp/nanoGPT"""
-
-
-SUITE = Suite(
-    description=DESCRIPTION,
-    examples=EXAMPLES,
-    options=DecodingOptions,
-    run=run_decoding,
-    page=PAGE,
-)

@@ -3,29 +3,16 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dsgpt.benchmarks.cells import Cell, by
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    record_head,
-    run_suite,
-    table,
-    work_facts,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, table, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import machine_words
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.machine.console import Console
 
 if TYPE_CHECKING:
-    from dsgpt.benchmarks.faults_kinds import Fault
-    from dsgpt.benchmarks.faults_runs import Runs
+    pass
 
 
 STEPS, SAVE_EVERY = 24, 4
@@ -302,7 +289,6 @@ def _troubles(record: Record) -> str:
     return "## Failed or not run\n\n" + "\n".join(lines) if lines else ""
 
 
-PAGE = SuitePage(name="faults", of="the fault campaign", text=faults_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 
 
@@ -317,76 +303,57 @@ class FaultOptions(SuiteOptions):
     core: bool = switch("only what `make test` runs")
 
 
-def run_faults(options: FaultOptions, *, repository: Path) -> int:
-    """Run the campaign; return 0 if every run recovered.
+class Faults(Suite[FaultOptions, Outcome]):
+    """Disturbs runs and resumes them."""
 
-    Raises:
-        UserError: the text could not be prepared.
-    """
-    return run_suite(_FaultsCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "faults", "the fault campaign", SCHEMA_VERSION, "fault"
+    count_width = 2
+    flags, page, summary = FaultOptions, staticmethod(faults_page), staticmethod(summary_lines)
+    description = """\
+faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
+resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
+otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py faults
+  .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
+  .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
 
-
-class _FaultsCommand(SuiteCommand["Outcome"]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "fault"
-    count_width: ClassVar[int] = 2
-
-    def __init__(self, options: FaultOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._faults: list[Fault] = []
-        self._runs: Runs
-
-    def plan(self, console: Console) -> int:  # noqa: ARG002
+    def plan(self) -> int:
         from dsgpt.benchmarks.faults_kinds import all_faults, core_faults  # noqa: PLC0415 - torch takes seconds
 
-        options = self._options
+        options = self.options
         self._faults = core_faults() if options.core else all_faults(kills=options.kills, seed=options.seed)
         return len(self._faults)
 
-    def begin(self, folder: Path, console: Console) -> None:
+    def begin(self) -> None:
         from dsgpt.benchmarks.faults_runs import Runs  # noqa: PLC0415
 
-        self._runs = Runs(folder, repository=self._repository)
-        console.say(f"{len(self._faults)} faults; each run is first trained undisturbed")
+        self._runs = Runs(self.folder, repository=self.repository)
+        self.console.say(f"{len(self._faults)} faults; each run is first trained undisturbed")
 
-    def results(self) -> Iterator["Outcome"]:
+    def results(self) -> Iterator[Outcome]:
         from dsgpt.benchmarks.faults_kinds import try_faults  # noqa: PLC0415
 
         return try_faults(self._runs, self._faults)
 
-    def line(self, result: "Outcome", *, count: str, left: str) -> str:
+    def line(self, result: Outcome, *, count: str, left: str) -> str:
         word = {"passed": "recovered", "failed": "FAILED", "not run": "not run"}[result.status]
         reasons = (result.wrong or result.not_run).splitlines()
         because = f": {reasons[0]}" if reasons else ""
         return f"{count} {result.name}: {word} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence["Outcome"], *, seconds: float) -> Record:
-        """The record of ``results``, which took ``seconds``."""
+    def record(self, results: Sequence[Outcome]) -> Record:
         runs = {name: {"executed_by": by(cell), "accumulation": cell.accumulation} for name, cell in RUNS.items()}
         settings = {"steps": STEPS, "save_every": SAVE_EVERY, "dropout": DROPOUT}
-        return record_head(SCHEMA_VERSION, device="cpu") | {
+        return {
             "work": settings | work_facts("cpu") | {"runs": runs},
-            "seed": self._options.seed,
-            "seconds": round(seconds, 1),
+            "seed": self.options.seed,
             "faults": [
                 asdict(outcome) | {"status": outcome.status, "seconds": round(outcome.seconds, 2)}
                 for outcome in results
             ],
         }
 
-    def failures(self, results: Sequence["Outcome"], record: Record) -> list[str]:  # noqa: ARG002
-        return [outcome.name for outcome in results if outcome.status == "failed"]
-
-
-DESCRIPTION = """\
-faults: kill ranks, launchers and whole runs at seeded instants, send signals, damage checkpoints, fill the disk; then
-resume every run, which must end with the losses of an undisturbed run, to the last bit. Exit code 0: they all do; 1:
-otherwise."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py faults
-  .venv/bin/python src/benchmark.py faults --kills 200 --seed 1
-  .venv/bin/python src/benchmark.py faults --table-from checkpoint/faults/faults.json"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=FaultOptions, run=run_faults, page=PAGE)
+    def failures(self, record: Record) -> list[str]:
+        return [fault["name"] for fault in record["faults"] if fault["status"] == "failed"]

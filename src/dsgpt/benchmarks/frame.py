@@ -1,6 +1,5 @@
 """What all suites share: their flags, their command, their records and pages."""
 
-import contextlib
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -9,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from dsgpt.common.command_line import choice, flag
-from dsgpt.common.errors import UserError
+from dsgpt.common.errors import EXIT_DONE, UserError
 from dsgpt.common.files import write_atomic, write_json_atomic
 from dsgpt.common.json_files import JsonError, clipped_text, read_object
 from dsgpt.common.text import BUSY, NO_DIFFERENCE, busy_words, next_line, no_difference
@@ -56,73 +55,26 @@ Record = dict[str, Any]
 _MAX_BYTES = 256 << 20
 
 
-class PageText(Protocol):
-    """Makes the text of a page."""
-
-    def __call__(self, record: Record, *, source: str) -> str:
-        """The page of ``record``, which the reader finds at the path ``source``."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuitePage:
-    """How a suite's record becomes a page."""
-
-    name: str
-    """The suite's name in the commands of ``src/benchmark.py``."""
-    of: str
-    """What it is a record of, for messages."""
-    text: PageText
-    summary: Callable[[Record], list[str]]
-    """Lines for the console at the end of a run."""
-
-
-def make_page(suite: SuitePage, record_file: Path, page: Path, *, repository: Path) -> None:
+def make_page(suite: "type[Suite[Any, Any]]", record_file: Path, page: Path, *, repository: Path) -> None:
     """Write ``page`` from a record that ``--table-from`` names.
 
     Raises:
-        UserError: the file is not a record of the suite.
-    """
-    record = read_record(record_file, of=suite.of)
-    with wrong_records_refused(record_file, of=suite.of):
-        text = suite.text(record, source=record_file.as_posix())
-        write_page(page, text, record=record, name=suite.name, repository=repository)
-
-
-def read_record(file: Path, *, of: str) -> Record:
-    """The record that ``--table-from`` names.
-
-    Args:
-        file: holds it.
-        of: what it is a record of, for the message.
-
-    Raises:
-        UserError: it cannot be read as one.
+        UserError: the file cannot be read as a record of the suite: a value is missing or of another type.
     """
     try:
-        return read_object(file, max_bytes=_MAX_BYTES)
+        record = read_object(record_file, max_bytes=_MAX_BYTES)
     except JsonError as error:
-        raise UserError(f"--table-from {file}: cannot be read as a record of {of}: {error}") from error
-
-
-@contextlib.contextmanager
-def wrong_records_refused(file: Path, *, of: str) -> Iterator[None]:
-    """A context for making a page from a record that the user named: a wrong file is the user's mistake.
-
-    Args:
-        file: the record.
-        of: what it should be a record of, for the message.
-
-    Raises:
-        UserError: a value of the record is missing or of another type.
-    """
+        raise UserError(
+            f"--table-from {record_file}: cannot be read as a record of {suite.record_of}: {error}"
+        ) from error
     try:
-        yield
+        text = suite.page(record, source=record_file.as_posix())
+        write_page(page, text, record=record, name=suite.name, repository=repository)
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = clipped_text(f"{type(error).__name__}: {error}")
-        raise UserError(f"--table-from {file}: is not a record of {of} ({what})") from error
+        raise UserError(f"--table-from {record_file}: is not a record of {suite.record_of} ({what})") from error
 
 
 def write_page(page: Path, text: str, *, record: Record, name: str, repository: Path) -> None:
@@ -153,11 +105,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)
 
 
-# What every suite's command does: run it, show its progress, write its record and the page made from it.
+# What a suite declares, and what its command does: run it, show its progress, write its record and its page.
 
 EXIT_FAILED = 1
 """A result failed; the page says which."""
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,40 +116,77 @@ class SuiteOptions:
     """The flags of every suite, after its own."""
 
     output: Path = flag(Path, "RECORD", "the record to write (default: %(default)s)")
-    page: Path = flag(Path, "MD", "the page to write (default: beside the record)")
+    page: Path | None = flag(Path, "MD", "the page to write (default: beside the record)")
     table_from: Path | None = flag(
         Path, "RECORD", "run nothing; make the page from an earlier record", name="--table-from"
     )
     keep: Path | None = flag(Path, "DIR", "leave recipes, logs and measurements of every training there")
 
 
-class SuiteCommand(ABC, Generic[R]):
-    """One run of a suite, as its command needs it; ``R`` is the type of a result."""
+O = TypeVar("O", bound=SuiteOptions)  # noqa: E741
+"""Type of the options of a suite."""
+R = TypeVar("R")
+"""Type of a result of a suite."""
 
-    page: ClassVar[SuitePage]
+
+class Suite(ABC, Generic[O, R]):
+    """A measurement of ``src/benchmark.py``: a class declares it, and an object is one run of it.
+
+    Args:
+        options: of the command line.
+        repository: holds the scripts and recipes.
+    """
+
+    name: ClassVar[str]
+    """Of the command, and in ``record_sources``."""
+    record_of: ClassVar[str]
+    """What its record is a record of, for messages."""
+    schema_version: ClassVar[str]
+    """Of its record."""
     unit: ClassVar[str]
     """What one result is, in the progress bar."""
     count_width: ClassVar[int] = 3
     """Width, in columns, of the number of results so far."""
+    flags: ClassVar[type[SuiteOptions]]
+    """The dataclass of its options."""
+    description: ClassVar[str]
+    """What it does, what it costs and what its exit codes mean."""
+    examples: ClassVar[str]
+    """The end of its help."""
+    page: ClassVar[Callable[..., str]]
+    """Makes the text of the page from a record and ``source``, the record's path for the reader."""
+    summary: ClassVar[Callable[..., list[str]]]
+    """Makes the lines for the console at the end of a run."""
+
+    def __init__(self, options: O, repository: Path) -> None:
+        self.options, self.repository, self.console = options, repository, Console(speaks=True)
+        self.folder = Path()
+        """Where to work; ``run_suite`` sets it before ``begin``."""
 
     @abstractmethod
-    def plan(self, console: Console) -> int:
+    def plan(self) -> int:
         """Choose what to run; return the number of results. Nothing is written yet.
 
         Raises:
             UserError: there is nothing to run.
         """
 
-    def work_folder(self, options: SuiteOptions, held: ExitStack) -> Path:
-        """Where to work: as ``options.keep`` says.
+    def work_folder(self, held: ExitStack) -> Path:
+        """The folder that ``--keep`` names; without it, a temporary one that ``held`` removes.
 
         Raises:
             UserError: the folder to keep exists.
         """
-        return work_folder(options.keep, held, prefix=f"dsgpt-{self.page.name}-")
+        keep = self.options.keep
+        if keep is None:
+            return Path(held.enter_context(tempfile.TemporaryDirectory(prefix=f"dsgpt-{self.name}-")))
+        try:
+            keep.mkdir(parents=True)
+        except FileExistsError as error:
+            raise UserError(f"--keep {keep}: exists already: give a new folder") from error
+        return keep.resolve()
 
-    @abstractmethod
-    def begin(self, folder: Path, console: Console) -> None:
+    def begin(self) -> None:
         """Prepare the work in ``folder``, which exists.
 
         Raises:
@@ -214,72 +202,67 @@ class SuiteCommand(ABC, Generic[R]):
         """One result for the console; ``count`` is ``[ 7/40]`` and ``left`` ``; 3 min left``, empty after the last."""
 
     @abstractmethod
-    def record(self, results: Sequence[R], *, seconds: float) -> Record:
-        """The record of the whole run, which took ``seconds``."""
+    def record(self, results: Sequence[R]) -> Record:
+        """What the record has after its head and ``seconds``, the time of the run."""
 
-    @abstractmethod
-    def failures(self, results: Sequence[R], record: Record) -> list[str]:
+    def failures(self, record: Record) -> list[str]:  # noqa: ARG002 - a suite may only measure
         """What failed; the exit code is 0 only if this is empty."""
+        return []
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002 - some suites name them
         """The last lines on the console."""
         return []
 
+    def finish(self, record: Record) -> None:
+        """What follows when record and page are written and shown."""
 
-def run_suite(suite: SuiteCommand[R], options: SuiteOptions, *, repository: Path) -> int:
-    """Run the suite, write its record and its page; return 0 if nothing failed, else ``EXIT_FAILED``.
+
+def run_suite(suite: type[Suite[O, R]], options: O, *, repository: Path) -> int:
+    """Run ``suite`` and write its record and page; with ``--table-from``, only make the page from that record.
+
+    Returns:
+        0 if nothing failed, else ``EXIT_FAILED``.
 
     Raises:
-        UserError: from ``plan``, ``begin`` or ``results``; or the folder to keep exists.
+        UserError: the options are wrong, the work could not be prepared, or a file is not a record of the suite.
     """
-    console, name = Console(speaks=True), suite.page.name
-    sources = record_sources(name)
+    if options.table_from:
+        page = options.page or options.table_from.with_suffix(".md")
+        make_page(suite, options.table_from, page, repository=repository)
+        print(page)
+        return EXIT_DONE
+    sources = record_sources(suite.name)
     commit = marked(git_commit(repository, mark=""), sources, repository=repository)
-    total, started = suite.plan(console), time.perf_counter()
-    load = LoadOfOthers()
+    run = suite(options, repository)
+    console, output = run.console, run.options.output
+    page = run.options.page or output.with_suffix(".md")
+    total, started = run.plan(), time.perf_counter()
+    load, results = LoadOfOthers(), list[R]()
     with ExitStack() as held:
-        suite.begin(suite.work_folder(options, held), console)
-        results = _shown(suite, console, total=total, held=held)
-        record: Record = finite(suite.record(results, seconds=time.perf_counter() - started) | load.figures())
+        run.folder = run.work_folder(held)
+        run.begin()
+        progress = console.progress(total=total, what=suite.name, unit=suite.unit)
+        held.callback(progress.close)
+        for result in run.results():
+            results.append(result)
+            progress.advance()
+            left = f"; {progress.time_left()} left" if len(results) < total else ""
+            console.say(run.line(result, count=f"[{len(results):>{suite.count_width}}/{total}]", left=left))
+        seconds = round(time.perf_counter() - started, 1)
+        head = record_head(suite.schema_version, device=getattr(options, "device", "cpu"))
+        record: Record = finite(head | {"seconds": seconds} | run.record(results) | load.figures())
     record["git_commit"] = marked(commit, sources, repository=repository)  # marked if one has changed meanwhile
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(options.output, record)
-    failures = suite.failures(results, record)
-    text = suite.page.text(record, source=options.output.as_posix())
-    write_page(options.page, text, record=record, name=name, repository=repository)
-    last, shown = f"record {options.output}, page {options.page}", next_line(["less", options.page])
-    for line in ["", *suite.page.summary(record), busy_words(record), last, *suite.closing_lines(failures), shown]:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(output, record)
+    failures = run.failures(record)
+    write_page(
+        page, suite.page(record, source=output.as_posix()), record=record, name=suite.name, repository=repository
+    )
+    written, shown = f"record {output}, page {page}", next_line(["less", page])
+    for line in ["", *suite.summary(record), busy_words(record), written, *run.closing_lines(failures), shown]:
         console.say(line)
-    return EXIT_FAILED if failures else 0
-
-
-def _shown(suite: SuiteCommand[R], console: Console, *, total: int, held: ExitStack) -> list[R]:
-    """All results; prints a line for each when it comes."""
-    progress = console.progress(total=total, what=suite.page.name, unit=suite.unit)
-    held.callback(progress.close)
-    results: list[R] = []
-    for result in suite.results():
-        results.append(result)
-        progress.advance()
-        left = f"; {progress.time_left()} left" if len(results) < total else ""
-        count = f"[{len(results):>{suite.count_width}}/{total}]"
-        console.say(suite.line(result, count=count, left=left))
-    return results
-
-
-def work_folder(keep: Path | None, held: ExitStack, *, prefix: str) -> Path:
-    """The new folder ``keep``; without it, a temporary one with that prefix that ``held`` removes.
-
-    Raises:
-        UserError: ``keep`` exists.
-    """
-    if keep is None:
-        return Path(held.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
-    try:
-        keep.mkdir(parents=True)
-    except FileExistsError as error:
-        raise UserError(f"--keep {keep}: exists already: give a new folder") from error
-    return keep.resolve()
+    run.finish(record)
+    return EXIT_FAILED if failures else EXIT_DONE
 
 
 def record_head(schema_version: str, *, device: str) -> Record:
@@ -302,7 +285,21 @@ def work_facts(device: str) -> Record:
     return {"global_batch_size": GLOBAL_BATCH, "seq_len": SEQUENCE, "model": shape(device)}
 
 
-# The flags that several suites have.
+# What several suites have: a part of their work that ``--only`` selects, and flags.
+
+T = TypeVar("T")
+
+
+def selected(every: Mapping[str, T], only: Sequence[str]) -> dict[str, T]:
+    """What ``--only`` selects by the beginnings of keys: all if it is empty.
+
+    Raises:
+        UserError: it selects nothing.
+    """
+    found = {key: each for key, each in every.items() if not only or key.startswith(tuple(only))}
+    if not found:
+        raise UserError(f"--only {' '.join(only)}: selects nothing; there are {', '.join(every)}")
+    return found
 
 
 def only_flag(metavar: str, what: str) -> Any:
@@ -324,21 +321,3 @@ def peers_flag(text: str) -> Any:
 def device_flag(text: str) -> Any:
     """``--device``."""
     return flag(choice(("cpu", "cuda")), "KIND", f"{text} (default: cpu)", default="cpu")
-
-
-# What a suite is to the command line: its help, its flags, and what they start.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Suite:
-    """A measurement that ``src/benchmark.py`` offers."""
-
-    description: str
-    """What it does, what it costs and what its exit codes mean."""
-    examples: str
-    """The end of its help."""
-    options: type[SuiteOptions]
-    """The fields are the flags."""
-    run: Callable[..., int]
-    """Runs it as its options say, with the scripts and recipes of ``repository``; returns the exit code."""
-    page: SuitePage

@@ -6,23 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    device_flag,
-    read_record,
-    record_head,
-    run_suite,
-    table,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, table
 from dsgpt.benchmarks.inference_turns import (
     COMMITTED,
-    Alone,
     Engines,
     Setting,
     Trace,
@@ -41,7 +29,6 @@ from dsgpt.common.files import sha256_of, write_json_atomic
 from dsgpt.common.json_files import JsonError, parse_as, read_object
 from dsgpt.common.text import machine_words
 from dsgpt.machine.console import Console, duration
-from dsgpt.model.config import GPT2Config
 from dsgpt.record.schema import RECORD_FILE
 from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles
 from dsgpt.record.sweeps import Spread
@@ -246,7 +233,6 @@ def _megabytes(value: int | None) -> str:
     return "unknown" if value is None else f"{value / 1e6:,.0f}"
 
 
-PAGE = SuitePage(name="inference", of="many requests", text=inference_page, summary=summary_lines)
 CONCURRENCY, REPEATS = (1, 2, 4, 8, 16), 3
 DEFAULT_ENGINES = (ONE, STATIC, CONTINUOUS)
 CHECKPOINT = Path("checkpoint/demo-zero1")
@@ -293,39 +279,31 @@ class InferenceOptions(SuiteOptions):
     """src/benchmark.py starts ``decoding`` if it is given."""
 
 
-def run_inference(options: InferenceOptions, *, repository: Path) -> int:
-    """Measure the engines, also for the record of the run; return 0 when every engine answered with our ids, else 1.
+class Inference(Suite[InferenceOptions, Turn]):
+    """Lets engines answer the same requests in turn; the run of the checkpoint gets the figures, too."""
 
-    Raises:
-        UserError: the checkpoint, the trace or vLLM's environment is missing or unusable, ``one`` failed, or a process
-            trains in the run's folder.
-    """
-    code = run_suite(_InferenceCommand(options), options, repository=repository)
-    if file := run_record_of(options.checkpoint):
-        write_by_concurrency(file, read_record(options.output, of=PAGE.of))
-        print(f"by_concurrency in {file}")
-    return code
+    name, record_of, schema_version, unit = "inference", "many requests", SCHEMA_VERSION, "turn"
+    flags, page, summary = InferenceOptions, staticmethod(inference_page), staticmethod(summary_lines)
+    description = """\
+inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
+once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
+first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
+the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise, and if one
+failed, without which the others go on."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
+  .venv/bin/python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
+  .venv/bin/python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
 
+`make vllm` installs vLLM into .venv-vllm."""
 
-class _InferenceCommand(SuiteCommand[Turn]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "turn"
-
-    def __init__(self, options: InferenceOptions) -> None:
-        self._options = options
-        self._kinds = tuple(dict.fromkeys(options.engines))
-        self._turns = list(turn_order(self._kinds, options.concurrency, repeats=options.repeats))
-        self._trace: Trace
-        self._model: GPT2Config
-        self._engines: Engines
-        self._alone: Alone
-        self._measured: list[Engine] = []
-
-    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
-        """Refuse what cannot be measured; see ``SuiteCommand``."""
+    def plan(self) -> int:
+        """Refuse what cannot be measured."""
         from dsgpt.checkpoints.selection import find_checkpoint, open_model_files  # noqa: PLC0415 - torch
 
-        options, problems = self._options, Problems()
+        options, problems = self.options, Problems()
         python = _python_of(options.vllm)
         if VLLM in options.engines and not python.exists():
             problems.add(
@@ -343,13 +321,15 @@ class _InferenceCommand(SuiteCommand[Turn]):
         mistakes = self._trace.mistakes(positions=self._model.block_size)
         problems.add(*(f"--trace {options.trace}: {mistake}" for mistake in mistakes))
         problems.raise_if_any()
+        self._kinds = tuple(dict.fromkeys(options.engines))
+        self._turns = list(turn_order(self._kinds, options.concurrency, repeats=options.repeats))
         return len(self._turns)
 
-    def begin(self, folder: Path, console: Console) -> None:
+    def begin(self) -> None:
         from dsgpt.inference.export import export  # noqa: PLC0415 - torch takes seconds
 
-        options = self._options
-        exported = folder / "exported"
+        options = self.options
+        exported = self.folder / "exported"
         quiet = Console(speaks=False)
         export(options.checkpoint, exported, form="hf", dtype="fp32", which="latest", console=quiet)
         self._setting = Setting(
@@ -360,13 +340,12 @@ class _InferenceCommand(SuiteCommand[Turn]):
             slots=max(options.concurrency),
             vllm_python=_python_of(options.vllm),
         )
-        self._folder, self._console = folder, console
         requests, names = len(self._trace.requests), ", ".join(self._kinds)
-        console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
+        self.console.say(f"engines {names}; {requests} requests a turn, {len(self._turns)} turns")
 
     def results(self) -> Iterator[Turn]:
         with ExitStack() as held:
-            self._engines = Engines(self._kinds, self._setting, self._folder)
+            self._engines = Engines(self._kinds, self._setting, self.folder)
             held.callback(self._engines.close)
             self._alone = self._engines.alone(self._trace, vocab_size=self._model.vocab_size)
             self._engines.warm_up(self._arrivals(1, gap=0.0), slots=self._setting.slots)
@@ -378,7 +357,7 @@ class _InferenceCommand(SuiteCommand[Turn]):
                     turns.append(turn)
                     yield turn
                 for name in self._engines.failures.keys() - told:
-                    self._console.say(f"{name}: failed: {self._engines.failures[name]}; the others go on")
+                    self.console.say(f"{name}: failed: {self._engines.failures[name]}; the others go on")
                     told.add(name)
             self._measured = [self._engine(name, turns) for name in self._kinds]  # processes explain differences
 
@@ -401,7 +380,7 @@ class _InferenceCommand(SuiteCommand[Turn]):
             differences=differences(own, self._alone.ids, margins),
             by_concurrency={
                 str(slots): load_of(found)
-                for slots in self._options.concurrency
+                for slots in self.options.concurrency
                 if (found := [turn for turn in own if turn.concurrency == slots])
             },
             failure=self._engines.failures.get(name),
@@ -411,10 +390,10 @@ class _InferenceCommand(SuiteCommand[Turn]):
         speed = f"{result.tokens_per_sec:,.0f} tokens per second"
         return f"{count} repeat {result.repeat}, {result.concurrency} at once, {result.engine}: {speed}{left}"
 
-    def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - measured with the engines
+    def record(self, results: Sequence[Turn]) -> Record:  # noqa: ARG002 - measured with the engines
         """The record as ``reports.concurrency`` reads it."""
-        options, trace = self._options, self._trace
-        return record_head(SCHEMA_VERSION, device=options.device) | {
+        options, trace = self.options, self._trace
+        return {
             "checkpoint": options.checkpoint.as_posix(),
             "model": self._model.as_dict(),
             "threads": self._setting.threads or None,
@@ -426,20 +405,30 @@ class _InferenceCommand(SuiteCommand[Turn]):
             "repeats": options.repeats,
             "alone_sec": self._alone.mean_sec,
             "gap_sec": {str(slots): gap_sec(self._alone.mean_sec, slots) for slots in options.concurrency},
-            "seconds": round(seconds, 1),
             "engines": [asdict(engine) for engine in self._measured],
         }
 
-    def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002
-        other = [
-            f"{engine.name}: {engine.answers - engine.same_ids} of {engine.answers} answers have other ids"
-            for engine in self._measured
-            if engine.same_ids < engine.answers
+    def failures(self, record: Record) -> list[str]:
+        engines = record["engines"]
+        failed = [f"{one['name']}: failed: {one['failure']}" for one in engines if one["failure"]]
+        other = [one for one in engines if one["same_ids"] < one["answers"]]
+        return failed + [
+            f"{one['name']}: {one['answers'] - one['same_ids']} of {one['answers']} answers have other ids"
+            for one in other
         ]
-        return [*(f"{engine.name}: failed: {engine.failure}" for engine in self._measured if engine.failure), *other]
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
         return list(failures)
+
+    def finish(self, record: Record) -> None:
+        """Put the figures into the record of the run.
+
+        Raises:
+            UserError: a process trains in the run's folder.
+        """
+        if file := run_record_of(self.options.checkpoint):
+            write_by_concurrency(file, record)
+            print(f"by_concurrency in {file}")
 
 
 def _selected(trace: Trace, requests: int) -> Trace:
@@ -453,26 +442,3 @@ def _python_of(environment: Path) -> Path:
 
 PEERS = "--peers"
 """Turns the command into that of ``decoding``."""
-DESCRIPTION = """\
-inference: let engines answer the same requests, which arrive at random instants, with 1, 2, 4, 8 and 16 of them at
-once: this project one at a time and in static batches, transformers' continuous batching, and vLLM. Compare time to the
-first token, time per token, latency, queue time, throughput and memory, and every token. The run of the checkpoint gets
-the figures, too. Exit code 0: all engines generated the same tokens; 1: otherwise, and if one
-failed, without which the others go on."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py inference --checkpoint checkpoint/demo-zero1
-  .venv/bin/python src/benchmark.py inference --concurrency 1,2,4,8,16 --engines one,static,continuous,vllm
-  .venv/bin/python src/benchmark.py inference --concurrency 1,8 --engines one,continuous --repeats 1 --requests 16
-  .venv/bin/python src/benchmark.py inference --peers --peer nanogpt=/tmp/nanoGPT
-
-`make vllm` installs vLLM into .venv-vllm."""
-
-
-SUITE = Suite(
-    description=DESCRIPTION,
-    examples=EXAMPLES,
-    options=InferenceOptions,
-    run=run_inference,
-    page=PAGE,
-)

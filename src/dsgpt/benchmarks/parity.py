@@ -8,30 +8,20 @@ recipe of its name, so that the suite tests what a user runs.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, TestedStrategy, counted
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    device_flag,
-    only_flag,
-    run_suite,
-)
-from dsgpt.benchmarks.parity_page import failure_words, parity_page, summary_lines
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, only_flag
+from dsgpt.benchmarks.parity_page import cell_name, failure_words, parity_page, summary_lines
 from dsgpt.common.command_line import POSITIVE, flag, switch
 from dsgpt.common.errors import Problems, did_you_mean
-from dsgpt.machine.console import Console
 
 if TYPE_CHECKING:
-    from dsgpt.benchmarks.launch import Launch
-    from dsgpt.benchmarks.parity_suite import ParitySuite, Result
+    from dsgpt.benchmarks.parity_suite import Result
 
 
+SCHEMA_VERSION = "1.1"
+"""1.1: validation, the learning rate that optimizers used, the first update, and bounds by kind of arithmetic."""
 OPTIMIZERS = ("adamw", "sgd")
 _LITTLE_NEW = ("ddp-copied-buckets", "fsdp-kept", "fsdp-offload")
 """Variants of ``ddp`` and ``fsdp``; one training shows how they differ. The whole matrix has every setting of them."""
@@ -125,9 +115,6 @@ def select(cells: Iterable[Cell], *, ranks: Iterable[int], only: Iterable[str], 
     return chosen
 
 
-PAGE = SuitePage(name="parity", of="the parity suite", text=parity_page, summary=summary_lines)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(SuiteOptions):
     """The command line."""
@@ -140,73 +127,69 @@ class ParityOptions(SuiteOptions):
     device: str = device_flag("cpu, where every machine can run everything, or cuda with a GPU for each rank")
 
 
-def run_parity(options: ParityOptions, *, repository: Path) -> int:
-    """Run the suite; return 0 if no training is out of bounds and all planted bugs were caught.
+class Parity(Suite[ParityOptions, "Result"]):
+    """Trains every cell and compares it with its reference."""
 
-    Raises:
-        UserError: there is nothing to run, or the text could not be prepared.
-    """
-    return run_suite(_ParityCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "parity", "the parity suite", SCHEMA_VERSION, "training"
+    flags, page, summary = ParityOptions, staticmethod(parity_page), staticmethod(summary_lines)
+    description = """\
+parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
+AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
+is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
+    examples = f"""\
+examples:
+  .venv/bin/python src/benchmark.py parity
+  .venv/bin/python src/benchmark.py parity --core
+  .venv/bin/python src/benchmark.py parity --only zero1 zero3 --ranks 2
+  .venv/bin/python src/benchmark.py parity --table-from checkpoint/parity/parity.json
 
+strategies: {", ".join(STRATEGIES)}"""
 
-class _ParityCommand(SuiteCommand["Result"]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "training"
+    def plan(self) -> int:
+        from dsgpt.benchmarks.parity_rank import planted_cells  # noqa: PLC0415 - torch takes seconds
+        from dsgpt.machine.device import cuda_devices  # noqa: PLC0415
 
-    def __init__(self, options: ParityOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._cells: list[Cell] = []
-        self._suite: ParitySuite
-        self._console: Console
+        options, problems = self.options, Problems()
+        everything = [*(core() if options.core else whole_matrix()), *planted_cells(options.device)]
+        cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
+        if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
+            self.console.say(f"this machine has {gpus} GPUs: trainings on more ranks are left out")
+            cells = [cell for cell in cells if cell.ranks <= gpus]
+            if not cells:
+                problems.add(f"--device cuda: no training runs on {gpus} GPUs or fewer; take --device cpu")
+        problems.raise_if_any()
+        self._cells = cells
+        return len(cells)
 
-    def plan(self, console: Console) -> int:
-        self._cells, self._console = _choose(self._options, console), console
-        return len(self._cells)
+    def begin(self) -> None:
+        from dsgpt.benchmarks.parity_suite import ParitySuite  # noqa: PLC0415
 
-    def begin(self, folder: Path, console: Console) -> None:
-        from dsgpt.benchmarks.parity_suite import ParitySuite  # noqa: PLC0415 - torch takes seconds
-
-        self._suite = ParitySuite(folder, repository=self._repository, device=self._options.device)
-        console.say(f"{len(self._cells)} trainings; the text and the references come first")
+        self._suite = ParitySuite(self.folder, repository=self.repository, device=self.options.device)
+        self.console.say(f"{len(self._cells)} trainings; the text and the references come first")
 
     def results(self) -> Iterator["Result"]:
-        return self._suite.run(self._cells, started=lambda launch: self._console.say(_announce(launch)))
+        return self._suite.run(
+            self._cells,
+            started=lambda launch: self.console.say(
+                f"{launch.launcher} starts {counted(launch.ranks, 'rank')} for {counted(launch.cells, 'training')}"
+            ),
+        )
 
     def line(self, result: "Result", *, count: str, left: str) -> str:
         reasons = [failure_words(failure) for failure in result.failures] or result.message.splitlines()
         because = f": {reasons[0]}" if reasons else ""
         return f"{count} {result.cell.name}: {_verdict(result)} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
+    def record(self, results: Sequence["Result"]) -> Record:
         from dsgpt.benchmarks.parity_suite import suite_record  # noqa: PLC0415
 
-        return suite_record(self._suite, results, seconds=seconds, device=self._options.device)
+        return suite_record(self._suite, results, device=self.options.device)
 
-    def failures(self, results: Sequence["Result"], record: Record) -> list[str]:  # noqa: ARG002
-        return [result.cell.name for result in results if not result.as_expected]
+    def failures(self, record: Record) -> list[str]:
+        return [cell_name(cell) for cell in record["cells"] if not cell["as_expected"]]
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
         return [f"unexpected result: {name}" for name in failures]
-
-
-def _choose(options: ParityOptions, console: Console) -> list[Cell]:
-    from dsgpt.benchmarks.parity_rank import planted_cells  # noqa: PLC0415
-    from dsgpt.machine.device import cuda_devices  # noqa: PLC0415
-
-    problems = Problems()
-    everything = [*(core() if options.core else whole_matrix()), *planted_cells(options.device)]
-    cells = select(everything, ranks=options.ranks, only=options.only, problems=problems)
-    if options.device == "cuda" and (gpus := cuda_devices()) < max((cell.ranks for cell in cells), default=0):
-        console.say(f"this machine has {gpus} GPUs: trainings on more ranks are left out")
-        cells = [cell for cell in cells if cell.ranks <= gpus]
-        if not cells:
-            problems.add(f"--device cuda: no training runs on {gpus} GPUs or fewer; take --device cpu")
-    problems.raise_if_any()
-    return cells
-
-
-def _announce(launch: "Launch") -> str:
-    return f"{launch.launcher} starts {counted(launch.ranks, 'rank')} for {counted(launch.cells, 'training')}"
 
 
 def _verdict(result: "Result") -> str:
@@ -218,20 +201,3 @@ def _verdict(result: "Result") -> str:
     if result.status == "refused" and not result.refusal_expected:
         return "REFUSED, though it should train"
     return {"passed": "passed", "failed": "FAILED", "refused": "refused", "error": "ERROR"}[result.status]
-
-
-DESCRIPTION = """\
-parity: train the same small model under every strategy, at 1, 2, 4 and 8 ranks, with and without accumulation, with
-AdamW and SGD, in fp32 and bf16, and compare every step with plain PyTorch; then plant known bugs and show that each one
-is caught. Exit code 0: all are equal and all bugs were caught; 1: otherwise."""
-EXAMPLES = f"""\
-examples:
-  .venv/bin/python src/benchmark.py parity
-  .venv/bin/python src/benchmark.py parity --core
-  .venv/bin/python src/benchmark.py parity --only zero1 zero3 --ranks 2
-  .venv/bin/python src/benchmark.py parity --table-from checkpoint/parity/parity.json
-
-strategies: {", ".join(STRATEGIES)}"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ParityOptions, run=run_parity, page=PAGE)

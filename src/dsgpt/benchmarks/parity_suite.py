@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgpt.benchmarks.cells import CLIPPING, STEPS, STRATEGIES, TRAININGS, VALIDATION_WINDOWS, Cell, CellEnd, CellRunner
-from dsgpt.benchmarks.frame import record_head, work_facts
+from dsgpt.benchmarks.frame import work_facts
 from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd
 from dsgpt.benchmarks.parity import refusal_expected
 from dsgpt.benchmarks.parity_bounds import BOUNDS, Bounds, Work, bounds_class, work_of
@@ -190,24 +190,19 @@ def _clipping(work: Work) -> float:
 
 # The record of one run of the suite, as JSON: machine, bounds, references, and every cell with its figures.
 
-SCHEMA_VERSION = "1.1"
-"""1.1: validation, the learning rate that optimizers used, the first update, and bounds by kind of arithmetic."""
 
-
-def suite_record(suite: ParitySuite, results: Sequence[Result], *, seconds: float, device: str) -> dict[str, Any]:
-    """The record of one run of the suite.
+def suite_record(suite: ParitySuite, results: Sequence[Result], *, device: str) -> dict[str, Any]:
+    """The record of one run of the suite, without its head.
 
     Args:
         suite: what ran.
         results: of all its cells.
-        seconds: how long it took.
         device: ``cpu`` or ``cuda``.
     """
-    return record_head(SCHEMA_VERSION, device=device) | {
+    return {
         "work": {"steps": STEPS, **work_facts(device), "validation_windows": VALIDATION_WINDOWS},
         "bounds": {name: asdict(bounds) for name, bounds in BOUNDS[device].items()},
         "references": suite.references,
-        "seconds": round(seconds, 1),
         "launches": [
             {name: round(value, 1) if isinstance(value, float) else value for name, value in asdict(launch).items()}
             for launch in suite.launches

@@ -4,30 +4,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dsgpt.benchmarks.cells import NARROW, Shape, counted, merged
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    only_flag,
-    record_head,
-    run_suite,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, only_flag, selected
 from dsgpt.benchmarks.plan_page import failed, line_of, plan_page, summary_lines
 from dsgpt.common.command_line import COUNT, flag
-from dsgpt.common.errors import Problems, UserError
+from dsgpt.common.errors import Problems
 from dsgpt.common.files import write_json_atomic
 from dsgpt.config.recipe import Recipe, read_recipe
-from dsgpt.machine.console import Console
 from dsgpt.model.config import GPT2Config
 from dsgpt.planner.setup import Setup
 
 if TYPE_CHECKING:
-    from dsgpt.benchmarks.plan_rank import PlanSuite
+    pass
 
 
 # The cells of the suite: one strategy on one model each, as the product trains it and as the planner predicts it.
@@ -246,7 +236,6 @@ def cells() -> list[PlanCell]:
     return [replace(cell, fit=number % 2 == 0) for number, cell in enumerate(_cells())]
 
 
-PAGE = SuitePage(name="plan", of="predictions", text=plan_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 
 Result = dict[str, Any]
@@ -260,46 +249,38 @@ class PlanOptions(SuiteOptions):
     only: tuple[str, ...] = only_flag("KEY", "cells, by the beginnings of their keys")
 
 
-def run_plan(options: PlanOptions, *, repository: Path) -> int:
-    """Measure; return 0 if every prediction is within its bounds.
+class Plan(Suite[PlanOptions, Result]):
+    """Predicts every cell, measures it, and compares."""
 
-    Raises:
-        UserError: nothing is selected.
-    """
-    return run_suite(_PlanCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "plan", "predictions", SCHEMA_VERSION, "cell"
+    count_width = 2
+    flags, page, summary = PlanOptions, staticmethod(plan_page), staticmethod(summary_lines)
+    description = """\
+plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
+them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
+estimator beside it, and step times in rounds without a profiler. Takes about 6 minutes on 2 cores. Exit code 0: every
+predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py plan
+  .venv/bin/python src/benchmark.py plan --only zero fsdp --rounds 0
+  .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
 
-
-class _PlanCommand(SuiteCommand[Result]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "cell"
-    count_width: ClassVar[int] = 2
-
-    def __init__(self, options: PlanOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._cells: list[PlanCell] = []
-        self._suite: PlanSuite
-        self._console: Console
-
-    def plan(self, console: Console) -> int:
-        """See ``SuiteCommand``."""
-        self._console, wanted, every = console, self._options.only, cells()
-        self._cells = [cell for cell in every if not wanted or any(cell.key.startswith(word) for word in wanted)]
-        if not self._cells:
-            keys = ", ".join(cell.key for cell in every)
-            raise UserError(f"--only {' '.join(wanted)}: selects nothing; there are {keys}")
+    def plan(self) -> int:
+        self._cells = list(selected({cell.key: cell for cell in cells()}, self.options.only).values())
         return len(self._cells)
 
-    def begin(self, folder: Path, console: Console) -> None:
+    def begin(self) -> None:
         from dsgpt.benchmarks.plan_rank import PlanSuite  # noqa: PLC0415 - torch takes seconds
 
-        rounds = self._options.rounds
-        self._suite = PlanSuite(folder.resolve(), repository=self._repository, rounds=rounds, started=self._say_launch)
-        console.say(
-            f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times"
+        say, rounds = self.console.say, self.options.rounds
+        self._suite = PlanSuite(
+            self.folder.resolve(),
+            repository=self.repository,
+            rounds=rounds,
+            started=lambda one: say(f"starting {counted(one.cells, 'cell')} on {counted(one.ranks, 'rank')}"),
         )
-
-    def _say_launch(self, launch: Any) -> None:
-        self._console.say(f"starting {counted(launch.cells, 'cell')} on {counted(launch.ranks, 'rank')}")
+        say(f"peak memory of {counted(len(self._cells), 'cell')}, then {counted(rounds, 'round')} of step times")
 
     def results(self) -> Iterator[Result]:
         return self._suite.run(self._cells)
@@ -307,32 +288,16 @@ class _PlanCommand(SuiteCommand[Result]):
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {line_of(result)}{left}"
 
-    def record(self, results: Sequence[Result], *, seconds: float) -> Record:
-        return record_head(SCHEMA_VERSION, device="cpu") | {
-            "rounds": self._options.rounds,
-            "seconds": round(seconds, 1),
+    def record(self, results: Sequence[Result]) -> Record:
+        return {
+            "rounds": self.options.rounds,
             "calibration": self._suite.calibration and asdict(self._suite.calibration),
             "factors": self._suite.factors and asdict(self._suite.factors),
             "cells": list(results),
         }
 
-    def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
-        return [why for result in results for why in failed(result)]
+    def failures(self, record: Record) -> list[str]:
+        return [why for cell in record["cells"] for why in failed(cell)]
 
     def closing_lines(self, failures: Sequence[str]) -> list[str]:
         return [f"outside the bounds: {failure}" for failure in failures]
-
-
-DESCRIPTION = """\
-plan: predict the peak memory, the bytes sent and the step time of small trainings under every strategy, then measure
-them: the most memory of tensors in a step on every rank, PyTorch's MemTracker as a second witness, DeepSpeed's own
-estimator beside it, and step times in rounds without a profiler. Takes about 6 minutes on 2 cores. Exit code 0: every
-predicted peak is at most 10% over and 3% under the measured one, and the bytes sent are exact; 1: otherwise."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py plan
-  .venv/bin/python src/benchmark.py plan --only zero fsdp --rounds 0
-  .venv/bin/python src/benchmark.py plan --table-from checkpoint/plan/plan.json"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=PlanOptions, run=run_plan, page=PAGE)

@@ -12,26 +12,14 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dsgpt.benchmarks.cells import prepare_demo
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    device_flag,
-    record_head,
-    run_suite,
-    table,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, table
 from dsgpt.common.command_line import choice, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words
-from dsgpt.machine.console import Console
 
 SEED, OTHER_SEEDS = 1337, (1, 2, 3)
 
@@ -207,7 +195,6 @@ def summary_lines(record: Record) -> list[str]:
     return lines
 
 
-PAGE = SuitePage(name="recipes", of="recipes", text=recipes_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 
 Result = dict[str, Any]
@@ -223,33 +210,31 @@ class RecipesOptions(SuiteOptions):
     device: str = device_flag("cpu, one training per core, or cuda, one at a time")
 
 
-def run_recipes(options: RecipesOptions, *, repository: Path) -> int:
-    """Search; return 0 when every training has ended.
+class Recipes(Suite[RecipesOptions, Result]):
+    """Trains every model of the search, and chooses."""
 
-    Raises:
-        UserError: the text could not be prepared, or a training failed.
-    """
-    return run_suite(_RecipesCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "recipes", "recipes", SCHEMA_VERSION, "training"
+    flags, page, summary = RecipesOptions, staticmethod(recipes_page), staticmethod(summary_lines)
+    description = """\
+recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
+most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended."""
+    examples = f"""\
+examples:
+  .venv/bin/python src/benchmark.py recipes
+  .venv/bin/python src/benchmark.py recipes --size demo
 
+sizes: {", ".join(SEARCHES)}"""
 
-class _RecipesCommand(SuiteCommand[Result]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "training"
-
-    def __init__(self, options: RecipesOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._searches = [search for size, search in SEARCHES.items() if not options.size or size in options.size]
-        self._folder: Path
-        self._data: Path
-
-    def plan(self, console: Console) -> int:  # noqa: ARG002
+    def plan(self) -> int:
+        sizes = self.options.size
+        self._searches = [search for size, search in SEARCHES.items() if not sizes or size in sizes]
         some = SHIPPED_BEFORE
         on_seeds = 2 * len(other_seeds(some))
         return sum(1 + len(search.grid()) + len(search.changes_of(some)) + on_seeds for search in self._searches)
 
-    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
-        self._folder = folder.resolve()
-        self._data = prepare_demo(self._repository, self._folder / "data")
+    def begin(self) -> None:
+        self.folder = self.folder.resolve()
+        self._data = prepare_demo(self.repository, self.folder / "data")
 
     def results(self) -> Iterator[Result]:
         for search in self._searches:
@@ -261,7 +246,7 @@ class _RecipesCommand(SuiteCommand[Result]):
 
     def _train_all(self, search: Search, stage: str, trials: Sequence[Trial]) -> Generator[Result, None, list[Result]]:
         """Train them, on a CPU one per core at a time; yields each result, and returns all."""
-        jobs, results = 1 if self._options.device == "cuda" else len(os.sched_getaffinity(0)), []
+        jobs, results = 1 if self.options.device == "cuda" else len(os.sched_getaffinity(0)), []
         with ThreadPoolExecutor(max_workers=jobs) as pool:
             for result in pool.map(lambda trial: {"stage": stage, **self._train(search, trial)}, trials):
                 results.append(result)
@@ -269,7 +254,7 @@ class _RecipesCommand(SuiteCommand[Result]):
         return results
 
     def _train(self, search: Search, trial: Trial) -> Result:
-        run_dir = self._folder / search.size / trial.name()
+        run_dir = self.folder / search.size / trial.name()
         run_dir.mkdir(parents=True)
         recipe, steps = run_dir / "recipe.json", search.steps(trial)
         write_json_atomic(recipe, trial.recipe(steps=steps))
@@ -284,10 +269,10 @@ class _RecipesCommand(SuiteCommand[Result]):
             "max_train_steps": steps,
             "checkpoint_path": run_dir / "run",
             "seed": trial.seed,
-            "device": self._options.device,
+            "device": self.options.device,
         }
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, str(self._repository / "src" / "gpt2.py"), *words, "--no_inference"]
+        command = [sys.executable, str(self.repository / "src" / "gpt2.py"), *words, "--no_inference"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(f"the training {trial.name()} failed: {done.stderr.strip()[-500:]}")
@@ -305,15 +290,11 @@ class _RecipesCommand(SuiteCommand[Result]):
         more = f"beta2 {result['beta2']:g}, floor {result['floor']:g}, decay {result['weight_decay']:g}"
         return f"{count} {result['size']}: {settings}, {more}, seed {result['seed']}: {result['val_loss']:.4f}{left}"
 
-    def record(self, results: Sequence[Result], *, seconds: float) -> Record:
-        return record_head(SCHEMA_VERSION, device=self._options.device) | {
+    def record(self, results: Sequence[Result]) -> Record:
+        return {
             "searches": {search.size: {"tokens": search.tokens, "length": search.length} for search in self._searches},
-            "seconds": round(seconds, 1),
             "trials": list(results),
         }
-
-    def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
-        return []
 
 
 def _best_with_margin(results: Sequence[Result]) -> Result:
@@ -337,17 +318,3 @@ def _best(results: Sequence[Result]) -> Result:
 
 def _settings(result: Result) -> Trial:
     return Trial(**{key: result[key] for key in SHIPPED_BEFORE.as_dict()})
-
-
-DESCRIPTION = """\
-recipes: train small models with many learning rates, batches and schedules on the same tokens, and show which learns
-most; the recipes in ds_configs/sizes come from it. Exit code 0: every training ended."""
-EXAMPLES = f"""\
-examples:
-  .venv/bin/python src/benchmark.py recipes
-  .venv/bin/python src/benchmark.py recipes --size demo
-
-sizes: {", ".join(SEARCHES)}"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=RecipesOptions, run=run_recipes, page=PAGE)

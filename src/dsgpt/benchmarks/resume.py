@@ -7,27 +7,15 @@ Strategies, and the recipes behind their names, are those of the parity suite.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dsgpt.benchmarks.cells import ACCUMULATIONS, STRATEGIES, Cell, by, counted, executed_by
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    record_head,
-    run_suite,
-    table,
-    work_facts,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, table, work_facts
 from dsgpt.common.command_line import COUNT, flag, switch
 from dsgpt.common.text import machine_words
-from dsgpt.machine.console import Console
 
 if TYPE_CHECKING:
-    from dsgpt.benchmarks.resume_rank import Result, ResumeSuite
+    from dsgpt.benchmarks.resume_rank import Result
 
 
 PAIRS, SEED = 30, 4
@@ -231,7 +219,6 @@ def _troubles(record: Record) -> str:
     return "## Not passed\n\n" + "\n".join(lines) if lines else ""
 
 
-PAGE = SuitePage(name="resume", of="the resume suite", text=resume_page, summary=summary_lines)
 SCHEMA_VERSION = "1.1"
 
 
@@ -244,43 +231,38 @@ class ResumeOptions(SuiteOptions):
     core: bool = switch("only what `make test` runs")
 
 
-def run_resume(options: ResumeOptions, *, repository: Path) -> int:
-    """Run the suite; return 0 if nothing failed.
+class Resume(Suite[ResumeOptions, "Result"]):
+    """Lets every strategy write what it read, and pairs of strategies share a run."""
 
-    Raises:
-        UserError: the text could not be prepared.
-    """
-    return run_suite(_ResumeCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "resume", "the resume suite", SCHEMA_VERSION, "result"
+    flags, page, summary = ResumeOptions, staticmethod(resume_page), staticmethod(summary_lines)
+    description = """\
+resume: let every strategy load the same checkpoint and write it again, which must give the same bytes. Then let pairs
+of strategies share a run: one trains 10 steps and saves, the other resumes for 10 more, which must give the losses of
+an undisturbed run. Exit code 0: they do; 1: otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py resume
+  .venv/bin/python src/benchmark.py resume --pairs 100 --seed 1
+  .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
 
-
-class _ResumeCommand(SuiteCommand["Result"]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "result"
-
-    def __init__(self, options: ResumeOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._cells: list[Cell] = []
-        self._pairs: list[Pair] = []
-        self._suite: ResumeSuite
-        self._console: Console
-
-    def plan(self, console: Console) -> int:
-        options, self._console = self._options, console
+    def plan(self) -> int:
+        options = self.options
         self._cells = core_rewritten() if options.core else rewritten()
         self._pairs = core_pairs() if options.core else seeded_pairs(options.pairs, seed=options.seed)
         return len(self._cells) + len(self._pairs)
 
-    def begin(self, folder: Path, console: Console) -> None:
+    def begin(self) -> None:
         from dsgpt.benchmarks.resume_rank import ResumeSuite  # noqa: PLC0415 - torch takes seconds
 
-        self._suite = ResumeSuite(folder, repository=self._repository)
-        console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; text and source runs come first")
+        self._suite = ResumeSuite(self.folder, repository=self.repository)
+        self.console.say(f"{len(self._pairs)} pairs and {len(self._cells)} rewritings; text and source runs come first")
 
     def results(self) -> Iterator["Result"]:
         return self._suite.run(
             self._cells,
             self._pairs,
-            started=lambda launch: self._console.say(f"starting {counted(launch.ranks, 'rank')}"),
+            started=lambda launch: self.console.say(f"starting {counted(launch.ranks, 'rank')}"),
         )
 
     def line(self, result: "Result", *, count: str, left: str) -> str:
@@ -289,19 +271,17 @@ class _ResumeCommand(SuiteCommand["Result"]):
         because = f": {result.message.splitlines()[0]}" if result.message else ""
         return f"{count} {result.name}: {word}{off} ({result.seconds:.1f} s{left}){because}"
 
-    def record(self, results: Sequence["Result"], *, seconds: float) -> Record:
-        """The record of ``results``, which took ``seconds``."""
+    def record(self, results: Sequence["Result"]) -> Record:
         from dsgpt.benchmarks.cells import VALIDATION_WINDOWS  # noqa: PLC0415 - torch takes seconds
         from dsgpt.benchmarks.resume_rank import BOUND, REWRITTEN_BOUNDS, WHOLE  # noqa: PLC0415
 
         steps = {"steps": WHOLE.steps, "saved": WHOLE.saved, "validated_every": WHOLE.validated}
         steps |= {"validation_windows": VALIDATION_WINDOWS}
-        return record_head(SCHEMA_VERSION, device="cpu") | {
+        return {
             "work": steps | work_facts("cpu"),
             "bound": BOUND,
             "rewritten_bounds": REWRITTEN_BOUNDS,
-            "seed": self._options.seed,
-            "seconds": round(seconds, 1),
+            "seed": self.options.seed,
             "reference": self._suite.reference(),
             "launches": [asdict(launch) for launch in self._suite.launches],
             "pairs": [
@@ -316,8 +296,9 @@ class _ResumeCommand(SuiteCommand["Result"]):
             ],
         }
 
-    def failures(self, results: Sequence["Result"], record: Record) -> list[str]:  # noqa: ARG002
-        return [result.name for result in results if result.status in {"failed", "error"}]
+    def failures(self, record: Record) -> list[str]:
+        ends = [*record["pairs"], *record["rewritten"]]
+        return [end["name"] for end in ends if end["status"] in {"failed", "error"}]
 
 
 def _pair_facts(pair: Pair) -> dict[str, Any]:
@@ -341,17 +322,3 @@ def _end_facts(result: "Result") -> dict[str, Any]:
         "measured": result.measured,
         "message": result.message or None,
     }
-
-
-DESCRIPTION = """\
-resume: let every strategy load the same checkpoint and write it again, which must give the same bytes. Then let pairs
-of strategies share a run: one trains 10 steps and saves, the other resumes for 10 more, which must give the losses of
-an undisturbed run. Exit code 0: they do; 1: otherwise."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py resume
-  .venv/bin/python src/benchmark.py resume --pairs 100 --seed 1
-  .venv/bin/python src/benchmark.py resume --table-from checkpoint/resume/resume.json"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ResumeOptions, run=run_resume, page=PAGE)

@@ -13,24 +13,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    device_flag,
-    record_head,
-    run_suite,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.text import machine_words
 from dsgpt.config.options import SAVE_MODES
-from dsgpt.machine.console import Console
 
 
 def saving_page(record: Record, *, source: str) -> str:
@@ -78,7 +68,6 @@ def _span(figures: dict[str, float]) -> str:
     return f"{figures['median']:.3f} s ({figures['smallest']:.3f} to {figures['largest']:.3f})"
 
 
-PAGE = SuitePage(name="saving", of="saves", text=saving_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 SAVE_EVERY, SAVES = 10, 4
 """Steps between saves, and the number of saves of a run that count."""
@@ -107,62 +96,55 @@ class SavingOptions(SuiteOptions):
     device: str = device_flag("cpu or cuda")
 
 
-def run_saving(options: SavingOptions, *, repository: Path) -> int:
-    """Measure; return 0 if async stays within ``RATIO_BOUND``.
+class Saving(Suite[SavingOptions, Run]):
+    """Trains with both save modes in turn."""
 
-    Raises:
-        UserError: the text could not be prepared, or a training failed.
-    """
-    return run_suite(_SavingCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "saving", "saves", SCHEMA_VERSION, "run"
+    flags, page, summary = SavingOptions, staticmethod(saving_page), staticmethod(summary_lines)
+    description = """\
+saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
+checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py saving
+  .venv/bin/python src/benchmark.py saving --rounds 10"""
 
+    def plan(self) -> int:
+        return len(list(_turns(self.options.rounds)))
 
-class _SavingCommand(SuiteCommand[Run]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "run"
-
-    def __init__(self, options: SavingOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._folder: Path
-        self._flags: dict[str, Any] = {}
-
-    def plan(self, console: Console) -> int:  # noqa: ARG002
-        return len(list(_turns(self._options.rounds)))
-
-    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
+    def begin(self) -> None:
         from dsgpt.benchmarks.cells import prepare_corpus  # noqa: PLC0415 - numpy takes its time
 
-        self._folder, recipe = folder, folder / "recipe.json"
-        corpus = prepare_corpus(self._repository, folder / "corpus")
+        recipe = self.folder / "recipe.json"
+        corpus = prepare_corpus(self.repository, self.folder / "corpus")
         write_json_atomic(recipe, {"optimizer": {"type": "AdamW", "params": {"lr": 0.0003}}})
         data = {"train_data_path": corpus.train, "val_data_path": corpus.val, "deepspeed_config": recipe}
-        self._flags = {"run_type": "baseline", "device": self._options.device, **data, **WORK}
+        self._flags = {"run_type": "baseline", "device": self.options.device, **data, **WORK}
 
     def results(self) -> Iterator[Run]:
-        for number, mode in _turns(self._options.rounds):
-            run_dir = self._folder / f"{number}-{mode}"
-            measured = _run(self._flags | {"save_mode": mode}, run_dir, mode=mode, repository=self._repository)
+        for number, mode in _turns(self.options.rounds):
+            run_dir = self.folder / f"{number}-{mode}"
+            measured = _run(self._flags | {"save_mode": mode}, run_dir, mode=mode, repository=self.repository)
             yield {"round": number, **measured}
 
     def line(self, result: Run, *, count: str, left: str) -> str:  # noqa: ARG002 - the rounds are its count
         stalls = ", ".join(f"{save['save_stall_sec']:.3f}" for save in result["saves"])
-        return f"round {result['round']} of {self._options.rounds}, {result['mode']}: training waited {stalls} s"
+        return f"round {result['round']} of {self.options.rounds}, {result['mode']}: training waited {stalls} s"
 
-    def record(self, results: Sequence[Run], *, seconds: float) -> Record:
-        """The record of ``results``, which took ``seconds``."""
+    def record(self, results: Sequence[Run]) -> Record:
         runs = [{key: value for key, value in run.items() if key != "round"} for run in results]
         figures = {mode: _figures([run for run in runs if run["mode"] == mode]) for mode in SAVE_MODES}
-        return record_head(SCHEMA_VERSION, device=self._options.device) | {
+        return {
             "work": WORK,
             "parameters": runs[0]["parameters"],
-            "rounds": self._options.rounds,
-            "seconds": round(seconds, 1),
+            "rounds": self.options.rounds,
             "runs": runs,
             "figures": figures,
             "ratio": figures["async"]["save_stall_sec"]["median"] / figures["sync"]["save_stall_sec"]["median"],
             "ratio_bound": RATIO_BOUND,
         }
 
-    def failures(self, results: Sequence[Run], record: Record) -> list[str]:  # noqa: ARG002
+    def failures(self, record: Record) -> list[str]:
         return [] if record["ratio"] <= RATIO_BOUND else ["async waits longer than the bound allows"]
 
 
@@ -198,15 +180,3 @@ def _figures(runs: list[Run]) -> dict[str, dict[str, float]]:
         key: {"median": statistics.median(values), "smallest": min(values), "largest": max(values)}
         for key, values in found.items()
     }
-
-
-DESCRIPTION = """\
-saving: train the model `tiny` with --save_mode sync and async in turn, and compare how long training waits for each
-checkpoint. Exit code 0: async waits at most a fifth of the time; 1: longer."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py saving
-  .venv/bin/python src/benchmark.py saving --rounds 10"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=SavingOptions, run=run_saving, page=PAGE)

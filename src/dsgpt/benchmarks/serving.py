@@ -17,31 +17,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import httpx2
 import psutil
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    device_flag,
-    record_head,
-    run_suite,
-    table,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, table
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import clipped_text
 from dsgpt.common.text import machine_words
-from dsgpt.machine.console import Console
 
 # A server in a process of its own, and its memory.
 
@@ -316,7 +304,6 @@ def _percentiles(values: dict[str, float] | None) -> str:
     return " / ".join(f"{values[key]:.2f}" for key in ("p50", "p95", "p99")) + " s"
 
 
-PAGE = SuitePage(name="serving", of="a load test", text=serving_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 CHECKPOINT = Path("checkpoint/demo-zero1")
 REQUESTS, TIMES, ROUNDS = 500, 4, 3
@@ -354,38 +341,32 @@ class ServingOptions(SuiteOptions):
     device: str = device_flag("cpu or cuda")
 
 
-def run_serving(options: ServingOptions, *, repository: Path) -> int:
-    """Measure; return 0 if nothing was lost or answered wrongly and the memory did not grow.
+class Serving(Suite[ServingOptions, Round]):
+    """Measures the capacity of a server, then asks for several times as much."""
 
-    Raises:
-        UserError: the server does not start.
-    """
-    return run_suite(_ServingCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = "serving", "a load test", SCHEMA_VERSION, "round"
+    flags, page, summary = ServingOptions, staticmethod(serving_page), staticmethod(summary_lines)
+    description = """\
+serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
+Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise."""
+    examples = """\
+examples:
+  .venv/bin/python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
+  .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
 
-
-class _ServingCommand(SuiteCommand[Round]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "round"
-
-    def __init__(self, options: ServingOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._capacity = 0.0
-        self._exit_code: int | None = None
-
-    def plan(self, console: Console) -> int:  # noqa: ARG002
-        return self._options.rounds
-
-    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002 - of the interface
-        self._log = folder / "server.txt"
+    def plan(self) -> int:
+        return self.options.rounds
 
     def results(self) -> Iterator[Round]:
-
-        options = self._options
-        with ExitStack() as held:
-            repository, device = self._repository, options.device
-            server = held.enter_context(
-                ServerProcess(repository, options.checkpoint, batch=BATCH, queue=QUEUE, device=device, log=self._log)
-            )
+        options = self.options
+        with ServerProcess(
+            self.repository,
+            options.checkpoint,
+            batch=BATCH,
+            queue=QUEUE,
+            device=options.device,
+            log=self.folder / "server.txt",
+        ) as server:
             load = Load(server.url, MODEL, PROMPTS, max_tokens=MAX_TOKENS, seed=SEED)
             alone = [one.text for one in load.steady(len(PROMPTS), clients=1)[0]]
             steady, places = max(10 * BATCH, options.requests // 4), BATCH + QUEUE  # so that the batch is always full
@@ -411,10 +392,9 @@ class _ServingCommand(SuiteCommand[Round]):
     def line(self, result: Round, *, count: str, left: str) -> str:
         return f"{count} {result['answered']} requests answered in {result['seconds']:.1f} s{left}"
 
-    def record(self, results: Sequence[Round], *, seconds: float) -> Record:
-        """The record of ``results``, which took ``seconds``."""
-        options, last = self._options, results[-1]["peak_rss_bytes"]
-        return record_head(SCHEMA_VERSION, device=options.device) | {
+    def record(self, results: Sequence[Round]) -> Record:
+        options, last = self.options, results[-1]["peak_rss_bytes"]
+        return {
             "checkpoint": options.checkpoint.as_posix(),
             "batch": BATCH,
             "queue": QUEUE,
@@ -422,7 +402,6 @@ class _ServingCommand(SuiteCommand[Round]):
             "times": options.times,
             "max_tokens": MAX_TOKENS,
             "seed": SEED,
-            "seconds": round(seconds, 1),
             "capacity_per_sec": self._capacity,
             "rounds": [_round(result) for result in results],
             "load": min(result["offered_per_sec"] for result in results) / self._most_per_sec(results),
@@ -436,16 +415,16 @@ class _ServingCommand(SuiteCommand[Round]):
         rates: list[float] = [result["answered"] / result["seconds"] for result in results]
         return max(self._capacity, *rates)
 
-    def failures(self, results: Sequence[Round], record: Record) -> list[str]:
+    def failures(self, record: Record) -> list[str]:
         found = []
-        for result in results:
-            lost = self._options.requests - min(result["answered"], result["answered_by_the_servers_count"])
+        for result in record["rounds"]:
+            lost = self.options.requests - min(result["answered"], result["answered_by_the_servers_count"])
             more = result["answered_by_the_servers_count"] - result["answered"]
             wrong = {"lost": lost, "answered twice": result["answered_twice"] + max(more, 0)}
             wrong |= {"wrong texts": result["wrong_texts"], "sequences left": result["open_sequences"]}
             found += [f"round {result['round']}: {number} {what}" for what, number in wrong.items() if number]
             found += [f"round {result['round']}: {number} {what}" for what, number in result["failures"].items()]
-        if record["load"] < self._options.times / 2:
+        if record["load"] < self.options.times / 2:
             found.append(f"the load was only {record['load']:.1f} times what the server answers: repeat it, idle")
         if record["growth"] is None or record["growth"] > GROWTH_BOUND:
             found.append("the memory grew from the first round to the last, or is unknown")
@@ -488,15 +467,3 @@ def _round(result: Round) -> Round:
 def _percentile(values: Sequence[float], share: int) -> float:
     """The smallest value that at least ``share`` percent of ``values`` do not exceed."""
     return sorted(values)[max(0, -(-share * len(values) // 100) - 1)]
-
-
-DESCRIPTION = """\
-serving: ask a server of src/serve.py for several times the completions that it can give, and ask again when it refuses.
-Exit code 0: every request got one answer, the right text, and the memory did not grow; 1: otherwise."""
-EXAMPLES = """\
-examples:
-  .venv/bin/python src/benchmark.py serving --checkpoint checkpoint/demo-zero1
-  .venv/bin/python src/benchmark.py serving --requests 100 --times 8 --rounds 1"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=ServingOptions, run=run_serving, page=PAGE)

@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dsgpt.benchmarks.frame import (
     Record,
     Suite,
-    SuiteCommand,
     SuiteOptions,
-    SuitePage,
     device_flag,
     judged,
     only_flag,
     peers_flag,
-    record_head,
-    run_suite,
+    selected,
     table,
 )
 from dsgpt.benchmarks.speed_rounds import measure_around, measure_first_step, measure_help, measure_memory, measure_row
@@ -27,7 +24,6 @@ from dsgpt.benchmarks.speed_work import HUGGING_FACE, NANOGPT, OURS, PEERS, Row,
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
 from dsgpt.common.text import machine_words
-from dsgpt.machine.console import Console
 
 Figures = Mapping[str, Any]
 KEPT = ", memory kept"
@@ -206,7 +202,6 @@ def _other_table(record: Record) -> str:
     return table(["what", "measured", "reached"], rows) if rows else ""
 
 
-PAGE = SuitePage(name="speed", of="speeds", text=speed_page, summary=summary_lines)
 SCHEMA_VERSION = "1.0"
 NEEDED = {NANOGPT: "model.py"}
 """The file that a checkout of a peer must have."""
@@ -230,15 +225,6 @@ class SpeedOptions(SuiteOptions):
     device: str = device_flag("cpu or cuda")
 
 
-def run_speed(options: SpeedOptions, *, repository: Path) -> int:
-    """Measure; return 0 if every target was reached.
-
-    Raises:
-        UserError: a peer's folder is wrong, nothing is selected, or a contender failed.
-    """
-    return run_suite(_SpeedCommand(options, repository), options, repository=repository)
-
-
 def read_peers(words: Sequence[str]) -> dict[str, Path]:
     """The checkouts that ``--peer`` names.
 
@@ -256,20 +242,26 @@ def read_peers(words: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-class _SpeedCommand(SuiteCommand[Result]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "row"
+class Speed(Suite[SpeedOptions, Result]):
+    """Lets trainers take turns, and measures what a run costs beside its steps."""
 
-    def __init__(self, options: SpeedOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
-        self._peers = read_peers(options.peer)
-        self._folder: Path
-        self._measurements: dict[str, Callable[[], Result]] = {}
-        self._missing: dict[str, list[str]] = {}
+    name, record_of, schema_version, unit = "speed", "speeds", SCHEMA_VERSION, "row"
+    flags, page, summary = SpeedOptions, staticmethod(speed_page), staticmethod(summary_lines)
+    description = """\
+speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
+tokens, and compare their tokens per second; compare DeepSpeed's engine with the plain loop, and several devices with
+one; measure peak memory, start-up, and what this machine can do. Exit code 0: every goal was reached; 1: otherwise."""
+    examples = """\
+examples:
+  git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
+  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
+  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
+  .venv/bin/python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT"""
 
-    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
-        """Choose the rows, limits and other measurements of this device; see ``SuiteCommand``."""
-        cores, device = len(os.sched_getaffinity(0)), self._options.device
+    def plan(self) -> int:
+        """Choose the rows, limits and other measurements of this device."""
+        self._peers = read_peers(self.options.peer)
+        cores, device = len(os.sched_getaffinity(0)), self.options.device
         present = tuple(peer for peer in PEERS if peer == HUGGING_FACE or peer in self._peers)
         compared = rows(device, cores=cores, peers=present)
         every_row = rows(device, cores=cores, peers=PEERS)
@@ -284,23 +276,21 @@ class _SpeedCommand(SuiteCommand[Result]):
         every["around"] = self._around
         if NANOGPT in self._peers:
             every["time-to-loss"] = self._time_to_loss
-        wanted = self._options.only
-        self._measurements = {key: call for key, call in every.items() if _selected(key, wanted)}
-        if not self._measurements:
-            raise UserError(f"--only {' '.join(wanted)}: selects nothing; there are {', '.join(every)}")
+        self._measurements = selected(every, self.options.only)
         return len(self._measurements)
 
     def _rows_with(self, peer: str, every_row: Sequence[Row]) -> list[str]:
         """The titles of what was selected and compares with ``peer``."""
         titles = {row.key: row.title for row in every_row if any(entry.kind == peer for entry in row.entries)}
         titles |= {"time-to-loss": TIME_TO_LOSS} if peer == NANOGPT else {}
-        return [title for key, title in titles.items() if _selected(key, self._options.only)]
+        only = self.options.only
+        return [title for key, title in titles.items() if not only or key.startswith(only)]
 
-    def begin(self, folder: Path, console: Console) -> None:  # noqa: ARG002
+    def begin(self) -> None:
         from dsgpt.benchmarks.random_tokens import write_random_tokens  # noqa: PLC0415 - numpy takes its time
 
-        self._folder = folder.resolve()
-        write_random_tokens(self._folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)
+        self.folder = self.folder.resolve()
+        write_random_tokens(self.folder / "tokens", vocab_sizes=(8192, 50_257), count=TOKENS)
 
     def results(self) -> Iterator[Result]:
         for key, measure in self._measurements.items():
@@ -312,14 +302,14 @@ class _SpeedCommand(SuiteCommand[Result]):
     def _row(self, row: Row) -> Result:
         return measure_row(
             row,
-            rounds=self._options.rounds,
+            rounds=self.options.rounds,
             tokens=self._tokens(row.work),
-            folder=self._folder / row.key,
+            folder=self.folder / row.key,
             peers=self._peers,
         )
 
     def _tokens(self, work: Work) -> Path:
-        return self._folder / "tokens" / f"{work.shape.vocab_size}.bin"
+        return self.folder / "tokens" / f"{work.shape.vocab_size}.bin"
 
     def _ceilings(self, work: Work) -> Result:
         from dsgpt.benchmarks.speed_trainers import measure_ceilings  # noqa: PLC0415 - torch takes seconds
@@ -328,33 +318,33 @@ class _SpeedCommand(SuiteCommand[Result]):
 
     def _memory(self) -> Result:
         small = published("small", length=1024)
-        work = Work(shape=small, batch=8, precision="bf16", device=self._options.device, threads=_threads(self))
+        work = Work(shape=small, batch=8, precision="bf16", device=self.options.device, threads=_threads(self))
         return measure_memory(
-            work, steps=MEMORY_STEPS, tokens=self._tokens(work), folder=self._folder / "memory", peers=self._peers
+            work, steps=MEMORY_STEPS, tokens=self._tokens(work), folder=self.folder / "memory", peers=self._peers
         ) | {"target": MEMORY_TARGET}
 
     def _help(self) -> Result:
-        return {"title": "src/gpt2.py --help", **measure_help(self._repository, rounds=self._options.rounds)}
+        return {"title": "src/gpt2.py --help", **measure_help(self.repository, rounds=self.options.rounds)}
 
     def _first_step(self, kind: str) -> Result:
-        folder = self._folder / f"first-{kind}"
+        folder = self.folder / f"first-{kind}"
         measured = measure_first_step(
-            self._repository, folder, kind=kind, device=self._options.device, data=self._demo_data(), rounds=3
+            self.repository, folder, kind=kind, device=self.options.device, data=self._demo_data(), rounds=3
         )
         return {"title": f"from launch to the end of the demo's first step, {kind}", **measured}
 
     def _around(self) -> Result:
-        folder = self._folder / "around"
-        measured = measure_around(self._repository, folder, device=self._options.device, data=self._demo_data())
+        folder = self.folder / "around"
+        measured = measure_around(self.repository, folder, device=self.options.device, data=self._demo_data())
         return {"title": "share of the time between two steps of the demo that is not the step", **measured}
 
     def _time_to_loss(self) -> Result:
         from dsgpt.benchmarks.time_to_loss import measure_time_to_loss  # noqa: PLC0415 - numpy takes its time
 
         measured = measure_time_to_loss(
-            self._repository,
-            self._folder / "time-to-loss",
-            device=self._options.device,
+            self.repository,
+            self.folder / "time-to-loss",
+            device=self.options.device,
             threads=_threads(self),
             data=self._demo_data(),
             peer=self._peers[NANOGPT],
@@ -365,26 +355,21 @@ class _SpeedCommand(SuiteCommand[Result]):
     def _demo_data(self) -> Path:
         from dsgpt.benchmarks.cells import prepare_demo  # noqa: PLC0415 - numpy takes its time
 
-        return prepare_demo(self._repository, self._folder / "demo-data")
+        return prepare_demo(self.repository, self.folder / "demo-data")
 
     def line(self, result: Result, *, count: str, left: str) -> str:
         return f"{count} {verdict(result)}{left}"
 
-    def record(self, results: Sequence[Result], *, seconds: float) -> Record:
-        return record_head(SCHEMA_VERSION, device=self._options.device) | {
-            "rounds": self._options.rounds,
+    def record(self, results: Sequence[Result]) -> Record:
+        return {
+            "rounds": self.options.rounds,
             "peers": {name: _commit(folder) for name, folder in self._peers.items()},
             "missing": {peer: titles for peer, titles in self._missing.items() if titles},
-            "seconds": round(seconds, 1),
             "results": list(results),
         }
 
-    def failures(self, results: Sequence[Result], record: Record) -> list[str]:  # noqa: ARG002
-        return [f"{result['title']}: the target was not reached" for result in results if missed(result)]
-
-
-def _selected(key: str, wanted: Sequence[str]) -> bool:
-    return not wanted or any(key.startswith(word) for word in wanted)
+    def failures(self, record: Record) -> list[str]:
+        return [f"{result['title']}: the target was not reached" for result in record["results"] if missed(result)]
 
 
 def missed(result: Mapping[str, Any]) -> bool:
@@ -392,8 +377,8 @@ def missed(result: Mapping[str, Any]) -> bool:
     return reached(result) is False
 
 
-def _threads(command: _SpeedCommand) -> int:
-    return 0 if command._options.device == "cuda" else len(os.sched_getaffinity(0))
+def _threads(command: Speed) -> int:
+    return 0 if command.options.device == "cuda" else len(os.sched_getaffinity(0))
 
 
 def _ceiling_key(work: Work) -> str:
@@ -406,18 +391,3 @@ def _commit(checkout: Path) -> str | None:
         ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or None
-
-
-DESCRIPTION = """\
-speed: let this program, nanoGPT and Hugging Face's GPT-2 train in turn with the same shapes, precision, threads and
-tokens, and compare their tokens per second; compare DeepSpeed's engine with the plain loop, and several devices with
-one; measure peak memory, start-up, and what this machine can do. Exit code 0: every goal was reached; 1: otherwise."""
-EXAMPLES = """\
-examples:
-  git clone https://github.com/karpathy/nanoGPT /tmp/nanoGPT
-  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT
-  .venv/bin/python src/benchmark.py speed --peer nanogpt=/tmp/nanoGPT --only small memory --rounds 9
-  .venv/bin/python src/benchmark.py speed --device cuda --peer nanogpt=/tmp/nanoGPT"""
-
-
-SUITE = Suite(description=DESCRIPTION, examples=EXAMPLES, options=SpeedOptions, run=run_speed, page=PAGE)

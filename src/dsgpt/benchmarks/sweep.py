@@ -12,15 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    SuiteCommand,
-    SuiteOptions,
-    SuitePage,
-    device_flag,
-    record_head,
-    run_suite,
-)
+from dsgpt.benchmarks import frame
 from dsgpt.benchmarks.sweep_cells import (
     SUITES,
     Cell,
@@ -36,12 +28,10 @@ from dsgpt.benchmarks.sweep_turns import PlannedTurn, TurnStore, ordered_turns
 from dsgpt.common.command_line import COUNT, NUMBER, POSITIVE, Unfit, choice, flag, switch, value, whole
 from dsgpt.common.errors import UserError, did_you_mean
 from dsgpt.common.files import sha256_of
-from dsgpt.machine.console import Console
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.model.config import PRESETS
 from dsgpt.record.sweeps import SCHEMA_VERSION, SWEEP_FILE, State, Turn
 
-PAGE = SuitePage(name="sweep", of="sweeps", text=sweep_page, summary=summary_lines)
 DEVICES, REPEATS, LIMIT_SEC, SEED = (1, 2), 3, 900, 1337
 MODEL_SIZE, STEPS, SEQ_LENGTH, VAL_STEPS = "demo", 30, 128, 2
 TRAIN_DATA, RECIPE = "--train_data_path", "--deepspeed_config"
@@ -64,9 +54,10 @@ def _suite(word: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(SuiteOptions):
+class SweepOptions(frame.SuiteOptions):
     """The command line of ``run``."""
 
+    keep: None = None  # its work stands beside the record
     output: Path = flag(Path, "RECORD", f"the record to write (default: {default_output('SUITE')})")
     suite: str = flag(_suite, "SUITE", f"{', '.join(SUITES)}, or a description, a .json file")
     devices: tuple[int, ...] | None = flag(
@@ -91,12 +82,22 @@ class SweepOptions(SuiteOptions):
     )
     target_loss: float | None = flag(NUMBER, "X", "measure the time until a step has this training loss")
     price: float | None = flag(NUMBER, "X", "price of a device hour, for the cost of a training")
-    device: str = device_flag("cpu or cuda")
+    device: str = frame.device_flag("cpu or cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """The command line of ``compare``."""
+
+    description: ClassVar[str] = """\
+compare: is B slower than A? A and B are two runs, paired by step, or two sweeps, paired by repeat; SWEEP#CELL names one
+cell. It prints the difference with its interval. Exit code 0: B is as fast as A within noise, or faster; 1: it is
+slower beyond noise."""
+    examples: ClassVar[str] = """\
+examples:
+  .venv/bin/python src/benchmark.py compare checkpoint/before checkpoint/after
+  .venv/bin/python src/benchmark.py compare before/sweep.json after/sweep.json
+  .venv/bin/python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices\""""
 
     a: str = flag(str, "A", "a run folder or its record, or a sweep's record, with #CELL or without", name="a")
     b: str = flag(str, "B", "a run folder or its record, or a sweep's record, with #CELL or without", name="b")
@@ -114,44 +115,51 @@ def read_suite(suite: str, devices: Sequence[int] | None) -> Suite:
     return read_description(Path(suite), devices=devices)
 
 
-def run_sweep(options: SweepOptions, *, repository: Path) -> int:
-    """Run what is left of the sweep, and write its record and page; return 0 when every turn has a result.
+class SweepSuite(frame.Suite[SweepOptions, Turn]):
+    """Trains what is left of a sweep, and compares its cells."""
 
-    Raises:
-        UserError: the suite has mistakes or compares different work, or the folder holds another sweep.
-    """
-    return run_suite(_SweepCommand(options, repository), options, repository=repository)
+    name, record_of, schema_version, unit = frame.SWEEP, "sweeps", SCHEMA_VERSION, "training"
+    flags, page, summary = SweepOptions, staticmethod(sweep_page), staticmethod(summary_lines)
+    description = """\
+run: train the cells of a suite, each in its own processes under the launcher that users use, again and again in a drawn
+order; write what each setting costs. Cells that are compared do the same work, or are refused before anything runs. A
+training that runs out of memory, is refused, fails or exceeds its limit is a result. An interrupted sweep is continued
+by the same command. Exit code 0: every turn has a result."""
+    examples = f"""\
+examples:
+  .venv/bin/python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
+  .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
+  .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
 
-
-class _SweepCommand(SuiteCommand[Turn]):
-    page: ClassVar[SuitePage] = PAGE
-    unit: ClassVar[str] = "training"
+suites: {", ".join(SUITES)}"""
 
     def __init__(self, options: SweepOptions, repository: Path) -> None:
-        self._options, self._repository = options, repository
+        if options.suite is None:
+            raise UserError(f"--suite is missing: name {', '.join(SUITES)} or a .json file")
+        super().__init__(replace(options, output=options.output or default_output(options.suite)), repository)
         self._suite = read_suite(options.suite, options.devices)
         self._turns = ordered_turns(self._suite.cells, repeats=options.repeats, seed=options.seed)
-        self._store = TurnStore(options.output.parent.resolve() / "work")
+        self._store = TurnStore(self.options.output.parent.resolve() / "work")
         self._data: Path | None = None
 
-    def plan(self, console: Console) -> int:  # noqa: ARG002 - of the interface
+    def plan(self) -> int:
         return len(self._turns)
 
-    def work_folder(self, options: SuiteOptions, held: ExitStack) -> Path:  # noqa: ARG002
+    def work_folder(self, held: ExitStack) -> Path:  # noqa: ARG002 - it stays
         """Beside the record, so that the next command finds the turns of this one."""
         return self._store.folder
 
-    def begin(self, folder: Path, console: Console) -> None:
-        """Prepare the text, and refuse a suite whose cells do not do the same work; see ``SuiteCommand``."""
+    def begin(self) -> None:
+        """Prepare the text, and refuse a suite whose cells do not do the same work."""
         plan = self._fingerprint()
         self._store.require(plan)
         if any(value_of(cell.flags, TRAIN_DATA) is None for cell in self._suite.cells):
             from dsgpt.benchmarks.cells import prepare_demo  # noqa: PLC0415 - numpy takes its time
 
-            self._data = prepare_demo(self._repository, folder / "data")
-        flags = {cell.name: self._flags(cell, folder / "planned") for cell in self._suite.cells}
+            self._data = prepare_demo(self.repository, self.folder / "data")
+        flags = {cell.name: self._flags(cell, self.folder / "planned") for cell in self._suite.cells}
         works = {
-            cell.name: planned_work(cell, flags[cell.name], repository=self._repository) for cell in self._suite.cells
+            cell.name: planned_work(cell, flags[cell.name], repository=self.repository) for cell in self._suite.cells
         }
         require_equal_work(self._suite, works)
         plan["data"] = {
@@ -161,7 +169,8 @@ class _SweepCommand(SuiteCommand[Turn]):
         self._store.begin(plan)
         left = len(list(self._store.left(self._turns)))
         if left < len(self._turns):
-            console.say(f"{len(self._turns) - left} of {len(self._turns)} turns have results from before; {left} left")
+            done = len(self._turns) - left
+            self.console.say(f"{done} of {len(self._turns)} turns have results from before; {left} left")
 
     def results(self) -> Iterator[Turn]:
         for planned in self._turns:
@@ -175,7 +184,7 @@ class _SweepCommand(SuiteCommand[Turn]):
         """The turn with a figure that is read again, because the target is not a setting of the training."""
         from dsgpt.benchmarks.sweep_turns import time_to_loss  # noqa: PLC0415
 
-        target = self._options.target_loss
+        target = self.options.target_loss
         if target is None or turn.state != State.DONE:
             return turn
         return replace(turn, time_to_target_sec=time_to_loss(self._run_dir(planned), target))
@@ -193,13 +202,13 @@ class _SweepCommand(SuiteCommand[Turn]):
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted turn left
         run_dir = self._run_dir(planned)
         folder.mkdir(parents=True)
-        script = str(self._repository / "src" / "gpt2.py")
+        script = str(self.repository / "src" / "gpt2.py")
         ending = train(
             [*launcher_command(cell.launcher, cell.devices), script, *self._flags(cell, run_dir)],
             log=folder / "log.txt",
-            limit_sec=self._options.limit,
-            cwd=self._repository,
-            device=self._options.device,
+            limit_sec=self.options.limit,
+            cwd=self.repository,
+            device=self.options.device,
         )
         turn = turn_of(planned, ending, run_dir)
         for checkpoint in run_dir.glob("step-*"):
@@ -208,7 +217,7 @@ class _SweepCommand(SuiteCommand[Turn]):
 
     def _flags(self, cell: Cell, run_dir: Path) -> list[str]:
         """All flags of a cell's training; those of the cell come last, and count."""
-        options = self._options
+        options = self.options
         values: dict[str, Any] = {
             "model_size": options.model_size,
             "seq_length": options.seq_length,
@@ -225,8 +234,8 @@ class _SweepCommand(SuiteCommand[Turn]):
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be equal for turns of two commands to be one sweep. More repeats may be added."""
-        options = self._options
-        head = record_head(SCHEMA_VERSION, device=options.device)
+        options = self.options
+        head = frame.record_head(SCHEMA_VERSION, device=options.device)
         sources = "".join(sha256_of(file) for file in sorted(PACKAGE.rglob("*.py")))
         return {
             "suite": self._suite.as_dict(),
@@ -244,7 +253,7 @@ class _SweepCommand(SuiteCommand[Turn]):
     def _recipes(self) -> dict[str, str]:
         """The sha256 of every recipe that a cell names; empty for one that is missing."""
         named = {value_of(cell.flags, RECIPE) for cell in self._suite.cells} - {None}
-        files = {str(name): self._repository / str(name) for name in named}
+        files = {str(name): self.repository / str(name) for name in named}
         return {name: sha256_of(file) if file.is_file() else "" for name, file in sorted(files.items())}
 
     def line(self, result: Turn, *, count: str, left: str) -> str:
@@ -252,18 +261,18 @@ class _SweepCommand(SuiteCommand[Turn]):
         why = "" if result.message is None else f" ({result.message})"
         return f"{count} repeat {result.repeat}, {result.cell}: {result.state}{why}{speed}{left}"
 
-    def record(self, results: Sequence[Turn], *, seconds: float) -> Record:  # noqa: ARG002 - of this command alone
+    def record(self, results: Sequence[Turn]) -> frame.Record:
         """The sweep as ``reports.sweeps`` reads it."""
         from dsgpt.benchmarks.sweep_turns import cell_of, comparison_of, losses_of  # noqa: PLC0415
 
-        options = self._options
+        options = self.options
         turns: Mapping[str, list[Turn]] = {
             cell.name: [turn for turn in results if turn.cell == cell.name] for cell in self._suite.cells
         }
         cells = [cell_of(cell, turns[cell.name], price=options.price) for cell in self._suite.cells]
         losses = {(planned.cell.name, planned.repeat): losses_of(self._run_dir(planned)) for planned in self._turns}
         comparisons = [comparison_of(plan, cells, losses=losses) for plan in self._suite.comparisons]
-        return record_head(SCHEMA_VERSION, device=options.device) | {
+        return {
             "suite": self._suite.name,
             "seed": options.seed,
             "repeats": options.repeats,
@@ -275,51 +284,5 @@ class _SweepCommand(SuiteCommand[Turn]):
             "comparisons": [asdict(comparison) for comparison in comparisons],
         }
 
-    def failures(self, results: Sequence[Turn], record: Record) -> list[str]:  # noqa: ARG002
-        """Nothing: a turn that failed is a result of the sweep."""
-        return []
-
     def closing_lines(self, failures: Sequence[str]) -> list[str]:  # noqa: ARG002
         return [f"turns and logs: {self._store.folder}"]
-
-
-# The command lines of ``run`` and ``compare``: their help, their flags, and what they call.
-
-DESCRIPTIONS = {
-    "run": """\
-run: train the cells of a suite, each in its own processes under the launcher that users use, again and again in a drawn
-order; write what each setting costs. Cells that are compared do the same work, or are refused before anything runs. A
-training that runs out of memory, is refused, fails or exceeds its limit is a result. An interrupted sweep is continued
-by the same command. Exit code 0: every turn has a result.""",
-    "compare": """\
-compare: is B slower than A? A and B are two runs, paired by step, or two sweeps, paired by repeat; SWEEP#CELL names one
-cell. It prints the difference with its interval. Exit code 0: B is as fast as A within noise, or faster; 1: it is
-slower beyond noise.""",
-}
-EXAMPLES = {
-    "run": f"""\
-examples:
-  .venv/bin/python src/benchmark.py run --suite scaling --devices 1,2 --repeats 3
-  .venv/bin/python src/benchmark.py run --suite memory --devices 2 --repeats 1
-  .venv/bin/python src/benchmark.py run --suite my-sweep.json --output checkpoint/sweep/mine/sweep.json
-
-suites: {", ".join(SUITES)}""",
-    "compare": """\
-examples:
-  .venv/bin/python src/benchmark.py compare checkpoint/before checkpoint/after
-  .venv/bin/python src/benchmark.py compare before/sweep.json after/sweep.json
-  .venv/bin/python src/benchmark.py compare "sweep.json#ddp on 2 devices" "sweep.json#zero1 on 2 devices\"""",
-}
-
-
-def run(options: SweepOptions, *, repository: Path) -> int:
-    """Do what ``run`` was asked for; return its exit code.
-
-    Raises:
-        UserError: as ``run_sweep``, or no suite was named.
-    """
-    if options.suite is None:
-        raise UserError(f"--suite is missing: name {', '.join(SUITES)} or a .json file")
-    output = options.output or default_output(options.suite)
-    page = options.page or output.with_suffix(".md")
-    return run_sweep(replace(options, output=output, page=page), repository=repository)

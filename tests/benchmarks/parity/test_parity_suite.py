@@ -11,9 +11,9 @@ from suite_commands import REFERENCE, benchmark, refusal
 
 from dsgpt.benchmarks import parity_suite as suite
 from dsgpt.benchmarks.cells import ACCUMULATED, EVERY, GLOBAL_BATCH, VALIDATION_WINDOWS, Cell, cut_validation
-from dsgpt.benchmarks.frame import EXIT_FAILED
+from dsgpt.benchmarks.frame import EXIT_FAILED, record_head, run_suite
 from dsgpt.benchmarks.launch import Assignment, read_rank
-from dsgpt.benchmarks.parity import ParityOptions, core, refusal_expected, run_parity, whole_matrix
+from dsgpt.benchmarks.parity import Parity, ParityOptions, core, refusal_expected, whole_matrix
 from dsgpt.benchmarks.parity_bounds import (
     BF16,
     BF16_MANY,
@@ -41,6 +41,8 @@ from dsgpt.strategies.optimizer import build_schedule
 
 
 RECORD = (REFERENCE / "parity.json").as_posix()
+HEAD = record_head(Parity.schema_version, device="cpu") | {"seconds": 2.0}
+"""What the frame puts before the record of a suite."""
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_failure_gives_the_exit_code_and_names_the_place(tmp_path, monkeypatch
         keep=tmp_path / "kept",
         device="cpu",
     )
-    assert run_parity(options, repository=REPOSITORY) == EXIT_FAILED
+    assert run_suite(Parity, options, repository=REPOSITORY) == EXIT_FAILED
     said = capsys.readouterr().out
     assert "unexpected result: baseline, 1 rank, accumulation 3, sgd, fp32" in said
     assert "accumulation 3, sgd, fp32: FAILED" in said
@@ -116,14 +118,13 @@ def test_the_committed_page_is_made_from_the_committed_record():
 def test_the_committed_record_is_complete_and_has_no_unexpected_result():
     from dsgpt.benchmarks.parity import whole_matrix
     from dsgpt.benchmarks.parity_rank import BUGS
-    from dsgpt.benchmarks.parity_suite import SCHEMA_VERSION
 
     record = json.loads((REPOSITORY / RECORD).read_text(encoding="utf-8"))
     cells = record["cells"]
     assert all(cell["as_expected"] for cell in cells)
     recorded = {Cell(**{field.name: cell[field.name] for field in fields(Cell)}) for cell in cells}
     wanted = {*whole_matrix(), *(bug.cell(name) for name, bug in BUGS.items())}
-    if record["schema_version"] == SCHEMA_VERSION:
+    if record["schema_version"] == Parity.schema_version:
         assert recorded == wanted
     else:
         assert recorded < wanted  # made by an earlier suite, which had fewer cells
@@ -187,7 +188,7 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
         Result(cell=TRAINED, status="passed", seconds=1.0),
         Result(cell=fp16, refusal_expected=True, status="refused", seconds=1.0, message="needs a GPU"),
     ]
-    page = parity_page(suite_record(suite, ends, seconds=2.0, device="cpu"), source="x.json")
+    page = parity_page(HEAD | suite_record(suite, ends, device="cpu"), source="x.json")
     assert "| zero1 | 2 | 1 of 2 (1 refused) |" in page
     assert "2 cells: 1 trained and compared with plain PyTorch, **all passed**;\n1 refused by the product" in page
     assert "## Failures" not in page
@@ -197,7 +198,7 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
         Result(cell=Cell(strategy="ddp", ranks=2), status="failed", seconds=1.0),
         Result(cell=Cell(strategy="fsdp", ranks=2), status="error", seconds=1.0, message="the launch ended"),
     ]
-    page = parity_page(suite_record(suite, ends, seconds=2.0, device="cpu"), source="x.json")
+    page = parity_page(HEAD | suite_record(suite, ends, device="cpu"), source="x.json")
     assert "6 cells: 3 trained and compared with plain PyTorch, **1 failed; 1 ended in an error**;\n2 refused" in page
     assert "| zero2 | 2 | **0 of 1 (1 refused)** |" in page
     assert "* zero2, 2 ranks, accumulation 3, adamw, fp32: refused, though it should train: no compiler" in page
@@ -205,7 +206,7 @@ def test_the_page_counts_refusals_and_names_unexpected_ones(tmp_path):
 
 
 def test_a_page_about_gpus_claims_only_what_their_bounds_show(tmp_path):
-    record = suite_record(ParitySuite(tmp_path, repository=REPOSITORY, device="cpu"), [], seconds=2.0, device="cpu")
+    record = HEAD | suite_record(ParitySuite(tmp_path, repository=REPOSITORY, device="cpu"), [], device="cpu")
     on_gpus = record | {"hardware": record["hardware"] | {"device": "cuda"}}
     here, there = (" ".join(parity_page(one, source="x.json").split()) for one in (record, on_gpus))
     assert "equal in six digits" in here and "not measured yet" not in here
