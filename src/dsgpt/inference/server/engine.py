@@ -1,9 +1,10 @@
 """The model of a server: opened, decoding many sequences together, scoring finished ones.
 
 Decodes many sequences together, with transformers' continuous batching. Its manager has a thread that computes.
-Another thread hands the results to the event loop. transformers' own processors of logits have no seeds and no
-``min_p`` per request, and one row of logits that is not finite makes ``torch.multinomial`` end the thread with all
-requests. So the sampler here draws the tokens.
+Another thread hands the results to the event loop.
+
+The sampler here draws the tokens. transformers' own processors of logits have no seeds and no ``min_p`` per request,
+and one row of logits that is not finite ends their thread, with all requests (``torch.multinomial``).
 """
 
 import asyncio
