@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 from suite_commands import REFERENCE, benchmark, refusal
 from training_runs import read_lines, roll_back
@@ -92,7 +93,8 @@ LENGTH = Length(steps=8)
 def results(tmp_path_factory):
     """How the core ended, by name: one run for all tests."""
     suite = ResumeSuite(tmp_path_factory.mktemp("resume"), repository=REPOSITORY, length=LENGTH)
-    return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
+    with launches_fork():
+        return {result.name: result for result in suite.run(core_rewritten(), core_pairs())}
 
 
 @pytest.mark.parametrize("cell", core_rewritten(), ids=lambda cell: f"{by(cell)}, {cell.precision}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 from training_runs import data_flags
 
@@ -190,7 +191,7 @@ class Launched:
     def seen(self, name: str) -> Seen:
         """How the cell of this name ended."""
         index, folder = self._names.index(name), self._folder / name
-        with pytest.MonkeyPatch.context() as patch:
+        with launches_fork(), pytest.MonkeyPatch.context() as patch:
             here = Path(__file__).parent
             patch.setenv("PYTHONPATH", f"{here}:{here.parent}", prepend=os.pathsep)
             while self._done <= index:

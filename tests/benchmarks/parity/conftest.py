@@ -1,6 +1,7 @@
 """One run of the suite for all tests that need its results: they share launches, and only selected cells run."""
 
 import pytest
+from forked_ranks import launches_fork
 from small_run import REPOSITORY
 
 from dsgpt.benchmarks.parity_suite import ParitySuite
@@ -21,9 +22,10 @@ def result_of(request, tmp_path_factory):
     coming, known = suite.run(wanted), {}
 
     def get(cell):
-        while cell not in known:
-            result = next(coming)
-            known[result.cell] = result
+        with launches_fork():
+            while cell not in known:
+                result = next(coming)
+                known[result.cell] = result
         return known[cell]
 
     yield get
