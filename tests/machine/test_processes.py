@@ -237,7 +237,7 @@ def test_whoever_joins_a_group_leaves_at_once():
     assert set(joining) == set(ENDED_BY)
     for name, ender in ENDED_BY.items():
         processes = joining[name] if name == ender else 1
-        assert len(re.findall(r"\bleave\(\d", texts[ender])) >= processes or ender == TRAINING, name
+        assert len(re.findall(r"\bexit_rank\(\d", texts[ender])) >= processes or ender == TRAINING, name
     assert "exit_rank(train(" in texts[TRAINING]
 
 
