@@ -18,7 +18,7 @@ from tqdm import tqdm
 from dsgpt.common.files import remove, write_json_atomic
 from dsgpt.common.text import counted
 from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import gather_objects, joined
 from dsgpt.machine.topology import Topology, free_port
 from dsgpt.planner import operations
@@ -115,7 +115,7 @@ def _measure_rank(rank: int, asked: _Asked, queue: Any) -> NoReturn:
                 queue.put((name, {}))
         if rank == 0:
             queue.put(("", {"bus_bytes_per_sec": None, "all_reduce_sec": None} | found))
-    leave(0)
+    exit_rank(0)
 
 
 def _time(clock: Clock, name: str, variant: str) -> float:
