@@ -30,7 +30,7 @@ import pytest
 from dsgpt.benchmarks import launch
 from dsgpt.benchmarks.launch import ELSEWHERE, IMPORTS, WORKER, environment_for
 from dsgpt.benchmarks.worker import identify_cpu_once
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.topology import free_port
 
 MODULES = (*IMPORTS["deepspeed"], *IMPORTS["torchrun"], "dsgpt.training.run")
@@ -280,7 +280,7 @@ def be_script(
             code = 1
     except BaseException:  # noqa: BLE001 - as the interpreter reports it
         traceback.print_exc()
-    leave(code or 0)
+    exit_rank(code or 0)
 
 
 if __name__ == "__main__":
