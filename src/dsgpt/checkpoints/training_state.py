@@ -30,7 +30,7 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
 from dsgpt.common.json_files import Count, JsonError, read_as
 from dsgpt.formats.tensor_files import SafetensorsWriter, StoredTensor, open_safetensors
-from dsgpt.model.names import STATE_NAMES
+from dsgpt.model.config import STATE_NAMES
 
 # Writes files of a checkpoint. Every failure is an ``OSError`` that names the reason and the file.
 

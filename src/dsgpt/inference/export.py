@@ -43,7 +43,7 @@ from dsgpt.formats.tensor_files import DTYPES, StoredTensor, write_safetensors
 from dsgpt.formats.tokenizer_files import SETTINGS, end_of_text_id
 from dsgpt.inference.loading import StoredModel, open_model
 from dsgpt.machine.console import Console
-from dsgpt.model.names import decays
+from dsgpt.model.config import decays
 
 _LAYOUTS = {"hf": "Hugging Face", "portable": "portable", "deepspeed": "DeepSpeed"}
 """Names of ``options.EXPORT_FORMS`` in messages."""

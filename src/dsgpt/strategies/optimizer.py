@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dsgpt.config.recipe_blocks import OptimizerRecipe, SchedulerRecipe
 from dsgpt.config.run_config import RunConfig
+from dsgpt.model.config import STATE_NAMES, decays
 from dsgpt.model.gpt2 import initial_value
-from dsgpt.model.names import STATE_NAMES, decays
 
 # The initial value of every parameter, drawn from seed and name, or published.
 

@@ -39,8 +39,8 @@ from dsgpt.config.run_config import RunConfig
 from dsgpt.data.loader import IGNORED_TARGET, Batch
 from dsgpt.machine.device import named_range
 from dsgpt.machine.process_group import sum_over_ranks
+from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.model.names import STATE_NAMES
 from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.loss_scale import LossScale
 from dsgpt.strategies.optimizer import (

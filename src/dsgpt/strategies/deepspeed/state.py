@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from dsgpt.checkpoints.training_state import ParamState, StateReader
+from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import Attend
-from dsgpt.model.names import STATE_NAMES
 from dsgpt.strategies.base import StateTensors, optimizer_tensors
 from dsgpt.strategies.optimizer import begin_state, state_names
 
