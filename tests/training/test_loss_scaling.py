@@ -16,7 +16,7 @@ from dsgpt.config.options import parse_arguments
 from dsgpt.config.recipe_blocks import Fp16, LossScaling
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import read_topology
-from dsgpt.strategies.loss_scale import MOST_SKIPS, LossScale
+from dsgpt.strategies.optimizer import MOST_SKIPS, LossScale
 from dsgpt.strategies.pytorch import Baseline
 from dsgpt.training.trainer import training_batches
 

@@ -42,7 +42,7 @@ from dsgpt.machine.process_group import sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2
 from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
-from dsgpt.strategies.loss_scale import LossScale
+from dsgpt.strategies.optimizer import LossScale
 from dsgpt.strategies.optimizer import (
     DTYPES,
     begin_state,
