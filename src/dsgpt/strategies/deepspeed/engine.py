@@ -34,8 +34,7 @@ from dsgpt.strategies.deepspeed.state import (
     step_on_weights,
     take_part,
 )
-from dsgpt.strategies.optimizer import LossScale
-from dsgpt.strategies.optimizer import block_norms, build_schedule, set_learning_rate
+from dsgpt.strategies.optimizer import LossScale, block_norms, build_schedule, set_learning_rate
 
 
 def take_norms_of_blocks(optimizer: Any) -> None:
