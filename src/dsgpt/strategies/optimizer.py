@@ -223,33 +223,26 @@ class LossScale:
                     f"{self.factor:g}: training stopped; lower loss_scale, or leave it out for a dynamic one"
                 )
             return
+        scaling = self._scaling
         if overflow:
-            self._lower()
             self._last_overflow = self._step
+            if self._patience > 1:
+                self._patience -= 1
+            elif self.factor == scaling.min_loss_scale:
+                raise NonFiniteError(
+                    f"fp16 gradients overflow at the smallest loss scale, {self.factor:g}: training stopped; lower the "
+                    "learning rate, or take bf16 or fp32"
+                )
+            else:
+                self.factor = max(self.factor / 2, scaling.min_loss_scale)
         else:
-            self._raise()
+            steps_without = self._step - self._last_overflow - 1
+            grows = steps_without > 0 and steps_without % scaling.loss_scale_window == 0
+            if grows or scaling.consecutive_hysteresis:
+                self._patience = scaling.hysteresis
+            if grows:
+                self.factor *= 2
         self._step += 1
-
-    def _lower(self) -> None:
-        if self._patience > 1:
-            self._patience -= 1
-            return
-        smallest = self._scaling.min_loss_scale
-        if self.factor == smallest:
-            raise NonFiniteError(
-                f"fp16 gradients overflow at the smallest loss scale, {smallest:g}: training stopped; lower the "
-                "learning rate, or take bf16 or fp32"
-            )
-        self.factor = max(self.factor / 2, smallest)
-
-    def _raise(self) -> None:
-        if self._scaling.consecutive_hysteresis:
-            self._patience = self._scaling.hysteresis
-        steps_without = self._step - self._last_overflow - 1
-        if steps_without > 0 and steps_without % self._scaling.loss_scale_window == 0:
-            if not self._scaling.consecutive_hysteresis:
-                self._patience = self._scaling.hysteresis
-            self.factor *= 2
 
     def state(self) -> LossScaleState | None:
         """What a checkpoint keeps; None in a precision that needs no scaling."""

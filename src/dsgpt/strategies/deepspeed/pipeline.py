@@ -195,18 +195,18 @@ class PipelineParallel(DeepSpeedStrategy):
         """Replace the steps of DeepSpeed's schedule that compute something wrong."""
         from deepspeed.runtime.pipe import schedule  # noqa: PLC0415
 
-        replaced: dict[type, Callable[..., None]] = {}
+        instructions: dict[type, Callable[..., None]] = {**self._engine._INSTRUCTION_MAP}
         if self._stage == 0:
-            replaced[schedule.OptimizerStep] = self._clip_and_step
+            instructions[schedule.OptimizerStep] = self._clip_and_step
         if self._scale.enabled:
-            replaced[schedule.ReduceTiedGrads] = self._sum_tied_gradients
-        instructions = {**self._engine._INSTRUCTION_MAP, **replaced}
+            instructions[schedule.ReduceTiedGrads] = self._sum_tied_gradients
         named = {
             "forward": schedule.ForwardPass,
             "backward": schedule.BackwardPass,
             "optimizer": schedule.OptimizerStep,
         }
-        instructions |= {kind: _in_range(name, instructions[kind]) for name, kind in named.items()}
+        for name, kind in named.items():
+            instructions[kind] = _in_range(name, instructions[kind])
         self._engine._INSTRUCTION_MAP = instructions
 
     def _clip_and_step(self, engine: Any, **arguments: dict[str, Any] | None) -> None:

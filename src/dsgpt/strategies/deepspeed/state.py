@@ -283,29 +283,25 @@ class ShardedState:
     @torch.no_grad()
     def load(self, reader: StateReader, *, part: Part) -> None:
         """See ``EngineState``."""
-        self._optimizer.checkpoint_event_prologue()  # frees parameters that are gathered
-        for index in range(len(self._optimizer.fp16_groups)):
-            self._load_group(index, reader, part=part)
-        self._optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
-
-    def _load_group(self, index: int, reader: StateReader, *, part: Part) -> None:
         optimizer = self._optimizer
-        swapped = optimizer._swappable_optimizer_subgroup(index)
-        if swapped:
-            optimizer._optimizer_states_and_gradient_swap_in(index)
-        flat = optimizer.fp32_partitioned_groups_flat[index]
-        moments = {}
-        if reader.has_moments:
-            moments = begin_state(optimizer.optimizer, flat, steps=reader.counters.optimizer_steps)
-        for parameter in optimizer.fp16_groups[index]:
-            rank, name = optimizer._get_param_partition_rank(parameter), self._names[parameter.ds_id]
-            state = reader.state(name).mapped(partial(part, name))
-            _copy_part(state.weight, self._part_of(parameter, flat), rank=rank)
-            for key, moment in moments.items():
-                _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
-        optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if swapped:
-            optimizer._optimizer_states_and_gradient_swap_out(index)  # also moments that have no file yet
+        optimizer.checkpoint_event_prologue()  # frees parameters that are gathered
+        for index, group in enumerate(optimizer.fp16_groups):
+            swapped = optimizer._swappable_optimizer_subgroup(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(index)
+            flat, moments = optimizer.fp32_partitioned_groups_flat[index], {}
+            if reader.has_moments:
+                moments = begin_state(optimizer.optimizer, flat, steps=reader.counters.optimizer_steps)
+            for parameter in group:
+                rank, name = optimizer._get_param_partition_rank(parameter), self._names[parameter.ds_id]
+                state = reader.state(name).mapped(partial(part, name))
+                _copy_part(state.weight, self._part_of(parameter, flat), rank=rank)
+                for key, moment in moments.items():
+                    _copy_part(state.moments[key], self._part_of(parameter, moment), rank=rank)
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_out(index)  # also moments that have no file yet
+        optimizer.checkpoint_event_epilogue()  # gathers the parameters that every rank keeps whole
 
 
 def _copy_part(whole: Tensor, part: Tensor, *, rank: int) -> None:
