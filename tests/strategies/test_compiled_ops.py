@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from messages import without_paths
@@ -97,7 +97,12 @@ def complete(compilation, monkeypatch) -> list[str]:
     place.mkdir(parents=True)
     (place / "part.so").write_bytes(b"a library")
     loaded: list[str] = []
-    monkeypatch.setattr(compiled_ops, "_loaded", lambda builder, library: loaded.append(library.name))
+
+    def load(_builder: object, library: Path) -> ModuleType:
+        loaded.append(library.name)
+        return ModuleType(library.stem)
+
+    monkeypatch.setattr(compiled_ops, "_loaded", load)
     return loaded
 
 
