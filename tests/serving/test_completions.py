@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,9 @@ from small_run import END_OF_TEXT, REPOSITORY, write_tokenizer
 from dsgpt.formats.tokenizer_files import open_tokenizer
 from dsgpt.inference.loading import load
 from dsgpt.inference.sample import Continuation
-from dsgpt.inference.server.completions import Answer, Choice, Completions, Gate, Metrics, add_logprobs
+from dsgpt.inference.server.completions import SMALL_BODY, Answer, Choice, Completions, Gate, Metrics, add_logprobs
 from dsgpt.inference.server.engine import Engine, Sampler, Scorer, Sequence, open_served
-from dsgpt.inference.server.options import Limits
+from dsgpt.inference.server.options import Key, Limits
 from dsgpt.inference.server.requests import ApiError, Prompt, Sampling, read_request
 from dsgpt.inference.server.server import make_app
 
@@ -394,7 +395,9 @@ def test_ends_of_a_completion():
     assert ends(stop_token_ids=[256], ignore_eos=True) == {256}
 
 
-def in_process(run_dir, *questions: dict[str, Any], scale: float = 1.0, during: Any = None) -> list[httpx2.Response]:
+def in_process(
+    run_dir, *questions: dict[str, Any], scale: float = 1.0, during: Any = None, limits: Limits = LIMITS
+) -> list[httpx2.Response]:
     """The answers of a model whose last layer is scaled, one after the other, and the server's health."""
     served, metrics = open_served(run_dir, which="latest", name=MODEL, device_kind="cpu"), Metrics()
     with torch.no_grad():
@@ -405,9 +408,9 @@ def in_process(run_dir, *questions: dict[str, Any], scale: float = 1.0, during: 
         served=served,
         engine=engine,
         scorer=Scorer(served.model),
-        limits=LIMITS,
+        limits=limits,
         metrics=metrics,
-        gate=Gate(LIMITS, metrics),
+        gate=Gate(limits, metrics),
     )
     transport = httpx2.ASGITransport(app=make_app(completions, keys=[], loopback="127.0.0.2"))
 
@@ -456,3 +459,33 @@ def test_a_request_is_read_beside_the_event_loop(run_dir, monkeypatch):
     monkeypatch.setattr("dsgpt.inference.server.completions.read_request", reads)
     *answers, _ = in_process(run_dir, {}, {}, during=True)
     assert [answer.json()["error"]["message"] for answer in answers] == ["read", "read"]
+
+
+def test_a_small_request_is_read_while_large_ones_are(run_dir, monkeypatch):
+    """The large one is read until the small one, which came later, has been read."""
+    small_one = threading.Event()
+
+    def reads(data: bytes) -> None:
+        assert len(data) < SMALL_BODY or small_one.wait(timeout=60)
+        if len(data) < SMALL_BODY:
+            small_one.set()
+        raise ApiError(400, "read")
+
+    monkeypatch.setattr("dsgpt.inference.server.completions.read_request", reads)
+    large = {"prompt": "x" * SMALL_BODY}
+    *answers, _ = in_process(run_dir, large, {}, during=True, limits=replace(LIMITS, body_bytes=2 * SMALL_BODY))
+    assert [answer.json()["error"]["message"] for answer in answers] == ["read", "read"]
+
+
+def test_one_of_several_keys_has_at_most_half_of_the_places():
+    """So one request with a large ``n`` leaves the others their places."""
+    gate, ann, bob = Gate(replace(LIMITS, batch=3), Metrics(), keys=2), *(Key(name=name, secret="") for name in "ab")
+    with pytest.raises(ApiError, match="asks for 4 completions, and the server takes 3 of the key 'a' at a time"):
+        gate.places(4, key=ann).__enter__()
+    with gate.places(3, key=ann):
+        with pytest.raises(ApiError, match="busy: 3 of 3 places of the key 'a' are taken"):
+            gate.places(1, key=ann).__enter__()
+        with gate.places(2, key=bob), pytest.raises(ApiError, match="the server is busy: 5 of 5 places are taken"):
+            gate.places(1, key=bob).__enter__()
+    with Gate(LIMITS, Metrics()).places(4, key=ann):
+        pass

@@ -120,11 +120,13 @@ def test_silent_connections_make_room_and_requests_that_are_answered_do_not(monk
         assert slow.gone == 0
 
 
-@pytest.mark.parametrize("ending", [b"", GET])
-def test_a_client_that_shuts_its_writing_side_is_answered(ending: bytes):
+@pytest.mark.parametrize(
+    ("first", "ending"), [(GET, b""), (GET, GET), (GET.replace(b"1.1", b"1.0"), b"")], ids=["one", "two", "HTTP/1.0"]
+)
+def test_a_client_that_shuts_its_writing_side_is_answered(first: bytes, ending: bytes):
     slow = Slow()
     with listening(slow) as port:
-        client = connect(port, GET + ending)
+        client = connect(port, first + ending)
         client.shutdown(socket.SHUT_WR)
         within(lambda: slow.asked == 1)
         time.sleep(1.5)  # the second probe

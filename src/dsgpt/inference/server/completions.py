@@ -6,14 +6,15 @@ import json
 import math
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
+from prometheus_client import Counter as CounterOf
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -52,19 +53,19 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = Counter(
+        self.requests = CounterOf(
             "dsgpt_requests",
             "Requests for completions that ended, by status; 499: the client hung up",
             ["status"],
             registry=self.registry,
         )
-        self.of_keys = Counter(
+        self.of_keys = CounterOf(
             "dsgpt_key_requests",
             "Requests for completions by the name of their key",
             ["key", "status"],
             registry=self.registry,
         )
-        self.tokens = Counter("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
+        self.tokens = CounterOf("dsgpt_tokens", "Tokens read and written", ["kind"], registry=self.registry)
         self.open = Gauge("dsgpt_open_sequences", "Sequences that are decoded or wait", registry=self.registry)
         self.seconds = self._histogram("dsgpt_request_seconds", "From a request to the end of its answer")
         self.first_token = self._histogram("dsgpt_first_token_seconds", "From a request to its first token")
@@ -88,11 +89,14 @@ class Gate:
     Args:
         limits: the places.
         metrics: shows how many are taken.
+        keys: how many clients have a key of their own. Of several, one has at most half of the places.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, limits: Limits, metrics: Metrics, *, keys: int = 1) -> None:
         self._batch, self._places, self._metrics = limits.batch, limits.batch + limits.queue, metrics
-        self._taken = 0
+        self._places_of_key = self._places if keys < 2 else -(-self._places // 2)
+        self._taken: Counter[str | None] = Counter()
+        """Places by the name of the key; of None without keys."""
         self._admitted: dict[str, deque[float]] = {}
         self._mean_sec = 1.0
 
@@ -111,38 +115,40 @@ class Gate:
         past.append(now)
 
     @contextlib.contextmanager
-    def places(self, count: int, *, prompts: int = 1) -> Iterator[None]:
-        """A context that holds ``count`` places, for as many completions of ``prompts`` prompts.
+    def places(self, count: int, *, key: Key | None = None, prompts: int = 1) -> Iterator[None]:
+        """A context that holds ``count`` places for ``key``, for as many completions of ``prompts`` prompts.
 
         Raises:
             ApiError: there are never so many places, or not now.
         """
-        if count > self._places:
+        name, most = key and key.name, self._places_of_key
+        of_key = f" of the key {name!r}" if most < self._places else ""
+        if count > most:
             several = f" ({prompts:,} prompts, {count // prompts} of each)" if prompts > 1 else ""
-            message = f"the request asks for {clipped(count)} completions{several}, and the server takes {self._places}"
+            message = f"the request asks for {clipped(count)} completions{several}, and the server takes {most}{of_key}"
             param = "n" if prompts == 1 else "prompt"
             raise ApiError(400, f"{message} at a time: ask for fewer", param=param, code="invalid_value")
-        if self._taken + count > self._places:
-            wait = math.ceil(self._mean_sec * max(1.0, self._taken / self._batch))
-            raise ApiError(
-                429,
-                f"the server is busy: {self._taken} of {self._places} places are taken; repeat the request later",
-                code="rate_limit_exceeded",
-                headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
-            )
-        self._take(count)
+        everyone = self._taken.total()
+        for taken, most, whose in ((everyone, self._places, ""), (self._taken[name], self._places_of_key, of_key)):
+            if taken + count > most:
+                wait = math.ceil(self._mean_sec * max(1.0, everyone / self._batch))
+                raise ApiError(
+                    429,
+                    f"the server is busy: {taken} of {most} places{whose} are taken; repeat the request later",
+                    code="rate_limit_exceeded",
+                    headers={"retry-after": str(min(max(wait, 1), LONGEST_WAIT_SEC))},
+                )
         try:
+            self._taken[name] += count
+            self._metrics.open.set(self._taken.total())
             yield
         finally:
-            self._take(-count)
+            self._taken[name] -= count
+            self._metrics.open.set(self._taken.total())
 
     def took(self, seconds: float) -> None:
         """Note how long a sequence was decoded, for the times that refused clients are told to wait."""
         self._mean_sec += _WEIGHT * (seconds - self._mean_sec)
-
-    def _take(self, count: int) -> None:
-        self._taken += count
-        self._metrics.open.set(self._taken)
 
 
 # The answers to a request for completions, in OpenAI's form.
@@ -260,9 +266,10 @@ def add_logprobs(
     }
 
 
-T = TypeVar("T")
 # ``POST /v1/completions``: reads a request, has it decoded, and sends the answer whole or as a stream.
 
+SMALL_BODY = 16 << 10
+"""Bytes of the largest body that counts as small."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -276,8 +283,11 @@ class Completions:
     limits: Limits
     metrics: Metrics
     gate: Gate
-    reader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "reads"))
-    """Where requests are read: one at a time, because each keeps a core and the interpreter's lock busy."""
+    readers: tuple[ThreadPoolExecutor, ThreadPoolExecutor] = field(
+        default_factory=lambda: (ThreadPoolExecutor(1, "reads"), ThreadPoolExecutor(1, "reads large ones"))
+    )
+    """Where requests are read, small and large ones: one at a time each, because each keeps a core busy. A small one
+    does not wait for the large ones of others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count how it ended."""
@@ -308,15 +318,17 @@ class Completions:
             self.metrics.seconds.observe(time.perf_counter() - exchange.began)
 
     async def _answer(self, http: Request, exchange: "_Exchange") -> None:
-        self.gate.admit(http.scope["key"])
+        key: Key | None = http.scope["key"]
+        self.gate.admit(key)
         body = await read_body(http, limits=self.limits)
-        with self.gate.places(1):
-            request = await self._read(partial(read_request, body))
+        read = partial(asyncio.get_running_loop().run_in_executor, self.readers[len(body) > SMALL_BODY])
+        with self.gate.places(1, key=key):
+            request = await read(read_request, body)
         if request.model != self.served.name:
             message = f"the model {request.model[:80]!r} does not exist here: use {self.served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        with self.gate.places(request.prompts * (request.n or 1), prompts=request.prompts):
-            work = asyncio.create_task(self._complete(request, exchange))
+        with self.gate.places(request.prompts * (request.n or 1), key=key, prompts=request.prompts):
+            work = asyncio.create_task(self._complete(request, exchange, read))
             gone = asyncio.create_task(_hung_up(http.receive))
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -328,10 +340,12 @@ class Completions:
                     task.cancel()
                 await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _complete(self, request: CompletionRequest, exchange: "_Exchange") -> None:
+    async def _complete(
+        self, request: CompletionRequest, exchange: "_Exchange", read: Callable[..., Awaitable[Any]]
+    ) -> None:
         served = self.served
         encode = partial(read_prompts, vocabulary=served.vocabulary, positions=served.positions)
-        prompts = await self._read(partial(encode, request, served.tokenizer))
+        prompts = await read(encode, request, served.tokenizer)
         new_tokens = new_tokens_of(request, prompts, positions=served.positions, limits=self.limits)
         with self._decoded(request, prompts, new_tokens) as (choices, changed):
             answer = Answer(served.name, choices, prompts)
@@ -347,9 +361,6 @@ class Completions:
                 usage = answer.usage()
                 self.metrics.tokens.labels("prompt").inc(usage["prompt_tokens"])
                 self.metrics.tokens.labels("completion").inc(usage["completion_tokens"])
-
-    async def _read(self, read: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.reader, read)
 
     @contextlib.contextmanager
     def _decoded(

@@ -273,8 +273,8 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that shuts its writing side behind its request: keep the connection until then."""
-        self._shut = not self.waits and not self.cycle.more_body and self.cycle.scope["http_version"] == "1.1"
-        if self._shut:
+        self._shut = not self.waits and not self.cycle.more_body
+        if self._shut and self.cycle.scope["http_version"] == "1.1":  # HTTP/1.0 has no interim responses
             self._probe()
         return self._shut
 
@@ -359,7 +359,7 @@ def serve(options: ServeOptions) -> int:
             scorer=Scorer(served.model),
             limits=limits,
             metrics=metrics,
-            gate=Gate(limits, metrics),
+            gate=Gate(limits, metrics, keys=len(keys)),
         )
         app = make_app(completions, keys=keys, loopback=loopback)
         quieten_logs()
