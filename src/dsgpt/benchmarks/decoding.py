@@ -6,20 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    judged,
-    only_flag,
-    peers_flag,
-    selected,
-    table,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, judged, only_flag, peers_flag, selected
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
 OURS, HUGGING_FACE, NANOGPT = "dsgpt", "transformers", "nanogpt"
 # The rows of the suite: what is generated, and the goals.

@@ -99,12 +99,6 @@ def judged(ratio: Mapping[str, Any] | None) -> str:
     return f", {NO_DIFFERENCE}" if ratio and no_difference(ratio["smallest"], ratio["largest"]) else ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """``header`` and ``rows`` in Markdown; None is an empty field."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)
-
-
 # What a suite declares, and what its command does: run it, show its progress, write its record and its page.
 
 EXIT_FAILED = 1

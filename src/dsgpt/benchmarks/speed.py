@@ -8,22 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsgpt.benchmarks.frame import (
-    Record,
-    Suite,
-    SuiteOptions,
-    device_flag,
-    judged,
-    only_flag,
-    peers_flag,
-    selected,
-    table,
-)
+from dsgpt.benchmarks.frame import Record, Suite, SuiteOptions, device_flag, judged, only_flag, peers_flag, selected
 from dsgpt.benchmarks.speed_rounds import measure_around, measure_first_step, measure_help, measure_memory, measure_row
 from dsgpt.benchmarks.speed_work import HUGGING_FACE, NANOGPT, OURS, PEERS, Row, Work, published, rows
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
 Figures = Mapping[str, Any]
 KEPT = ", memory kept"

@@ -269,6 +269,6 @@ def _answer(values: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
-    from dsgpt.machine.launcher import leave
+    from dsgpt.machine.launcher import exit_rank
 
-    leave(0)
+    exit_rank(0)
