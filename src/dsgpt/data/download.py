@@ -24,7 +24,7 @@ from dsgpt.data.sources import (
     raw_record,
     stdlib_source,
 )
-from dsgpt.formats.hub_access import require_hub
+from dsgpt.formats.hub import require_hub
 
 DESCRIPTION = """\
 Fetch a text set and keep its documents in data/NAME/raw/: one JSON object {"text": ...} per line, in documents.jsonl,
