@@ -11,8 +11,7 @@ from small_run import REPOSITORY
 
 from dsgpt.charts.command import ChartsOptions
 from dsgpt.common.command_line import Parser
-from dsgpt.config.options import Options
-from dsgpt.config.same_work import ChangesTraining
+from dsgpt.config.options import ChangesTraining, Options
 from dsgpt.dashboard.command import DashboardOptions
 from dsgpt.data.download import DownloadOptions
 from dsgpt.data.preparation import PrepareOptions

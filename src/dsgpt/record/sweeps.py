@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dsgpt.common.errors import UserError, is_number
 from dsgpt.common.json_files import JsonError, Positive, clipped, parse_as, read_bytes
-from dsgpt.config.same_work import TRAINING_FACTS, WORK_FACTS
+from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
 from dsgpt.record.runs import Footprint, Run, pooled
 from dsgpt.record.schema import later_schema
 from dsgpt.record.work import Worked
@@ -81,7 +81,7 @@ class Turn:
     """Seconds of training steps until a step had the target loss or less."""
     footprint: Footprint | None = None
     work: dict[str, Any] | None = None
-    """What was computed, by the facts of ``dsgpt.config.same_work``."""
+    """What was computed, by the facts of ``dsgpt.config.options``."""
 
 
 @dataclass(frozen=True, kw_only=True)
