@@ -36,7 +36,7 @@ from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import GPT2Config
 from dsgpt.record.runs import read_run
 from dsgpt.record.schema import STEPS_FILE, drop_steps_after, read_steps
-from dsgpt.record.sweeps import read_sweep
+from dsgpt.record.suites import read_sweep
 from dsgpt.telemetry.meter import StepMeter
 from dsgpt.training.command import train
 from dsgpt.training.journal import Journal

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsgpt.common.text import busy_words
 from dsgpt.config.options import TRAINING_FACTS, WORK_FACTS
-from dsgpt.record.fields import Fields
+from dsgpt.record.schema import Fields
 
 HARDWARE, DEVICES, STRATEGY, INSTRUCTIONS = "hardware", "devices", "strategy", "instruction sets"
 # The segments of a run: which steps each of its processes executed, and how they differ.
