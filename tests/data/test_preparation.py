@@ -22,8 +22,9 @@ from small_run import REPOSITORY, write_tokenizer
 from transformers import AutoTokenizer
 
 from dsgpt.common.errors import UserError
+from dsgpt.common.text import counted
 from dsgpt.data import download
-from dsgpt.data.options import counted, duration, parse_options, progress
+from dsgpt.data.options import duration, parse_options, progress
 from dsgpt.data.preparation import locked_folder
 from dsgpt.data.sources import Document, own_source
 from dsgpt.data.token_file import TokenFileError, open_token_file

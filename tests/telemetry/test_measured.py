@@ -126,7 +126,7 @@ RANKS = """
 import json, time
 import torch
 import torch.distributed as dist
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import HostGroup, joined
 from dsgpt.machine.topology import read_topology
 from dsgpt.strategies.base import StepResult
@@ -150,7 +150,7 @@ with joined(topology, torch.device("cpu")):
     shares = ranks.gathered(RankShare(0.0, computing, meter.last_own_loss))
     if topology.rank == 0:
         print(json.dumps([sum(figures.step_secs), interval_figures(figures, ranks=[RankShare(*s) for s in shares])[0]]))
-leave(0)
+exit_rank(0)
 """
 
 

@@ -236,12 +236,12 @@ SABOTAGE = """
 import os, sys, time
 import torch
 from dsgpt.training.command import train
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.training import budget as events
 from dsgpt.training.budget import Budget
 from dsgpt.training.trainer import Trainer
 {}
-leave(train(sys.argv[1:]))
+exit_rank(train(sys.argv[1:]))
 """
 """A stand-in for ``src/gpt2.py``, into which a test puts what cannot happen here, or only after hours."""
 LIMIT_ON_THE_LAST_RANK = """

@@ -15,6 +15,7 @@ from typing import Any
 from dsgpt.benchmarks.launch import Assignment, Launch, RankEnd, first_failure, read_ranks, run_job
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import write_json_atomic
+from dsgpt.common.text import counted
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 
 ACCUMULATED, EVERY = "accumulated", "every micro batch"
@@ -237,11 +238,6 @@ class Cell:
     def folder(self) -> str:
         """The name without blanks, for a folder."""
         return self.name.replace(", ", "_").replace(" ", "-")
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def by(cell: Cell) -> str:

@@ -43,7 +43,7 @@ from dsgpt.formats.tensor_files import DTYPES
 from dsgpt.inference.decoder import Decoder
 from dsgpt.inference.generation import generate_batch
 from dsgpt.machine.device import HugePages, bring_up
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.probe import keep_freed_memory
 from dsgpt.machine.topology import read_topology
 from dsgpt.model.config import PRESETS, GPT2Config
@@ -572,4 +572,4 @@ def _timed(read: tuple[Tensor, Tensor], device: torch.device) -> float:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_rank(0)

@@ -18,11 +18,10 @@ from dsgpt.benchmarks.frame import (
     read_peers,
     selected,
     span_words,
-    table,
 )
 from dsgpt.common.command_line import POSITIVE, choice, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 
 OURS, HUGGING_FACE = "dsgpt", "transformers"
 # The rows of the suite: what is generated, and the goals.

@@ -136,12 +136,6 @@ def contest(entries: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str,
     return given
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """``header`` and ``rows`` in Markdown; None is an empty field."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join('' if value is None else str(value) for value in line)} |" for line in lines)
-
-
 # What a suite declares, and what its command does: run it, show its progress, write its record and its page.
 
 EXIT_FAILED = 1

@@ -32,12 +32,11 @@ from dsgpt.benchmarks.frame import (
     selected,
     span,
     span_words,
-    table,
 )
 from dsgpt.benchmarks.processes import LineWorker, WorkerEnded, train, training_words
 from dsgpt.common.command_line import POSITIVE, flag
 from dsgpt.common.errors import UserError
-from dsgpt.common.text import machine_words
+from dsgpt.common.text import machine_words, table
 from dsgpt.data.token_file import TokenFileWriter, open_token_file
 from dsgpt.machine.launcher import launcher_command
 from dsgpt.machine.topology import free_port

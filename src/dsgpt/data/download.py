@@ -11,8 +11,8 @@ from typing import TypeAlias
 from dsgpt.common.command_line import POSITIVE, choice, flag, read_options, switch
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import sync_directory, write_json_atomic
-from dsgpt.common.text import next_line, script_words
-from dsgpt.data.options import Bar, counted, folder_if_named, progress
+from dsgpt.common.text import counted, next_line, script_words
+from dsgpt.data.options import Bar, folder_if_named, progress
 from dsgpt.data.sources import (
     HUB_SETS,
     RAW_FOLDER,

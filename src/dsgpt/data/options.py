@@ -29,11 +29,6 @@ def folder_if_named(word: str) -> Path | None:
     return Path(word) if word else None
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def duration(seconds: float) -> str:
     """Whole seconds, or ``less than 1 s``."""
     return "less than 1 s" if seconds < 1 else f"{seconds:.0f} s"

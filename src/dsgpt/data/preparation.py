@@ -13,8 +13,8 @@ from typing import Any
 from dsgpt.common.errors import UserError
 from dsgpt.common.files import PRINTABLE, Lock, is_regular_file, remove, sha256_of, sync_directory, write_json_atomic
 from dsgpt.common.json_files import JsonError, Sha256, read_as
-from dsgpt.common.text import REPOSITORY, next_line, script_words
-from dsgpt.data.options import TRAIN, Bar, Identity, PrepareOptions, counted, duration, parse_options, progress
+from dsgpt.common.text import REPOSITORY, counted, next_line, script_words
+from dsgpt.data.options import TRAIN, Bar, Identity, PrepareOptions, duration, parse_options, progress
 from dsgpt.data.sources import STDLIB_NAME, Source, downloaded_source, own_source, stdlib_source
 from dsgpt.data.token_file import Sidecar, TokenFile, TokenFileWriter, TokenizerFacts, open_token_file
 from dsgpt.data.vocabulary import (

@@ -21,6 +21,7 @@ from dsgpt.checkpoints.manifest import (
 from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, check_random_states
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as
+from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.machine.probe import LoadOfOthers
 from dsgpt.record.schema import COMPLETE_FILE, RECORD_FILE, STEPS_FILE
@@ -318,7 +319,7 @@ def _resuming_line(config: RunConfig, checkpoint: Path, moved: list[dict[str, An
 
 
 def _strategy_on_ranks(strategy: str, ranks: int) -> str:
-    return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
+    return f"{strategy} on {counted(ranks, 'rank')}"
 
 
 def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile
 from dsgpt.machine.device import describe_hardware, software_versions
@@ -38,7 +39,7 @@ accumulation may always change.
 def plan_lines(config: RunConfig) -> list[str]:
     """Topology, batch split, model and length of the run, as the console prints them."""
     topology, batch, model = config.topology, config.batch, config.model
-    threads = f", {_counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
+    threads = f", {counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
     ranks, noun = batch.data_parallel_size, "data rank" if topology.sizes.ranks_per_copy > 1 else "rank"
     per_epoch = config.order.steps_per_epoch
     clipping = config.recipe.gradient_clipping
@@ -46,7 +47,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
         f"topology    {topology.world_size} x {config.device}{threads}, {_split(config)}; precision {config.precision}",
         f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
-        f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, noun)}",
+        f"{batch.gradient_accumulation_steps} accumulation x {counted(ranks, noun)}",
         f"model       {config.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
         "with padding)",
@@ -115,10 +116,6 @@ def _split(config: RunConfig) -> str:
     if sizes.ranks_per_copy == 1:
         return "all data parallel"
     return f"{sizes} x data {config.topology.data_parallel_size}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe_run(
