@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 from tqdm import tqdm
 
 from dsgpt.common.files import remove, write_json_atomic
+from dsgpt.common.text import counted
 from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
 from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import gather_objects, joined
@@ -202,7 +203,7 @@ def machine_name(hardware: dict[str, object], *, devices: int) -> str:
     """``NVIDIA H200 x 8``, or the processor and ``1 thread each``."""
     if hardware["gpu_name"]:
         return f"{hardware['gpu_name']} x {devices}"
-    return f"{hardware['cpu_name']}, {devices} device{'s' * (devices != 1)} of 1 core"
+    return f"{hardware['cpu_name']}, {counted(devices, 'device')} of 1 core"
 
 
 def disk_bytes_per_sec(folder: Path) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import sha256_of
+from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.data.token_file import TokenFile, TokenFileError, sidecar_path
 from dsgpt.formats.hub import model_folder
@@ -169,7 +170,7 @@ def check_tokenizer(config: RunConfig, problems: Problems) -> str:
 def plan_lines(config: RunConfig) -> list[str]:
     """Topology, batch split, model and length of the run, as the console prints them."""
     topology, batch, model = config.topology, config.batch, config.model
-    threads = f", {_counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
+    threads = f", {counted(config.threads_per_device, 'CPU thread')} each" if config.threads_per_device else ""
     ranks, noun, split = batch.data_parallel_size, "rank", "all data parallel"
     if topology.sizes.ranks_per_copy > 1:
         noun, split = "data rank", f"{topology.sizes} x data {topology.data_parallel_size}"
@@ -189,7 +190,7 @@ def plan_lines(config: RunConfig) -> list[str]:
         f"strategy    {config.strategy_name} ({config.recipe.path}), started by {topology.launcher}",
         f"topology    {topology.world_size} x {config.device}{threads}, {split}; precision {config.precision}",
         f"batch       {batch.global_batch_size} sequences = {batch.micro_batch_size} micro x "
-        f"{batch.gradient_accumulation_steps} accumulation x {_counted(ranks, noun)}",
+        f"{batch.gradient_accumulation_steps} accumulation x {counted(ranks, noun)}",
         f"model       {config.model_size}: {model.parameter_count():,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, width {model.n_embd}, vocabulary {model.vocab_size:,} ({model.padded_vocab_size:,} "
         "with padding)",
@@ -231,10 +232,6 @@ def predicted_peak_memory(config: RunConfig) -> dict[str, Any] | None:
     first = peak_memory(setup, device=config.device, among=STEP)
     rank, worst = worst_peak(setup, device=config.device, among=STEP)
     return {"rank0": first.as_dict(), "worst": {"rank": rank, **worst.as_dict()}}
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe_run(

@@ -20,6 +20,7 @@ from dsgpt.checkpoints.training_state import COUNTERS, MOMENTS, StateReader, che
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.common.files import is_regular_file, remove
 from dsgpt.common.json_files import Count, Finite, JsonError, Seconds, clipped, clipped_text, read_as, read_object
+from dsgpt.common.text import counted
 from dsgpt.config.run_config import RunConfig
 from dsgpt.record.schema import COMPLETE_FILE, LOG_FILE, RECORD_FILE, STEPS_FILE, read_steps
 from dsgpt.telemetry.profiles import COMMUNICATION_FILE, PROFILE_FOLDER, is_profile_folder
@@ -236,7 +237,7 @@ def _resuming_line(config: RunConfig, checkpoint: Path, moved: list[dict[str, An
 
 
 def _strategy_on_ranks(strategy: str, ranks: int) -> str:
-    return f"{strategy} on {ranks} rank{'s' * (ranks != 1)}"
+    return f"{strategy} on {counted(ranks, 'rank')}"
 
 
 def _plan_finished(config: RunConfig, *, settings: dict[str, Any], problems: Problems) -> ResumePoint | None:
