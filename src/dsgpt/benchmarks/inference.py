@@ -30,8 +30,7 @@ from dsgpt.common.json_files import JsonError, parse_as, read_object
 from dsgpt.common.text import machine_words, table
 from dsgpt.machine.console import Console, duration
 from dsgpt.record.schema import RECORD_FILE
-from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles
-from dsgpt.record.sweeps import Spread
+from dsgpt.record.suites import SCHEMA_VERSION, TITLES, Concurrency, Engine, Load, Percentiles, Spread
 from dsgpt.training.status import RunLock
 
 # What engines took for many requests, as it stands in the record of the run whose model answered.
