@@ -210,14 +210,15 @@ def test_the_end_of_each_process_up_to_the_launcher_is_noticed(tmp_path: Path, k
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TRAINING, CELLS, SPEED = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py", "src/dsgpt/benchmarks/speed_work.py"
+TRAINING, CELLS = "src/gpt2.py", "src/dsgpt/benchmarks/worker.py"
+CONTENDERS = "src/dsgpt/benchmarks/contenders.py"
 ENDED_BY = {
     "src/dsgpt/training/run.py": TRAINING,
     "src/dsgpt/planner/calibrate.py": "src/dsgpt/planner/calibrate.py",
     "src/dsgpt/benchmarks/parity_rank.py": CELLS,
     "src/dsgpt/benchmarks/plan_rank.py": CELLS,
     "src/dsgpt/benchmarks/resume_rank.py": CELLS,
-    "src/dsgpt/benchmarks/speed_trainers.py": SPEED,
+    CONTENDERS: CONTENDERS,
     "tests/machine/test_processes.py": "tests/machine/test_processes.py",
     "tests/strategies/strategy_worker.py": CELLS,
     "tests/strategies/torch_on_ranks.py": "tests/strategies/torch_on_ranks.py",

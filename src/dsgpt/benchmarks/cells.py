@@ -341,6 +341,17 @@ def cut_validation(corpus: Corpus, *, windows: int, length: int) -> Corpus:
     return Corpus(train=corpus.train, val=path)
 
 
+def write_random_tokens(folder: Path, *, vocab_sizes: Sequence[int], count: int) -> None:
+    """Files ``V.bin`` of ``count`` ids below V, all equally likely, so that a batch uses as many rows as it can."""
+    import numpy as np  # noqa: PLC0415 - takes its time
+
+    for vocab_size in vocab_sizes:
+        ids = np.random.default_rng(0).integers(0, vocab_size - 1, size=count)
+        path, eot_id = folder / f"{vocab_size}.bin", vocab_size - 1
+        with TokenFileWriter(path, vocab_size=vocab_size, eot_id=eot_id, tokenizer=None, source="random ids") as writer:
+            writer.append(ids)
+
+
 # Makes the recipe file and the flags of ``src/gpt2.py`` for a cell.
 
 STEPS = 20

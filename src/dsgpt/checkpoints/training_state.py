@@ -142,7 +142,7 @@ class ParamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """The state of fp16's dynamic loss scale; see ``strategies.loss_scale``."""
+    """The state of fp16's dynamic loss scale; see ``strategies.optimizer.LossScale``."""
 
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     step: int

@@ -39,7 +39,7 @@ from dsgpt.machine.device import named_range
 from dsgpt.machine.process_group import sum_over_ranks
 from dsgpt.model.config import STATE_NAMES
 from dsgpt.model.gpt2 import GPT2
-from dsgpt.strategies.base import StateTensors, StepResult, Strategy, optimizer_tensors, to_device
+from dsgpt.strategies.base import StateTensors, Strategy, optimizer_tensors, to_device
 from dsgpt.strategies.optimizer import (
     DTYPES,
     LossScale,
@@ -53,6 +53,7 @@ from dsgpt.strategies.optimizer import (
     set_learning_rate,
     square_sum,
 )
+from dsgpt.telemetry.meter import StepResult
 
 
 class MasterWeights:
