@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dsgpt.checkpoints.training_state import ParamState, StateReader
 from dsgpt.model.config import STATE_NAMES
@@ -351,9 +350,16 @@ def engine_tensors(optimizer: Any, parameters: Iterable[Tensor]) -> StateTensors
 
 
 def tensors_of(owner: Any, *names: str) -> list[Tensor]:
-    """The tensors in those of these attributes that ``owner`` has: alone, or in lists and dictionaries."""
+    """The tensors in those of these attributes that ``owner`` has: alone, or in lists and dictionaries of any class."""
     values = [getattr(owner, name, None) for name in names]
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    tensors = []
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict | list | tuple):
+            values += value.values() if isinstance(value, dict) else value
+    return tensors
 
 
 # Stages 1 and 2 in fp32 without a second copy of the weights. Written for DeepSpeed 0.19.8.
