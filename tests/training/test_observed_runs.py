@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from forked_ranks import run_script
 from planner_records import RECORD
-from run_folders import LONG, record, resume
+from run_folders import LONG, errors, record, resume
 from safetensors.torch import load_file
 from small_run import REPOSITORY, command_line, write_data, write_recipe
 from stand_in_nvml import StandInNvml
@@ -34,6 +35,7 @@ from dsgpt.dashboard.summaries import recorded_of
 from dsgpt.machine.device import describe_hardware
 from dsgpt.planner.rates import CALIBRATION
 from dsgpt.record.schema import RECORD_FILE
+from dsgpt.strategies.pytorch import Baseline
 from dsgpt.telemetry.monitor import Monitor, open_gpus
 from dsgpt.training import trainer
 from dsgpt.training.command import train as train_here
@@ -365,6 +367,55 @@ def test_memory_that_runs_out_is_one_line(sabotaged, tmp_path, ranks):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=EXIT_OUT_OF_MEMORY, error_file=str(tmp_path / "error.json"))
     shown = ChildFailedError("gpt2.py", {0: failure}).format_msg()
     assert shown.splitlines()[-2] == f"  traceback : {line.removeprefix('error: ')}"
+
+
+NCCL = "NCCL error in: NCCLUtils.cpp:76, unhandled cuda error\nLast error:\nFailed to CUDA calloc 67108864 bytes"
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error", "line"),
+    [
+        (
+            torch.optim.AdamW,
+            "step",
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            "in the optimizer step: ",
+        ),
+        (
+            Baseline,
+            "train_step",
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "in the forward pass: ",
+        ),
+        (
+            Baseline,
+            "train_step",
+            torch.distributed.DistBackendError(NCCL),
+            "in the forward pass: tried to allocate 67108864 bytes, ",
+        ),
+        (
+            Baseline,
+            "iter_state",
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),
+            "in a save: tried to allocate 2.50 GiB, ",
+        ),
+    ],
+    ids=["CUDA", "cuBLAS", "NCCL", "gathering"],
+)
+def test_memory_that_runs_out_outside_of_torchs_allocator_is_one_line_too(
+    finished_run, tmp_path, monkeypatch, capsys, owner, method, error, line
+):
+    """With the messages that a GPU gives."""
+
+    def fails(*_: Any, **__: Any) -> Iterator[Any]:
+        raise error
+        yield  # ``iter_state`` is a generator
+
+    monkeypatch.setattr(owner, method, fails if method == "iter_state" else lambda *_, **__: next(fails()))
+    assert train_here(command_line(finished_run, checkpoint_path=tmp_path / "run")) == EXIT_OUT_OF_MEMORY
+    (printed,) = errors(capsys)
+    assert f"rank 0 is out of memory {line}" in printed
+    assert "this fits by the formulas: " in printed
 
 
 def test_the_plan_is_held_against_the_steps(sabotaged, tmp_path):
