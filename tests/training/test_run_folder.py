@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from harmful_tokenizers import bring_code
 from messages import without_paths
-from run_folders import LONG, Killed, checkpoints, errors, record, resume, rewrite
 from small_run import command_line, write_inputs
+from training_runs import LONG, Killed, checkpoints, errors, read_record, resume, rewrite
 
 from dsgpt.training import run, saving, trainer
 from dsgpt.training.command import train as train_here
@@ -58,7 +58,7 @@ def test_foreign_files_of_other_steps_are_kept(finished_run, tmp_path, capsys):
 def test_a_run_of_which_only_the_steps_are_left_is_ours(copied_run, finished_run):
     for path in copied_run.iterdir():
         if path.name != "metrics.jsonl":
-            shutil.rmcontents(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert resume(copied_run, finished_run, resume=None, overwrite=True, max_train_steps=1) == 0
 
 
@@ -115,7 +115,7 @@ def test_the_lock_is_held_while_training(finished_run, tmp_path, monkeypatch):
 
 def test_a_run_that_was_killed_while_overwriting_is_not_resumed(finished_run, copied_run, monkeypatch, capsys):
     copy = copied_run
-    shutil.copycontents(copy / "step-00000009", copy / "step-00000008.damaged")
+    shutil.copytree(copy / "step-00000009", copy / "step-00000008.damaged")
     monkeypatch.setattr(shutil, "rmtree", Killed.now)
     with pytest.raises(Killed):
         resume(copy, finished_run, resume=None, overwrite=True)
@@ -207,7 +207,7 @@ def test_the_record_of_a_killed_run_lists_its_saves(finished_run, tmp_path, monk
     with pytest.raises(Killed):
         train_here(command_line(finished_run, **flags))
     monkeypatch.undo()
-    assert [save["step"] for save in record(tmp_path / "run")["saves"]] == [3]
+    assert [save["step"] for save in read_record(tmp_path / "run")["saves"]] == [3]
     move_all(tmp_path / "run", losing=NAMES)
     assert train_here(command_line(finished_run, **flags, resume=True)) == 2
     assert "says that step-00000003 was saved" in errors(capsys)[0]
@@ -220,7 +220,7 @@ def test_a_run_that_was_being_overwritten_is_not_resumed(stopped, finished_run, 
         (stopped / f"step-{step:08d}").rename(stopped / f".partial-step-{step:08d}.overwritten")
     assert resume(stopped, finished_run) == 0
     assert f"--resume: an --overwrite of {stopped} did not finish; starting fresh" in capsys.readouterr().out
-    assert record(stopped)["resumed_from"] is None
+    assert read_record(stopped)["resumed_from"] is None
 
 
 def test_a_checkpoint_that_retention_was_removing_allows_no_fresh_start(stopped, finished_run):
@@ -241,7 +241,7 @@ def test_a_damaged_latest_is_reported_and_ignored(stopped, finished_run, capsys,
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "latest names" in line]
     assert without_paths(line, stopped) == snapshot
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 def test_checkpoints_that_are_moved_back_are_resumed(stopped, finished_run):
@@ -250,7 +250,7 @@ def test_checkpoints_that_are_moved_back_are_resumed(stopped, finished_run):
     for checkpoint in stopped.parent.glob("moved-step-*"):
         shutil.move(checkpoint, stopped / checkpoint.name.removeprefix("moved-"))
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_fresh(finished_run, tmp_path, monkeypatch, capsys):
@@ -263,19 +263,29 @@ def test_a_run_killed_before_its_first_checkpoint_starts_fresh(finished_run, tmp
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size
     assert train_here(command_line(finished_run, **flags, resume=True)) == 0
     assert "holds no checkpoint yet; starting fresh" in capsys.readouterr().out
-    assert record(tmp_path / "run")["status"] == "completed"
+    assert read_record(tmp_path / "run")["status"] == "completed"
+
+
+def test_a_run_killed_before_its_first_step_starts_fresh(finished_run, tmp_path, capsys):
+    """It left its configuration, and no lines yet."""
+    run_dir = tmp_path / "new"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps({"options": {}, "training_config": {}}))
+    (run_dir / "metrics.jsonl").touch()
+    assert resume(run_dir, finished_run) == 0
+    assert "no checkpoint yet; starting fresh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lock", [True, False])
 def test_the_only_checkpoint_is_renamed_back_even_without_a_lock_file(stopped, finished_run, lock):
     """A copied run folder may lack the lock file: a defect once deleted the checkpoint that was being replaced."""
     for step in (3, 6):
-        shutil.rmcontents(stopped / f"step-{step:08d}")
+        shutil.rmtree(stopped / f"step-{step:08d}")
     (stopped / "step-00000009").rename(stopped / ".partial-step-00000009.replaced")
     if not lock:
         (stopped / ".lock").unlink()
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["resumed_from"] == "step-00000009"
+    assert read_record(stopped)["resumed_from"] == "step-00000009"
 
 
 @pytest.mark.parametrize("lost", [2, 7])
@@ -285,8 +295,8 @@ def test_a_lost_line_is_noticed_beside_a_repeated_one(stopped, finished_run, los
     log[log.index(steps[lost])] = steps[lost + 1]
     (stopped / "metrics.jsonl").write_bytes(b"".join(log))
     assert resume(stopped, finished_run) == 0
-    assert record(stopped)["summary"]["train_time_sec"] is None
-    assert record(stopped)["summary"]["optimizer_steps"] == 12
+    assert read_record(stopped)["summary"]["train_time_sec"] is None
+    assert read_record(stopped)["summary"]["optimizer_steps"] == 12
 
 
 def test_a_file_system_without_locks_is_reported(finished_run, tmp_path, monkeypatch, capsys, snapshot):
@@ -347,7 +357,7 @@ def test_what_the_manifest_cannot_verify_is_not_loaded(stopped, finished_run, ca
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is refused" in line]
     assert without_paths(line, stopped) == snapshot
-    assert record(stopped)["resumed_from"] == "step-00000006"
+    assert read_record(stopped)["resumed_from"] == "step-00000006"
 
 
 def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finished_run, capsys, snapshot):
@@ -355,7 +365,7 @@ def test_a_damaged_record_is_reported_and_loses_the_earlier_saves(stopped, finis
     assert resume(stopped, finished_run) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
     assert without_paths(line, stopped) == snapshot
-    assert [save["step"] for save in record(stopped)["saves"]] == [12]
+    assert [save["step"] for save in read_record(stopped)["saves"]] == [12]
 
 
 # Training keeps only known files of a tokenizer, and neither reads nor writes through a link in a run folder.

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from dsgpt.checkpoints.manifest import Manifest, parse_manifest
-from dsgpt.checkpoints.selection import (
-    find_checkpoint,
-    is_hugging_face,
-    is_model_file,
-    open_model_files,
-    open_weights,
-)
+from dsgpt.checkpoints.store import find_checkpoint, is_hugging_face, is_model_file, open_model_files
+from dsgpt.checkpoints.training_state import open_weights
 from dsgpt.common.errors import Problems, UserError
 from dsgpt.formats.hugging_face import PretrainedWeights
 from dsgpt.formats.tensor_files import DTYPES, StoredTensor

@@ -294,8 +294,9 @@ def _load_checkpoint(
 # Out of memory in one line: when, how much, what was predicted, and the next setting that fits.
 
 NO_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA \w+ \d+ bytes")
-"""In messages of CUDA (``torch.AcceleratorError``), cuBLAS and NCCL (``DistBackendError``): only PyTorch's allocator raises
-``torch.OutOfMemoryError``."""
+"""In messages of CUDA (``torch.AcceleratorError``), cuBLAS and NCCL (``DistBackendError``).
+
+Only PyTorch's own allocator raises ``torch.OutOfMemoryError``."""
 MOMENTS = {
     "joined": "at the start",
     "_build": "at the start",
