@@ -52,7 +52,7 @@ from dsgpt.common.files import (
     write_json_atomic,
 )
 from dsgpt.common.json_files import JsonError, read_as, read_object
-from dsgpt.formats.tokenizer_files import is_known, tokenizer_files
+from dsgpt.formats.tokenizer_files import KNOWN_FILES, tokenizer_files
 from dsgpt.model.config import GPT2Config
 
 LATEST = "latest"
@@ -159,7 +159,7 @@ def _seal(folder: Path, about: dict[str, Any]) -> None:
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sync_and_hash(path)}
         for path in paths
-        if path.is_file() and (path.parent != folder / TOKENIZER or is_known(path.name))
+        if path.is_file() and (path.parent != folder / TOKENIZER or path.name in KNOWN_FILES)
     }
     for path in paths:
         if path.is_dir():
