@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from dsgpt.planner.setup import FULL, Setup, model_parameters
-from dsgpt.planner.strategies import strategy_of
-from dsgpt.planner.strategy import ModelState, Moment
+from dsgpt.planner.strategies import Zero3, strategy_of
+from dsgpt.planner.strategy import ModelState, Moment, embedding_bytes
 from dsgpt.planner.work import (
     block_gradient_bytes,
     head_gradient_bytes,
@@ -133,7 +133,8 @@ def _save(setup: Setup, between: Mapping[str, int]) -> Moment:
     strategy = strategy_of(setup)
     each = FULL * (1 + setup.moments) if strategy.gathers_to_save else 0
     whole = max(each * size + max(each * following, 7 * size) for size, following in pairwise([*sizes, 0]))
-    return Moment(name="save", parts={**between, "gathered": whole + strategy.gathered_at_save})
+    kept = embedding_bytes(setup) if isinstance(strategy, Zero3) else 0
+    return Moment(name="save", parts={**between, "gathered": whole + kept})
 
 
 def _kept(state: ModelState, device: str) -> dict[str, int]:

@@ -73,7 +73,7 @@ def batch_in_words(setup: Setup) -> str:
 def held_in_words(setup: Setup, rank: int) -> str:
     """What ``rank`` has: its stage's layers, its shard of matrices, its positions and its data."""
     place = place_of(setup, rank)
-    words = [_layers(setup.held(rank), whole=setup.sizes.pipeline == 1)]
+    words = [_layers(setup.parameters(rank), whole=setup.sizes.pipeline == 1)]
     if setup.sizes.tensor > 1:
         words.append(f"matrices {place.tensor_rank + 1}/{setup.sizes.tensor}")
     if setup.sizes.sequence > 1:

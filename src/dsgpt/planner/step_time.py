@@ -228,7 +228,7 @@ def _micro_batch(setup: Setup, rank: int, *, kind: str) -> dict[str, OpCounts]:
     """The work of one micro batch."""
     blocks, stage, last = setup.blocks(rank), setup.stage(rank), setup.sizes.pipeline - 1
     strategy = strategy_of(setup)
-    per_tensor = strategy.operations_per_tensor * len(setup.held(rank))
+    per_tensor = strategy.operations_per_tensor * len(setup.parameters(rank))
     hooks = strategy.hook_operations if kind == "cpu" else 0
     ends = (stage == 0) + (stage == last)
     embeddings = embedding(setup).times(ends / 4)
