@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dsgpt.planner.zero3 import gathered
 from pydantic import ValidationError
 from recipe_files import SHIPPED, understood
 from small_run import REPOSITORY, command_line, write_data
@@ -25,7 +26,6 @@ from dsgpt.model.config import PRESETS, GPT2Config
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.planner.strategy import ModelState
-from dsgpt.planner.zero3 import gathered
 from dsgpt.strategies.deepspeed.setup import engine_config
 
 # `ds_configs/README.md` is complete and correct: every recipe, key and command, and the figures by formula.

@@ -14,13 +14,12 @@ from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import parse_as
 from dsgpt.model.config import PRESETS
 from dsgpt.planner.command import act
-from dsgpt.planner.fitting import MeasuredStep, fit
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import costs, find_gpu, gpus, own_cost, read_prices, recognise
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.rates import ALLOWANCE, Calibration, Machine, calibrated_machine, read_calibration, utilisation
 from dsgpt.planner.setup import Setup, model_parameters, total
-from dsgpt.planner.step_time import START_SEC, Length, predict_step, run_time
+from dsgpt.planner.step_time import START_SEC, Length, MeasuredStep, fit, predict_step, run_time
 
 # The table of GPUs is complete, dense, and finds what drivers report.
 

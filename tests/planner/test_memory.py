@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from dsgpt.planner.zero3 import gathered
 from small_run import REPOSITORY, command_line, write_inputs
 
 from dsgpt.benchmarks.plan import PlanCell, cells
@@ -43,7 +44,6 @@ from dsgpt.planner.strategies import (
     step_traffic,
     strategy_of,
 )
-from dsgpt.planner.zero3 import gathered
 from dsgpt.strategies.base import build_strategy
 from dsgpt.strategies.deepspeed.state import is_split
 from dsgpt.training.run_description import setup_of

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dsgpt.planner.work import OpCounts, block_backward, block_forward, head_and_loss
+from dsgpt.planner.zero3 import gathered, gathered_forward
 from planner_records import RATES, machine
 from small_run import REPOSITORY
 
@@ -17,8 +19,6 @@ from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import bubble_fraction, bus_rate, predict_step
 from dsgpt.planner.strategies import copied, passes, placed_traffic, step_traffic, strategy_of
 from dsgpt.planner.strategy import AFTER_STEP, BACKWARD, BEFORE_STEP, FORWARD
-from dsgpt.planner.work import OpCounts, block_backward, block_forward, head_and_loss
-from dsgpt.planner.zero3 import gathered, gathered_forward
 
 # The order of a step: every byte of the planned traffic has its place, and pipelines run as DeepSpeed's do.
 

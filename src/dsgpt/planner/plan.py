@@ -13,10 +13,10 @@ from dsgpt.machine.topology import Topology
 from dsgpt.planner.hardware import MEANT, Cost, PriceTable, costs, gpus, own_cost
 from dsgpt.planner.memory import Peak, worst_peak
 from dsgpt.planner.options import HEADROOM, PlanOptions
-from dsgpt.planner.rates import ASSUMED, Machine
+from dsgpt.planner.rates import ASSUMED, Machine, changed
 from dsgpt.planner.request import PlanRequest
 from dsgpt.planner.setup import EMBEDDING, ParameterSize, Setup
-from dsgpt.planner.step_time import Length, RunTime, StepTime, predict_step, run_time
+from dsgpt.planner.step_time import RunTime, StepTime, predict_step, run_time
 from dsgpt.planner.strategies import model_state
 
 # Figures of a plan in words: bytes, times, money, and the name of a setup.
@@ -163,7 +163,16 @@ class Plan:
     @cached_property
     def run(self) -> RunTime:
         """The whole training."""
-        return run_time(self.setup, self.machine, self.step, length_of(self.request.options))
+        options = self.request.options
+        return run_time(
+            self.setup,
+            self.machine,
+            self.step,
+            tokens=options.tokens or 0.0,
+            eval_every=options.eval_every,
+            val_tokens=options.val_tokens,
+            save_every=options.save_every,
+        )
 
     @cached_property
     def costs(self) -> list[Cost]:
@@ -227,16 +236,6 @@ class Plan:
 def usable_bytes(machine: Machine, *, headroom: float = HEADROOM) -> int:
     """Bytes of a device that tensors can fill, if ``headroom`` percent of its memory are left free."""
     return max(0, int((1 - headroom / 100) * machine.memory_bytes) - FIXED_BYTES[machine.kind])
-
-
-def length_of(options: PlanOptions) -> Length:
-    """The length of the training that the flags name."""
-    return Length(
-        tokens=options.tokens or 0.0,
-        eval_every=options.eval_every,
-        val_tokens=options.val_tokens,
-        save_every=options.save_every,
-    )
 
 
 def plan_of(setup: Setup, request: PlanRequest, prices: PriceTable) -> Plan:
@@ -341,11 +340,8 @@ _gbps = partial(_number, scale=1, unit=" Gbit/s")
 
 def _at(plan: Plan, fields: Sequence[str], times: float) -> Plan:
     """The plan with these rates multiplied."""
-
-    def multiplied(rate: Any) -> Any:
-        return {key: multiplied(each) for key, each in rate.items()} if isinstance(rate, Mapping) else rate * times
-
-    rates = replace(plan.machine.rates, **{field: multiplied(getattr(plan.machine.rates, field)) for field in fields})
+    multiplied = {name: changed(getattr(plan.machine.rates, name), lambda rate: rate * times) for name in fields}
+    rates = replace(plan.machine.rates, **multiplied)
     # only the likely time is asked for
     machine = replace(plan.machine, rates=rates, slowest=rates, fastest=rates)
     return replace(plan, request=replace(plan.request, machine=machine), rivals=())

@@ -16,7 +16,6 @@ from dsgpt.config.recipe import PARALLEL_KEYS, Recipe, read_recipe, recipe_from
 from dsgpt.config.run_config import BatchPlan, plan_batch, split_batch
 from dsgpt.machine.topology import Topology
 from dsgpt.model.config import GPT2_VOCAB_SIZE, PRESETS, GPT2Config, shape_problems
-from dsgpt.planner.fitting import MeasuredStep, fit
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import find_gpu, find_instance, read_prices
 from dsgpt.planner.options import PlanOptions
@@ -30,6 +29,7 @@ from dsgpt.planner.rates import (
     read_calibration,
 )
 from dsgpt.planner.setup import Setup
+from dsgpt.planner.step_time import MeasuredStep, fit
 from dsgpt.record.sweeps import MAX_BYTES, SweepCell, read_sweep
 
 # The ways to train that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.

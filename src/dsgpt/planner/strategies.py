@@ -8,6 +8,7 @@ does: one forward pass, then one backward pass in turn (1F1B, Narayanan et al. 2
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dsgpt.planner.setup import (
     EMBEDDING,
@@ -247,25 +248,15 @@ class DeepSpeed(Planned):
         if not self.steps_on_host:
             return
         setup, own, last = self.setup, self.stepped_elements(rank), self.setup.gradient_accumulation_steps - 1
+        gradients = partial(Copied, what="gradients", link="host")
         for number, out, back in self.summed_in_host(rank):
-            for size, comes in ((back, True), (out, False)):
-                yield Copied(
-                    moment=BACKWARD, micro_batch=number, what="gradients", link="host", to_device=comes, size=size
-                )
+            yield gradients(moment=BACKWARD, micro_batch=number, to_device=True, size=back)
+            yield gradients(moment=BACKWARD, micro_batch=number, to_device=False, size=out)
         moment, micro_batch = (BACKWARD, last) if setup.recipe.zero_stage > 1 else (BEFORE_STEP, None)
-        size = FULL * own
-        yield Copied(moment=moment, micro_batch=micro_batch, what="gradients", link="host", to_device=False, size=size)
+        yield gradients(moment=moment, micro_batch=micro_batch, to_device=False, size=FULL * own)
         if setup.recipe.offload_optimizer == "nvme":
-            state = FULL * (1 + setup.moments) * own
-            for comes in (True, False):
-                yield Copied(
-                    moment=DURING_STEP,
-                    micro_batch=None,
-                    what="optimizer state",
-                    link="files",
-                    to_device=comes,
-                    size=state,
-                )
+            state = partial(Copied, moment=DURING_STEP, micro_batch=None, what="optimizer state", link="files")
+            yield from (state(to_device=comes, size=FULL * (1 + setup.moments) * own) for comes in (True, False))
         if setup.recipe.offload_param == "none":  # else they stay in the host until they are gathered
             size = setup.low * own
             yield Copied(moment=AFTER_STEP, micro_batch=None, what="weights", link="host", to_device=True, size=size)
@@ -743,12 +734,8 @@ class Zero3(DeepSpeed):
         With offload to NVMe, tensors that are large enough to be swapped are in files, which no measurement of memory
         sees.
         """
-        setup, ranks, own, sub_groups = (
-            self.setup,
-            self.setup.zero_ranks,
-            self.stepped_elements(rank),
-            self.sub_groups(rank),
-        )
+        setup, ranks = self.setup, self.setup.zero_ranks
+        own, sub_groups = self.stepped_elements(rank), self.sub_groups(rank)
         whole = ranks * self.pieces(self.persistent(rank)) if ranks > 1 else 0  # one rank's pieces are the parameters
         second = own if self.steps_on_host else max(sub_groups)
         sizes = {
@@ -760,6 +747,10 @@ class Zero3(DeepSpeed):
         stays = set() if self.steps_on_host else {"gradients", "optimizer", "master"}
         stays |= {"parameters"} if setup.recipe.offload_param == "none" else set()
         return ModelState(**sizes, off_device={name: size for name, size in sizes.items() if name not in stays})
+
+    def gathered_to_save(self) -> int:
+        """The embedding, too, from an evaluation."""
+        return super().gathered_to_save() + embedding_bytes(self.setup)
 
     def start_bytes(self, rank: int, device: str) -> int:  # noqa: ARG002 - of all strategies
         """The embedding, whole, in fp32 and in the precision of the run (``zero.Init``)."""
@@ -850,14 +841,10 @@ class Zero3(DeepSpeed):
         yield from super().copied(rank)
         offload = self.setup.recipe.offload_param
         links = {"none": (), "cpu": ("host",), "nvme": ("files", "host")}[offload]
-        pieces = dict(zip((FORWARD, BACKWARD), self._pieces_of_passes(), strict=True))
         for number in range(self.reductions):
-            for moment, elements in pieces.items():
-                for link in links:
-                    size = self.setup.low * elements
-                    yield Copied(
-                        moment=moment, micro_batch=number, what="weights", link=link, to_device=True, size=size
-                    )
+            for moment, elements in zip((FORWARD, BACKWARD), self._pieces_of_passes(), strict=True):
+                weights = partial(Copied, moment=moment, micro_batch=number, what="weights", to_device=True)
+                yield from (weights(link=link, size=self.setup.low * elements) for link in links)
 
     def summed_in_host(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """fp32 sums of the rank's part, which go to the device and back.

@@ -18,9 +18,10 @@ Traffic leaves out losses, norms and counters, a few bytes each.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
-from dsgpt.planner.setup import FULL, Setup, fsdp_elements, total
+from dsgpt.planner.setup import FULL, Setup, fsdp_elements, model_parameters, total
 from dsgpt.telemetry.ring import ring_factor
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -217,6 +218,16 @@ class Planned:
         return 0
 
     # What follows from the above, for every strategy.
+
+    def gathered_to_save(self) -> int:
+        """Bytes while a checkpoint is written: a parameter and its moments, whole, in fp32, and those of the next one.
+
+        Every rank gathers them on its device. The main rank looks for values that are not finite, with 7 bytes a
+        number.
+        """
+        sizes = [part.numel for part in model_parameters(self.setup.model)]
+        each = FULL * (1 + self.setup.moments) if self.gathers_to_save else 0
+        return max(each * size + max(each * following, 7 * size) for size, following in pairwise([*sizes, 0]))
 
     def gradient_bytes(self, rank: int, *, kind: str) -> float:
         """Gradients added up, copied to buckets and back, and copies of gathered weights.
