@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dsgpt.planner.zero3 import gathered
 from pydantic import ValidationError
 from recipe_files import SHIPPED, understood
 from small_run import REPOSITORY, command_line, write_data
@@ -23,7 +22,7 @@ from dsgpt.config.recipe_blocks import Bf16, Fp16, OffloadOptimizer, OffloadPara
 from dsgpt.config.run_config import RunConfig, resolve
 from dsgpt.machine.topology import ParallelSizes, read_topology
 from dsgpt.model.config import PRESETS, GPT2Config
-from dsgpt.planner.setup import Setup, model_parameters, total
+from dsgpt.planner.setup import Setup, gathers_of, model_parameters, total
 from dsgpt.planner.strategies import largest_model_state, most_sent_bytes
 from dsgpt.planner.strategy import ModelState
 from dsgpt.strategies.deepspeed.setup import engine_config
@@ -133,7 +132,7 @@ def test_default_limits_would_keep_all_of_gpt2_large_whole():
     model = PRESETS["large"]
     for raw, times in ((shipped.raw | {"zero_optimization": zero}, 1), (shipped.raw, 2)):
         setup = example("zero3.json", model=model, raw=raw)
-        assert total(gathered(setup)) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
+        assert total(gathers_of(setup).all) == pytest.approx(times * total(model_parameters(model)), rel=0.1)
 
 
 def example(

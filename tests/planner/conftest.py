@@ -12,7 +12,7 @@ from dsgpt.common.command_line import exit_code_of
 from dsgpt.common.errors import Problems
 from dsgpt.config.recipe import read_recipe
 from dsgpt.model.config import GPT2Config
-from dsgpt.planner.command import act
+from dsgpt.planner.search import act
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.setup import Setup
 

@@ -13,7 +13,7 @@ from dsgpt.charts.plan import draw_plan
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import parse_as
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.command import act
+from dsgpt.planner.search import act
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import costs, find_gpu, gpus, own_cost, read_prices, recognise
 from dsgpt.planner.options import read_plan_options

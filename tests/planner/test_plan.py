@@ -202,7 +202,7 @@ def test_the_page_is_that_of_the_code():
     assert page == published_page(repository=REPOSITORY)
 
 
-@pytest.mark.parametrize("row", TABLE.rows, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.program} {row.model} {row.gpus} x {row.gpu}")
 def test_a_range_contains_the_figure_or_the_row_says_why_not(row: Published):
     found = predict(row, repository=REPOSITORY)
     assert found.low < found.likely < found.high
@@ -213,10 +213,10 @@ def test_a_range_contains_the_figure_or_the_row_says_why_not(row: Published):
 
 def test_figures_are_within_what_the_gpu_can_do():
     """A slip of the pen in a figure would be above the peak."""
-    for row in TABLE.rows:
+    for row in TABLE:
         peak = gpus()[row.gpu].peak(row.precision)
-        blocks = 12 * row.shape.n_layer * row.shape.n_embd**2
-        flops = 6 * (blocks + 50_257 * row.shape.n_embd) * row.tokens_per_sec_per_gpu
+        blocks = 12 * row.shape["n_layer"] * row.shape["n_embd"]**2
+        flops = 6 * (blocks + 50_257 * row.shape["n_embd"]) * row.tokens_per_sec_per_gpu
         assert 0.1 * peak < flops < 0.7 * peak, row
 
 

@@ -79,14 +79,11 @@ class Rates:
 
     def in_precision(self, precision: str, *, slower: float) -> "Rates":
         """The rates with which computation in ``precision`` takes ``slower`` times as long."""
-        rates = {name: getattr(self, name) for name in ("matrix", "attention", "elementwise", "logits")}
-        return replace(
-            self,
-            **{
-                name: {**by_precision, precision: changed(by_precision[precision], lambda rate: rate / slower)}
-                for name, by_precision in rates.items()
-            },
-        )
+        slower_rates: dict[str, Any] = {}
+        for name in ("matrix", "attention", "elementwise", "logits"):
+            rates = getattr(self, name)
+            slower_rates[name] = {**rates, precision: changed(rates[precision], lambda rate: rate / slower)}
+        return replace(self, **slower_rates)
 
     def scaled(self, *, compute: float, communication: float) -> "Rates":
         """The rates with which computation and communication take these times as long."""

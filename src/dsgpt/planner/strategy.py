@@ -1,7 +1,7 @@
 """What the planner predicts of a strategy: its model state, moments, traffic and copies, in one class each.
 
 ``Planned`` is the contract. Here are the strategies of PyTorch as well; those of DeepSpeed are in
-``dsgpt.planner.zero`` and ``dsgpt.planner.zero3``. ``dsgpt.planner.strategies: strategy_of`` chooses the class.
+``dsgpt.planner.strategies``, whose ``strategy_of`` chooses the class.
 
 The formulas describe this package, PyTorch 2.13 and DeepSpeed 0.19.8. Their letters:
 
