@@ -203,7 +203,7 @@ def test_the_models_of_the_commands_follow_the_formulas():
         setups = [example(**how, model=model, ranks=2, precision=precision) for how in STAGES.values()]
         assert row == [precision, *(f"{largest_model_state(setup).total / 1e6:,.1f}" for setup in setups)]
     setup = example("zero3.json", model=model, ranks=2)
-    assert {part.name for part in gathered(setup)} == {"wte.weight"}
+    assert {part.name for part in gathers_of(setup).all} == {"wte.weight"}
 
 
 def test_the_page_gives_the_gradients_that_are_freed_before_the_step():

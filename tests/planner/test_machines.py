@@ -13,11 +13,11 @@ from dsgpt.charts.plan import draw_plan
 from dsgpt.common.errors import UserError
 from dsgpt.common.json_files import parse_as
 from dsgpt.model.config import PRESETS
-from dsgpt.planner.search import act
 from dsgpt.planner.hardware import PRICES as TABLE
 from dsgpt.planner.hardware import costs, find_gpu, gpus, own_cost, read_prices, recognise
 from dsgpt.planner.options import read_plan_options
 from dsgpt.planner.rates import ALLOWANCE, Calibration, Machine, calibrated_machine, read_calibration, utilisation
+from dsgpt.planner.search import act
 from dsgpt.planner.setup import Setup, model_parameters, total
 from dsgpt.planner.step_time import START_SEC, Length, MeasuredStep, fit, predict_step, run_time
 
