@@ -9,10 +9,11 @@ from typing import Any, get_args
 from dsgpt.common.errors import Problems, UserError, did_you_mean
 from dsgpt.common.files import sha256_of
 from dsgpt.common.json_files import JsonError, clipped, read_object
+from dsgpt.common.text import counted
 from dsgpt.config.options import parse_arguments
 from dsgpt.machine.topology import Topology
 from dsgpt.record.equal_work import Verdict, judge
-from dsgpt.record.sweeps import Kind, Turn, worked
+from dsgpt.record.suites import Kind, Turn, worked
 from dsgpt.record.work import Worked
 
 # What a sweep trains and compares: cells, comparisons, and what may differ in them.
@@ -101,7 +102,7 @@ def value_of(flags: Sequence[str], flag: str) -> str | None:
 
 def on_devices(what: str, devices: int) -> str:
     """``zero1 on 1 device``, ``zero1 on 2 devices``."""
-    return f"{what} on {devices} device{'s' * (devices != 1)}"
+    return f"{what} on {counted(devices, 'device')}"
 
 
 # The suites that are built in.
@@ -250,7 +251,7 @@ def planned_work(cell: Cell, flags: Sequence[str], *, repository: Path) -> Work 
         repository: from which relative paths are.
     """
     from dsgpt.config.run_config import resolve  # noqa: PLC0415 - torch takes seconds
-    from dsgpt.record.fields import Fields  # noqa: PLC0415
+    from dsgpt.record.schema import Fields  # noqa: PLC0415
     from dsgpt.record.work import read_work  # noqa: PLC0415
     from dsgpt.training.run_description import describe_run  # noqa: PLC0415
 

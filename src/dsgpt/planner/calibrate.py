@@ -18,13 +18,13 @@ from torch.multiprocessing.spawn import start_processes
 from tqdm import tqdm
 
 from dsgpt.common.files import remove, write_json_atomic
+from dsgpt.common.text import counted
 from dsgpt.machine.device import bring_up, cuda_devices, default_precision, describe_hardware, software_versions
-from dsgpt.machine.launcher import leave
+from dsgpt.machine.launcher import exit_rank
 from dsgpt.machine.process_group import gather_objects, joined
-from dsgpt.machine.topology import Topology, free_port
+from dsgpt.machine.topology import Topology, free_port, ring_factor
 from dsgpt.model.linear_cross_entropy import CACHED
 from dsgpt.planner.rates import SCHEMA_VERSION
-from dsgpt.telemetry.ring import ring_factor
 
 # The operations that are timed, each at shapes like those of a training step.
 
@@ -191,7 +191,7 @@ def host_link_bytes_per_sec(clock: Clock) -> float:
 
 
 def bus_bytes_per_sec(clock: Clock, operation: str, precision: str) -> float:
-    """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.telemetry.ring``."""
+    """Bytes that a rank of a ring sends (NCCL's bus bandwidth), by ``dsgpt.machine.topology``."""
     ranks, size, dtype = dist.get_world_size(), SENT_BYTES[clock.device.type], DTYPES[precision]
     whole, other = (
         torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=clock.device) for _ in "ab"
@@ -300,7 +300,7 @@ def _measure_rank(rank: int, queue: Any, kind: str, devices: int, seconds: float
                 queue.put((keys[0], {}))
         if rank == 0:
             queue.put(("", ceilings))
-    leave(0)
+    exit_rank(0)
 
 
 _DISK_BYTES = 256 << 20
@@ -339,7 +339,7 @@ def calibrate(path: Path, *, seconds: float, devices: int | None = None) -> dict
         report("disk")
         ceilings = [measure_ceilings(kind, devices=count, seconds=each, report=report) for count in counts]
     host = int(str(hardware["memory_bytes"])) // most
-    machine = f"{hardware['cpu_name']}, {most} device{'s' * (most != 1)} of 1 core"
+    machine = f"{hardware['cpu_name']}, {counted(most, 'device')} of 1 core"
     record = {
         "schema_version": SCHEMA_VERSION,
         "timestamp_utc": datetime.now(UTC).isoformat(timespec="seconds"),

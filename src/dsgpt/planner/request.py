@@ -30,7 +30,7 @@ from dsgpt.planner.rates import (
 )
 from dsgpt.planner.setup import Setup
 from dsgpt.planner.step_time import MeasuredStep, fit
-from dsgpt.record.sweeps import MAX_BYTES, SweepCell, read_sweep
+from dsgpt.record.suites import MAX_BYTES, SweepCell, read_sweep
 
 # The setups that ``--recommend`` searches: strategies of the shipped recipes, with every split of the model.
 

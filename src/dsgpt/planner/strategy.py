@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
+from dsgpt.machine.topology import ring_factor
 from dsgpt.planner.setup import FULL, Setup, fsdp_elements, model_parameters, total
-from dsgpt.telemetry.ring import ring_factor
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE_STEP, DURING_STEP, AFTER_STEP = "before the step", "during the step", "after the step"
@@ -82,7 +82,7 @@ class Traffic:
     group_size: int
     """Ranks that take part."""
     payload_bytes: int
-    """As ``dsgpt.telemetry.ring`` defines it."""
+    """As ``dsgpt.machine.topology`` defines it."""
     summed_width: int = FULL
     """Bytes of a number of a sum: summing 16-bit numbers may take longer than sending them."""
     axis: str = "data"
